@@ -1,15 +1,18 @@
 """The replay of a recording: equal to the GPU where the rules hold, and every departure from them is found."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.allocator.caching_allocator import OutOfMemory
 from lean_finetune.memory.recording.exact_replay import replay_exactly
-from lean_finetune.memory.recording.recording import Event, Recording, Segment
+from lean_finetune.memory.recording.recording import ACTIONS, Event, LiveBlock, Recording, Segment
 from lean_finetune.memory.recording.tables import read_table
+from lean_finetune.memory.recording.what_if import what_if
 from tests.conftest import ROOT
 from tests.memory.recorded import Recorder, random_recording
 
@@ -114,3 +117,68 @@ def test_real_gpus_are_replayed_to_the_byte(path: Path | None):
     found = replay_exactly(read_table(path))
     assert found.differences == () and found.unknown == found.partial_releases == 0
     assert found.peak_reserved_bytes == found.recorded_peak_reserved_bytes
+
+
+def test_another_thread_may_allocate_between_a_segment_and_its_allocation():
+    """Where the allocator's lock is released while the driver works, events of other threads lie between the two."""
+    events = (
+        Event(action="segment_alloc", address=0, bytes=20 * MIB),
+        Event(action="alloc", address=0, bytes=5 * MIB),
+        Event(action="segment_alloc", address=64 * MIB, bytes=30 * MIB),
+        Event(action="alloc", address=5 * MIB, bytes=5 * MIB),
+        Event(action="alloc", address=64 * MIB, bytes=30 * MIB),
+    )
+    assert replay_exactly(Recording(name="test", events=events)).differences == ()
+    without = replay_exactly(Recording(name="test", events=events[:-1]))
+    assert [difference.event for difference in without.differences] == [2]
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ((Segment(address=0, bytes=4096), Segment(address=2048, bytes=4096)), "the segment at 2048 overlaps another"),
+        ((Segment(address=0, bytes=100),), "the segment at 0 overlaps another or has no possible size"),
+        ((Segment(address=1 << 60, bytes=4096),), "overlaps another or has no possible size"),
+        ((Segment(address=0, bytes=512, blocks=(LiveBlock(address=0, bytes=1024, requested_bytes=9),)),), "the block"),
+    ],
+)
+def test_a_state_that_no_allocator_can_have_is_refused_in_one_line(segments, message):
+    with pytest.raises(UserError, match=message):
+        replay_exactly(Recording(name="test", segments=segments))
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_recording_that_contradicts_itself_is_replayed_as_far_as_it_goes(expandable):
+    """Files of others are damaged: events lost, doubled, moved or of another kind must not end the replay."""
+    rng = random.Random(1)
+    recording = random_recording(1, expandable=expandable, streams=2, before=40, after=150).recording()
+    for _ in range(12):
+        events = list(recording.events)
+        for _ in range(6):
+            place, other = rng.randrange(len(events)), rng.choice(events)
+            address = rng.choice([0, other.address, other.address + 512, (1 << 64) - 512])
+            size = rng.choice([0, 513, other.bytes, 1 << 45])
+            events[place] = replace(
+                events[place], action=rng.choice([events[place].action, *ACTIONS]), address=address, bytes=size
+            )
+            events.insert(place, other)
+        damaged = replace(recording, events=tuple(events))
+        assert replay_exactly(damaged).differences
+        assert what_if(damaged).outcomes
+
+
+def test_expandable_segments_lie_as_near_as_the_driver_puts_them():
+    """A recording does not name their address ranges: that of the first must end where the second begins."""
+    events = (
+        Event(action="segment_map", address=0, bytes=20 * MIB),
+        Event(action="alloc", address=0, bytes=15 * MIB),
+        Event(action="segment_map", address=900 * MIB, bytes=2 * MIB),
+        Event(action="alloc", address=900 * MIB, bytes=512),
+        Event(action="segment_map", address=20 * MIB, bytes=40 * MIB),
+        Event(action="alloc", address=15 * MIB, bytes=40 * MIB),
+        Event(action="alloc", address=900 * MIB + 512, bytes=MIB),
+        Event(action="segment_map", address=902 * MIB, bytes=2 * MIB),
+        Event(action="alloc", address=901 * MIB + 512, bytes=MIB),
+    )
+    found = replay_exactly(Recording(name="test", events=events))
+    assert found.differences == () and found.moved == 0

@@ -141,13 +141,17 @@ class BlockPool:
             del self.segments[hole], self.spaces[hole]
 
     def can_release(self, call: DriverCall) -> bool:
-        """Whether all that a call releases is free, and a segment is released as a whole."""
+        """Whether a call releases a free segment as a whole, or free pages of an expandable one."""
         start = self.free_block_at(call.start)
         if start is None:
             return False
+        most = self.release_of(self.free[start] << ADDRESS_BITS | start)
+        if most is None or most.action != call.action:
+            return False
+        offset = call.start - most.start
         if call.action == "segment_free":
-            return self.free[start] == self.segments.get(start) == call.size and start not in self.spaces
-        return call.start + call.size <= start + self.free[start]
+            return call == most
+        return offset % self.page == call.size % self.page == 0 < call.size and 0 <= offset <= most.size - call.size
 
     def is_unmapped(self, start: int, size: int) -> bool:
         """Whether a range of an expandable segment has addresses but no memory."""
@@ -158,6 +162,21 @@ class BlockPool:
         if address in self.free:
             return address
         return next((start for start, size in self.free.items() if start < address < start + size), None)
+
+    def segment_at(self, address: int) -> int | None:
+        """The start of the segment whose addresses contain one; None if none does."""
+        return next((start for start, size in self.segments.items() if start <= address < start + size), None)
+
+    def end_space(self, space: int, end: int) -> bool:
+        """End the address range of an expandable segment; return whether nothing is mapped behind the new end."""
+        hole = self.unmapped_ends.get(space + self.segments[space])
+        if space not in self.spaces or hole is None or hole > end or space == end:
+            return False
+        self.take_unmapped(hole)
+        self.segments[space] = self.spaces[space] = end - space
+        if hole < end:
+            self.put_unmapped(hole, end - hole)
+        return True
 
     def is_expandable(self, start: int) -> bool:
         """Whether a block lies in an expandable segment."""

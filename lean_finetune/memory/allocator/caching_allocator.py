@@ -61,7 +61,8 @@ class CachingAllocator:
         self.pending: dict[int, int] = {}
         """Handles of blocks that the program freed and another stream still uses, by any name. Where memory is short,
         the allocator waits for that stream and frees them."""
-        self._next_address = 0
+        self.next_address = 0
+        """Start of the next segment, unless `next_segment` says another."""
         self.next_segment: tuple[int, int] | None = None
         """Where the caller knows what the driver will answer: start of the next segment, and its size in units, or the
         address range that an expandable one may have."""
@@ -181,6 +182,19 @@ class CachingAllocator:
         pools = [pool for arena in self._arenas.values() for pool in reversed(arena) if not pool.is_private]
         return [(pool, call) for pool in pools for call in pool.releasable()]
 
+    def may_begin(self, start: int, pool: BlockPool) -> bool:
+        """Whether a new segment of a pool can begin at an address.
+
+        Address ranges of other pools' expandable segments, whose sizes are guesses, end there if nothing lies behind.
+        """
+        if pool.segment_at(start) is not None:
+            return False
+        for other in (other for arena in self._arenas.values() for other in arena):
+            segment = other.segment_at(start)
+            if segment is not None and not other.end_space(segment, start):
+                return False
+        return True
+
     def pool_with_free(self, call: DriverCall) -> BlockPool | None:
         """The pool that has free what a call releases; None if none has, or a segment has live blocks."""
         pools = (pool for arena in self._arenas.values() for pool in arena)
@@ -235,20 +249,20 @@ class CachingAllocator:
         size = self.settings.segment_units(wanted)
         if not self._has_room(size):
             return None
-        start, _ = self._addresses(size)
+        start, _ = self._addresses(size, size)
         self.driver_calls.append(DriverCall("segment_alloc", start, size))
         self.count_reserved(size)
         pool.segments[start] = size
         pool.put(start, size)
         return start
 
-    def _addresses(self, size: int) -> tuple[int, int]:
-        """Return start and size of an address range. It begins on a page, unless the caller knows where."""
-        if self.next_segment is not None:
-            known, self.next_segment = self.next_segment, None
+    def _addresses(self, size: int, least: int) -> tuple[int, int]:
+        """Return start and size of an address range: the one that the caller knows if it has at least so much room."""
+        known, self.next_segment = self.next_segment, None
+        if known is not None and known[1] >= least:
             return known
-        start = self._next_address
-        self._next_address = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
+        start = self.next_address
+        self.next_address = start + (size // LARGE_SEGMENT_UNITS + 2) * LARGE_SEGMENT_UNITS
         return start, size
 
     def _grow_expandable(self, pool: BlockPool, wanted: int) -> int | None:
@@ -272,7 +286,8 @@ class CachingAllocator:
         """Add an address range of 9/8 of the device, as PyTorch does, which leaves room for holes; return its start."""
         capacity = self.capacity_bytes
         space = UNLIMITED_SPACE_UNITS if capacity is None else capacity // UNIT_BYTES * 9 // 8
-        start, size = self._addresses(-(-max(space, wanted) // pool.page) * pool.page)
+        start, size = self._addresses(-(-max(space, wanted) // pool.page) * pool.page, wanted + pool.page)
+        size -= size % pool.page
         pool.segments[start] = pool.spaces[start] = size
         pool.put_unmapped(start, size)
         return start

@@ -7,9 +7,12 @@ the device. Whether a release of all cached memory would release the same is com
 from dataclasses import dataclass
 
 from lean_finetune.memory.allocator.block_pool import DriverCall
-from lean_finetune.memory.allocator.caching_allocator import Arena, CachingAllocator
-from lean_finetune.memory.allocator.settings import UNIT_BYTES
+from lean_finetune.memory.allocator.caching_allocator import UNLIMITED_SPACE_UNITS, Arena, CachingAllocator
+from lean_finetune.memory.allocator.settings import SMALL_UNITS, UNIT_BYTES
 from lean_finetune.memory.recording.recorded_state import (
+    MOST_ADDRESS,
+    RELEASES,
+    RESERVES,
     expands,
     mapped_ranges,
     put_initial_state,
@@ -18,9 +21,8 @@ from lean_finetune.memory.recording.recorded_state import (
 from lean_finetune.memory.recording.recording import Event, Recording
 from lean_finetune.memory.recording.reserved_ranges import ReservedRanges
 
-RESERVES = {"segment_alloc": False, "segment_map": True}
-"""Events that reserve memory, and whether the segment expands."""
-RELEASES = ("segment_free", "segment_unmap")
+OTHER_ADDRESSES = 1 << 47
+"""Units above MOST_ADDRESS, where the replay puts segments that the GPU did not reserve."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,7 @@ class _Replay:
         self.allocator = CachingAllocator(
             expandable=expands(recording), capacity_bytes=None, settings=settings_of(recording)
         )
+        self.allocator.next_address = OTHER_ADDRESSES
         put_initial_state(self.allocator, recording)
         self.reserved = ReservedRanges()
         for segment in recording.segments:
@@ -74,7 +77,7 @@ class _Replay:
         self.both_kinds = len(kinds) == 2
         self.handles: dict[int, int] = {start * UNIT_BYTES: start for start in self.allocator.live_blocks()}
         self.waiting: list[int] = []
-        """Events that reserved memory for the next allocation."""
+        """Events that reserved memory for an allocation to come."""
         self.differences: list[Difference] = []
         self.allocations = self.moved = self.unknown = self.releases = self.partial_releases = 0
         self.at_oom: list[int] = []
@@ -98,44 +101,66 @@ class _Replay:
                 if handle is not None:
                     self.allocator.free(handle)
             elif event.action in RESERVES:
-                arena = Arena(event.stream, event.private_pool)
-                self.reserved.add(event.address, event.bytes, arena)
-                self.waiting.append(place)
+                self._reserve(place, event)
             elif event.action == "oom":
                 self._map_waiting()
                 self.at_oom.append(self.allocator.reserved_bytes)
             place += 1
+        for number in self.waiting:
+            self._differ(number, _call(self.events[number]))
+
+    def _reserve(self, place: int, event: Event) -> None:
+        """Note what the GPU reserved, until the allocation that it was for."""
+        end = event.address + event.bytes
+        if self.reserved.is_reserved(event.address, event.bytes) or event.bytes < 1 or end > MOST_ADDRESS:
+            self._differ(place, _call(event))
+        else:
+            self.reserved.add(event.address, event.bytes, Arena(event.stream, event.private_pool))
+            self.waiting.append(place)
+
+    def _differ(self, place: int, *recorded: DriverCall, replayed: tuple[DriverCall, ...] = ()) -> None:
+        self.differences.append(Difference(event=place, recorded=recorded, replayed=replayed))
 
     def _allocate(self, place: int, event: Event) -> None:
         arena = self.reserved.arena_of(event.address)
         if arena is None:
             self.unknown += 1
             return
-        recorded = self._recorded_calls()
+        recorded = self._recorded_calls(event)
+        wanted, owner = max(event.bytes, 1), Arena(event.stream, arena.private_pool)
         if recorded:
             action, start, size = recorded[0]
             if self.both_kinds:
                 self.allocator.expandable = RESERVES[action]
-            self.allocator.next_segment = (start, self._room(start) if RESERVES[action] else size)
+            pool = self.allocator.pool(owner, is_small=self.allocator.settings.round_up(wanted) <= SMALL_UNITS)
+            if self.allocator.may_begin(start, pool):
+                self.allocator.next_segment = (start, self._room(start) if RESERVES[action] else size)
         self.allocator.driver_calls.clear()
-        handle = self.allocator.allocate(max(event.bytes, 1), Arena(event.stream, arena.private_pool))
+        handle = self.allocator.allocate(wanted, owner)
         self.allocator.next_segment = None
         replayed = tuple(self.allocator.driver_calls)
         if replayed != recorded:
-            self.differences.append(Difference(event=place, recorded=recorded, replayed=replayed))
+            self._differ(place, *recorded, replayed=replayed)
         self.allocations += 1
         self.moved += handle != event.address // UNIT_BYTES
         self.handles[event.address] = handle
 
-    def _recorded_calls(self) -> tuple[DriverCall, ...]:
-        """The calls that reserved memory since the last allocation, in units."""
-        found = tuple(_call(self.events[number]) for number in self.waiting)
-        self.waiting.clear()
-        return found
+    def _recorded_calls(self, event: Event) -> tuple[DriverCall, ...]:
+        """The calls that reserved memory for an allocation, in units: in another thread, others may lie between."""
+        end = event.address + event.bytes
+        mine = [
+            number
+            for number in self.waiting
+            if self.events[number].address < end
+            and event.address < self.events[number].address + self.events[number].bytes
+        ]
+        self.waiting = [number for number in self.waiting if number not in mine]
+        return tuple(_call(self.events[number]) for number in mine)
 
     def _room(self, start: int) -> int:
         """The address range in units that a new expandable segment may have, without touching what is reserved."""
-        return self.reserved.room_above(start * UNIT_BYTES) // UNIT_BYTES
+        end = self.reserved.end_of_room(start * UNIT_BYTES, MOST_ADDRESS) // UNIT_BYTES
+        return min(end - start, UNLIMITED_SPACE_UNITS)
 
     def _map_waiting(self) -> None:
         """Map what was mapped for a request that then failed."""
@@ -153,12 +178,12 @@ class _Replay:
         expected = {call: pool for pool, call in self.allocator.releasable()}
         recorded = [_call(event) for event in self.events[first:end]]
         self.releases += 1
-        self.partial_releases += set(recorded) != set(expected)
+        self.partial_releases += sorted(recorded) != sorted(expected)
         for call, event in zip(recorded, self.events[first:end], strict=True):
             self.reserved.remove(event.address, event.bytes)
-            pool = expected.get(call) or self.allocator.pool_with_free(call)
+            pool = expected.pop(call, None) or self.allocator.pool_with_free(call)
             if pool is None:
-                self.differences.append(Difference(event=first, recorded=(call,), replayed=()))
+                self._differ(first, call)
             else:
                 self.allocator.release(pool, call)
 

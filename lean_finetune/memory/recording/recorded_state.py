@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.allocator.caching_allocator import (
     MIN_LARGE_REMAINDER_UNITS,
@@ -16,6 +17,11 @@ from lean_finetune.memory.allocator.settings import SMALL_SEGMENT_UNITS, SMALL_U
 from lean_finetune.memory.recording.initial_state import put_expandable_segment, put_segment
 from lean_finetune.memory.recording.recording import Event, Recording, Segment
 
+RESERVES = {"segment_alloc": False, "segment_map": True}
+"""Events that reserve memory, and whether the segment expands."""
+RELEASES = ("segment_free", "segment_unmap")
+MOST_ADDRESS = 1 << 56
+"""Above every address of a GPU."""
 IN_MEGABYTES = {
     "large_segment_size_mb": "large_segment_bytes",
     "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
@@ -24,12 +30,12 @@ IN_MEGABYTES = {
 
 
 def expands(recording: Recording) -> bool:
-    """Whether new segments expand when the recording begins."""
+    """Whether new segments expand when the recording begins: the first one tells, or else the setting at its end."""
+    for event in recording.events:
+        if event.action in RESERVES:
+            return RESERVES[event.action]
     setting = recording.settings.get("expandable_segments")
-    if isinstance(setting, bool):
-        return setting
-    found = {event.action for event in recording.events}
-    return "segment_map" in found or any(segment.is_expandable for segment in recording.segments)
+    return setting if isinstance(setting, bool) else any(segment.is_expandable for segment in recording.segments)
 
 
 def settings_of(recording: Recording) -> AllocatorSettings:
@@ -69,8 +75,31 @@ def is_small(segment: Segment) -> bool:
     return segment.bytes == SMALL_SEGMENT_UNITS * UNIT_BYTES
 
 
+def check_state(recording: Recording) -> None:
+    """Check what was reserved when the recording began.
+
+    Raises:
+        UserError: segments overlap, blocks do or lie outside of their segment, or an address is none of a GPU.
+    """
+    end = 0
+    for segment in recording.segments:
+        place, last = segment.address, segment.address + segment.bytes
+        if not (end <= place < last <= MOST_ADDRESS and segment.bytes % UNIT_BYTES == 0):
+            raise UserError(f"{recording.name}: the segment at {place} overlaps another or has no possible size")
+        for block in segment.blocks:
+            if not place <= block.address < block.address + block.bytes <= last:
+                raise UserError(f"{recording.name}: the block at {block.address} does not fit into its segment")
+            place = block.address + block.bytes
+        end = last
+
+
 def put_initial_state(allocator: CachingAllocator, recording: Recording) -> None:
-    """Put in what was reserved when the recording began."""
+    """Put in what was reserved when the recording began.
+
+    Raises:
+        UserError: see `check_state`.
+    """
+    check_state(recording)
     for segment in recording.segments:
         if not segment.is_expandable:
             small = is_small(segment)
@@ -118,32 +147,35 @@ def expandable_segments(
         for segment in recording.segments
         if segment.is_expandable
     ]
-    if not initial:
-        return
-    others = sorted(segment.address // UNIT_BYTES for segment in recording.segments)
+    places = sorted(segment.address // UNIT_BYTES for segment in recording.segments)
+    ends = sorted((segment.address + segment.bytes) // UNIT_BYTES for segment in recording.segments)
     mapped = mapped_ranges(recording.events)
+    begins: list[tuple[int, int, list[MappedRange]]] = []
     for (_, small), found in groupby(sorted(initial, key=_place), lambda found: (found.arena, found.is_small)):
         page = settings.page_units(is_small=small)
-        groups: list[list[MappedRange]] = []
-        for mapping in found:
-            last = groups[-1][-1] if groups else None
-            if last is not None and (mapping.start - last.start) % page == 0 and not _between(others, last, mapping):
-                groups[-1].append(mapping)
-            else:
-                groups.append([mapping])
-        for group in groups:
-            start = min([group[0].start, *_mapped_below(recording.events, mapped, group, page)])
-            after = [place for place in others if place > group[-1].start]
-            room = min(UNLIMITED_SPACE_UNITS, (after[0] if after else 1 << 47) - start)
-            yield start, room // page * page, group
+        for group in _segments_of(list(found), places, page):
+            floor = max((end for end in ends if end <= group[0].start), default=0)
+            lower = [place for place in _mapped_below(recording.events, mapped, group, page) if place >= floor]
+            begins.append((min([group[0].start, *lower]), page, group))
+    for start, page, group in begins:
+        above = [place for place in (*places, *(begin for begin, _, _ in begins)) if place > group[-1].start]
+        room = min(UNLIMITED_SPACE_UNITS, min(above, default=MOST_ADDRESS // UNIT_BYTES) - start)
+        yield start, room // page * page, group
+
+
+def _segments_of(ranges: list[MappedRange], places: Sequence[int], page: int) -> list[list[MappedRange]]:
+    """Divide ranges of one arena into segments: whole pages apart, with nothing else between them."""
+    groups = [[ranges[0]]]
+    for low, high in pairwise(ranges):
+        if (high.start - low.start) % page == 0 and not any(low.start < place < high.start for place in places):
+            groups[-1].append(high)
+        else:
+            groups.append([high])
+    return groups
 
 
 def _place(found: MappedRange) -> tuple[Arena, bool, int]:
     return found.arena, found.is_small, found.start
-
-
-def _between(others: Sequence[int], low: MappedRange, high: MappedRange) -> bool:
-    return any(low.start < place < high.start for place in others)
 
 
 def _mapped_below(

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 
 from lean_finetune.memory.allocator.caching_allocator import Arena
 
-MOST_ADDRESS = 1 << 56
-"""Above every address of a GPU."""
-
 
 class ReservedRanges:
     """Address ranges that never overlap, each with its arena."""
@@ -41,10 +38,14 @@ class ReservedRanges:
         """The arena of the range that contains an address; None if none does."""
         return next((arena for _, _, arena in self._overlapping(address, address + 1)), None)
 
-    def room_above(self, address: int) -> int:
-        """The bytes from an address on to the next range that begins above it."""
+    def is_reserved(self, start: int, size: int) -> bool:
+        """Whether any of a range is reserved."""
+        return any(True for _ in self._overlapping(start, start + size))
+
+    def end_of_room(self, address: int, most: int) -> int:
+        """Where the next range above an address begins; `most` if none does."""
         place = bisect_right(self._starts, address)
-        return (self._starts[place] if place < len(self._starts) else MOST_ADDRESS) - address
+        return self._starts[place] if place < len(self._starts) else most
 
     def _overlapping(self, start: int, end: int) -> Iterator[tuple[int, int, Arena]]:
         place = max(bisect_right(self._starts, start) - 1, 0)

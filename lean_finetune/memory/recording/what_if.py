@@ -9,12 +9,12 @@ from lean_finetune.memory.allocator.caching_allocator import Arena, CachingAlloc
 from lean_finetune.memory.allocator.settings import UNIT_BYTES, AllocatorSettings
 from lean_finetune.memory.gpus import GPUS, Device
 from lean_finetune.memory.recording.exact_replay import replay_exactly
-from lean_finetune.memory.recording.recorded_state import expands, put_initial_state, settings_of
+from lean_finetune.memory.recording.recorded_state import RELEASES, RESERVES, expands, put_initial_state, settings_of
 from lean_finetune.memory.recording.recording import Event, Recording
 from lean_finetune.memory.recording.reserved_ranges import ReservedRanges
 from lean_finetune.memory.recording.steps import NoSteps, largest_first, step_ends
 
-RESERVES, RELEASES, REQUESTS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap"), ("alloc", "oom")
+REQUESTS = ("alloc", "oom")
 MAX_SPLIT_MB = 128
 """The value of max_split_size_mb that is tried."""
 
