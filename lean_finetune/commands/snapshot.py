@@ -15,7 +15,9 @@ from lean_finetune.core.stage_command import StageCommand
 @click.command(cls=StageCommand)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--gpu", shell_complete=gpu_names, help="Also say which request would have failed on this GPU or size.")
-@click.option("--device", type=click.IntRange(min=0), help="Number of the GPU. Default: the one with most memory.")
+@click.option(
+    "--device", type=click.IntRange(min=0), help="Number of the GPU. Default: one that failed, else the fullest."
+)
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Also write a page with pictures, which needs no network."
 )
@@ -45,7 +47,7 @@ def snapshot(file: Path, gpu: str | None, device: int | None, html: Path | None,
     if device is not None and device not in found:
         raise UserError(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
     analyses = [analyse(each) for each in found.values() if device in (None, each.device)]
-    analysis = max(analyses, key=lambda each: each.peak.allocated_bytes)
+    analysis = max(analyses, key=lambda each: (bool(each.failures), each.peak.allocated_bytes))
     recording = analysis.recording
     impossible = contradiction(recording)
     replays = what_if(recording) if impossible is None else None

@@ -66,6 +66,8 @@ def snapshot_lines(
         yield labelled("what if", f"not replayed, because the recording contradicts itself: {replays}")
     else:
         yield from _replays(replays)
+        if analysis.failures:
+            yield labelled("  note", "requests that failed are replayed too, so peaks include them")
     if card is not None and on_card is not None:
         yield labelled(f"  on {card.name}", on_card_text(recording, card, on_card))
     if analysis.remedies:

@@ -16,7 +16,7 @@ Category = Literal[
     "gradients",  # Of weights: they live on after backward.
     "optimizer",  # State, and temporaries of its step.
     "activations",  # Allocated in a forward, also one that a checkpoint repeats.
-    "logits",  # Of the loss: logits, log-softmax.
+    "logits",  # Of the loss: logits, log-softmax, and their gradients where the stack shows it.
     "backward",  # Activations' gradients and temporaries of backward.
     "earlier",  # Live before the recording and without a stack: usually weights and optimizer state.
     "unknown",
@@ -100,8 +100,8 @@ def _category(file: str, function: str) -> Category | None:
 
 
 def is_python(frame: Frame) -> bool:
-    """Whether a frame is Python's: those of C++ have no line."""
-    return frame.line > 0 and not frame.file.endswith((".cpp", ".cu", ".h", ".cc"))
+    """Whether a frame is Python's, not one of C++ or of the interpreter."""
+    return frame.file.endswith(".py") or (frame.file.startswith("<") and frame.line > 0)
 
 
 def _place_number(stack: Stack) -> int | None:
