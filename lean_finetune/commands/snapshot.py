@@ -21,8 +21,11 @@ from lean_finetune.core.stage_command import StageCommand
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Also write a page with pictures, which needs no network."
 )
+@click.option("--picture", type=click.Path(path_type=Path), help="Also write the timeline as an SVG picture.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
-def snapshot(file: Path, gpu: str | None, device: int | None, html: Path | None, as_json: bool) -> None:
+def snapshot(
+    file: Path, gpu: str | None, device: int | None, html: Path | None, picture: Path | None, as_json: bool
+) -> None:
     """Explain what fills a GPU's memory, from a recording of PyTorch's allocator.
 
     FILE is what torch.cuda.memory._dump_snapshot writes (any tool, PyTorch 2.1 or newer), or a table of events. Nothing
@@ -31,7 +34,7 @@ def snapshot(file: Path, gpu: str | None, device: int | None, html: Path | None,
     Prints what failed, what filled memory at that instant or at the peak, what grew from step to step, what other
     settings of the allocator would have reserved, and what would help: the parameter here and in other tools.
     """
-    from lean_finetune.commands.snapshot_page import write_page
+    from lean_finetune.commands.snapshot_page import write_page, write_picture
     from lean_finetune.commands.snapshot_text import snapshot_lines
     from lean_finetune.memory.diagnosis.analysis import analyse
     from lean_finetune.memory.gpus import named_gpu
@@ -54,6 +57,8 @@ def snapshot(file: Path, gpu: str | None, device: int | None, html: Path | None,
     on_card = None
     if card is not None and impossible is None:
         on_card = first_failure(recording, card.usable_bytes(0), expandable=expands(recording))
+    if picture is not None:
+        write_picture(picture, analysis)
     if html is not None:
         write_page(html, analysis, replays or impossible or "", card, on_card)
     if as_json:

@@ -1,4 +1,4 @@
-"""The page of `lean-finetune snapshot --html`: one file without scripts or links to other files."""
+"""The page and the picture of `lean-finetune snapshot`: each one file without scripts or links to other files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from lean_finetune.commands.snapshot_text import (
     why_it_failed,
 )
 from lean_finetune.core.atomic_files import write_text
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size, reading_unit
 from lean_finetune.memory.diagnosis.analysis import Analysis
 from lean_finetune.memory.diagnosis.timeline import Timeline
@@ -75,6 +76,21 @@ def write_page(
         sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",
     )
     write_text(path, page)
+
+
+def write_picture(path: Path, analysis: Analysis) -> None:
+    """Write the timeline as an SVG file.
+
+    Raises:
+        UserError: nothing was recorded, or the file cannot be written.
+    """
+    if path.suffix != ".svg":
+        raise UserError(f"--picture: must be an .svg file, which every browser opens; got {path}")
+    if not analysis.recording.events:
+        raise UserError("--picture: draws events, and the snapshot has none; call _record_memory_history before it")
+    picture = timeline_picture(analysis)
+    title = f"{analysis.recording.name}: {picture.title[:1].lower()}{picture.title[1:]}"
+    write_text(path, rendered("picture.svg", picture=picture._replace(title=title)))
 
 
 def _name(category: str) -> str:

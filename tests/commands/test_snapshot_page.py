@@ -1,6 +1,7 @@
 """The page about a snapshot in a browser: complete without network, readable on a phone, escaped, small."""
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.report.browser import look, needs_chromium
 FORWARD = frame("/home/user/model.py", 12, "forward")
 HOSTILE = frame("<script>alert(1)</script>.py", 3, '"><img src=x onerror=alert(1)>')
 STEPS = 4
+SVG = "must be an .svg file, which every browser opens"
 
 
 def snapshot(*, layers: int = 6, leak: int = 0, fails: bool = True, place: Dictionary = FORWARD) -> Snapshot:
@@ -121,3 +123,15 @@ def test_a_long_recording_is_a_small_page(tmp_path: Path):
         if number >= 49:
             found.free((number + 1) % 50 * MIB)
     assert len(page_of(found, tmp_path)) < 100_000
+
+
+def test_the_timeline_is_a_picture_of_its_own(tmp_path: Path):
+    """A picture that a browser cannot open, or one with the names of a stranger's file as tags."""
+    path = snapshot(leak=1, place=HOSTILE).write(tmp_path / "<b>.pickle")
+    picture = tmp_path / "timeline.svg"
+    done = CliRunner().invoke(main, ["snapshot", str(path), "--picture", str(picture)])
+    assert done.exit_code == 0, done.output
+    names = [element.text for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert names[0] == "<b>.pickle: live memory by category, and reserved memory, MiB" and "reserved (line)" in names
+    done = CliRunner().invoke(main, ["snapshot", str(path), "--picture", "timeline.png"])
+    assert (done.exit_code, done.output) == (1, f"error: --picture: {SVG}; got timeline.png\n")
