@@ -32,7 +32,13 @@ def _this_machine() -> tuple[Device, str]:
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
         capability, memory_bytes = (found.major, found.minor), found.total_memory
-        device = Device(name=found.name, kind="cuda", memory_bytes=memory_bytes, compute_capability=capability)
+        device = Device(
+            name=found.name,
+            kind="cuda",
+            memory_bytes=memory_bytes,
+            compute_capability=capability,
+            multiprocessors=found.multi_processor_count,
+        )
         return device, "auto: the CUDA device of this machine"
     limit_bytes = host_limit_bytes()
     limited = limit_bytes < psutil.virtual_memory().total

@@ -14,6 +14,9 @@ MAX_SIZE_GIB = 100_000
 MAX_SHOWN_CHARACTERS = 40
 """Length at which a wrong value is shortened in messages."""
 
+USUAL_MULTIPROCESSORS = 108
+"""Those of an A100, assumed for a GPU of which only the memory is known."""
+
 TERA, GIGA = 10**12, 10**9
 BF16_CAPABILITY = (8, 0)
 """First compute capability with native bf16 (Ampere)."""
@@ -84,6 +87,8 @@ class Device:
     """Total memory, before headroom."""
     compute_capability: tuple[int, int]
     """(0, 0) for a CPU."""
+    multiprocessors: int = USUAL_MULTIPROCESSORS
+    """Of a GPU: some kernels divide their work by it, and need memory for each part."""
     speed: Speed | None = None
     """None: unknown."""
     aliases: tuple[str, ...] = ()
@@ -112,7 +117,12 @@ class Device:
 
 
 def gpu_row(
-    name: str, memory_gib: float, capability: tuple[int, int], *speeds: float, aliases: tuple[str, ...] = ()
+    name: str,
+    memory_gib: float,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    *speeds: float,
+    aliases: tuple[str, ...] = (),
 ) -> Device:
     """A row of `GPUS`.
 
@@ -128,9 +138,14 @@ def gpu_row(
             bytes_per_second=memory * GIGA,
             link_bytes_per_second=link * GIGA,
         )
-    memory_bytes = int(memory_gib * GIB)
     return Device(
-        name=name, kind="cuda", memory_bytes=memory_bytes, compute_capability=capability, speed=speed, aliases=aliases
+        name=name,
+        kind="cuda",
+        memory_bytes=int(memory_gib * GIB),
+        compute_capability=capability,
+        multiprocessors=multiprocessors,
+        speed=speed,
+        aliases=aliases,
     )
 
 
@@ -144,47 +159,47 @@ RTX_PRO_6000_NAMES = tuple(
     f"RTX PRO 6000 Blackwell {form} Edition" for form in ("Workstation", "Max-Q Workstation", "Server")
 )
 GPUS: list[Device] = [
-    gpu_row("P4", 7.43, (6, 1), 5.5, 5.5, 192, PCIE_3),
-    gpu_row("P100", 15.89, (6, 0), 21.2, 10.6, 732, PCIE_3, aliases=("P100-16GB",)),
-    gpu_row("GTX-1080-Ti", 10.91, (6, 1), 11.3, 11.3, 484, PCIE_3),
-    gpu_row("V100-16GB", 15.77, (7, 0), 125, 15.7, 900, PCIE_3),
-    gpu_row("V100-32GB", 31.73, (7, 0), 125, 15.7, 900, PCIE_3),
-    gpu_row("T4", 14.56, (7, 5), 65, 8.1, 320, PCIE_3),
-    gpu_row("RTX-2080-Ti", 10.75, (7, 5), 53.8, 13.4, 616, PCIE_3),
-    gpu_row("A30", 23.50, (8, 0), 165, 10.3, 933, PCIE_4),
-    gpu_row("A100-40GB", 39.38, (8, 0), 312, 19.5, 1555, PCIE_4),
-    gpu_row("A100-80GB", 79.14, (8, 0), 312, 19.5, 2039, PCIE_4),
-    gpu_row("A800", 79.14, (8, 0), 312, 19.5, 2039, PCIE_4, aliases=("A800-80GB",)),
-    gpu_row("A10", 22.06, (8, 6), 125, 31.2, 600, PCIE_4),
-    gpu_row("A10G", 21.98, (8, 6), 70, 35.0, 600, PCIE_4),
-    gpu_row("A40", 44.34, (8, 6), 149.7, 37.4, 696, PCIE_4),
-    gpu_row("A6000", 47.43, (8, 6), 154.8, 38.7, 768, PCIE_4, aliases=("RTX-A6000",)),
-    gpu_row("RTX-3060", 11.75, (8, 6), 25.5, 12.7, 360, PCIE_4),
-    gpu_row("RTX-3070", 7.60, (8, 6), 40.6, 20.3, 448, PCIE_4),
-    gpu_row("RTX-3080", 9.77, (8, 6), 59.5, 29.8, 760, PCIE_4),
-    gpu_row("RTX-3090", 23.68, (8, 6), 71, 35.6, 936, PCIE_4),
-    gpu_row("L4", 22.03, (8, 9), 121, 30.3, 300, PCIE_4),
-    gpu_row("L40", 44.39, (8, 9), 181, 90.5, 864, PCIE_4),
-    gpu_row("L40S", 44.39, (8, 9), 362, 91.6, 864, PCIE_4),
-    gpu_row("RTX-4060-Ti-16GB", 15.57, (8, 9), 44.1, 22.1, 288, PCIE_4 / 2),  # 8 lanes.
-    gpu_row("RTX-4070", 11.62, (8, 9), 58.3, 29.1, 504, PCIE_4),
-    gpu_row("RTX-4070-Ti", 11.62, (8, 9), 80.2, 40.1, 504, PCIE_4),
-    gpu_row("RTX-4080", 15.69, (8, 9), 97.5, 48.7, 717, PCIE_4),
-    gpu_row("RTX-4090", 23.51, (8, 9), 165.2, 82.6, 1008, PCIE_4),
-    gpu_row("RTX-4090-D", 23.51, (8, 9), 147.1, 73.5, 1008, PCIE_4),
-    gpu_row("RTX-6000-Ada", 47.37, (8, 9), 364.2, 91.1, 960, PCIE_4, aliases=("RTX 6000 Ada Generation",)),
-    gpu_row("H20", 95.00, (9, 0), 148, 44, 4000, PCIE_5),
-    gpu_row("H100", 79.10, (9, 0), 989, 67, 3350, PCIE_5, aliases=("H100-80GB",)),
-    gpu_row("H800", 79.10, (9, 0), 989, 67, 3350, PCIE_5),
-    gpu_row("GH200", 94.50, (9, 0), 989, 67, 4000, NVLINK_C2C, aliases=("GH200 480GB",)),
-    gpu_row("H200", 139.71, (9, 0), 989, 67, 4800, PCIE_5),
-    gpu_row("MI300X", 191.69, (9, 4), 1307, 163.4, 5300, PCIE_5, aliases=("AMD Instinct MI300X",)),
-    gpu_row("B200", 178.35, (10, 0), 2250, 75, 8000, PCIE_5),
-    gpu_row("B300", 267.69, (10, 3), aliases=("B300 SXM6 AC",)),
-    gpu_row("RTX-5070-Ti", 15.45, (12, 0), 87.9, 43.9, 896, PCIE_5),
-    gpu_row("RTX-5080", 15.45, (12, 0), 112.6, 56.3, 960, PCIE_5),
-    gpu_row("RTX-5090", 31.36, (12, 0), 209.5, 104.8, 1792, PCIE_5),
-    gpu_row("RTX-PRO-6000", 94.97, (12, 0), 503.8, 125, 1792, PCIE_5, aliases=RTX_PRO_6000_NAMES),
+    gpu_row("P4", 7.43, (6, 1), 20, 5.5, 5.5, 192, PCIE_3),
+    gpu_row("P100", 15.89, (6, 0), 56, 21.2, 10.6, 732, PCIE_3, aliases=("P100-16GB",)),
+    gpu_row("GTX-1080-Ti", 10.91, (6, 1), 28, 11.3, 11.3, 484, PCIE_3),
+    gpu_row("V100-16GB", 15.77, (7, 0), 80, 125, 15.7, 900, PCIE_3),
+    gpu_row("V100-32GB", 31.73, (7, 0), 80, 125, 15.7, 900, PCIE_3),
+    gpu_row("T4", 14.56, (7, 5), 40, 65, 8.1, 320, PCIE_3),
+    gpu_row("RTX-2080-Ti", 10.75, (7, 5), 68, 53.8, 13.4, 616, PCIE_3),
+    gpu_row("A30", 23.50, (8, 0), 56, 165, 10.3, 933, PCIE_4),
+    gpu_row("A100-40GB", 39.38, (8, 0), 108, 312, 19.5, 1555, PCIE_4),
+    gpu_row("A100-80GB", 79.14, (8, 0), 108, 312, 19.5, 2039, PCIE_4),
+    gpu_row("A800", 79.14, (8, 0), 108, 312, 19.5, 2039, PCIE_4, aliases=("A800-80GB",)),
+    gpu_row("A10", 22.06, (8, 6), 72, 125, 31.2, 600, PCIE_4),
+    gpu_row("A10G", 21.98, (8, 6), 80, 70, 35.0, 600, PCIE_4),
+    gpu_row("A40", 44.34, (8, 6), 84, 149.7, 37.4, 696, PCIE_4),
+    gpu_row("A6000", 47.43, (8, 6), 84, 154.8, 38.7, 768, PCIE_4, aliases=("RTX-A6000",)),
+    gpu_row("RTX-3060", 11.75, (8, 6), 28, 25.5, 12.7, 360, PCIE_4),
+    gpu_row("RTX-3070", 7.60, (8, 6), 46, 40.6, 20.3, 448, PCIE_4),
+    gpu_row("RTX-3080", 9.77, (8, 6), 68, 59.5, 29.8, 760, PCIE_4),
+    gpu_row("RTX-3090", 23.68, (8, 6), 82, 71, 35.6, 936, PCIE_4),
+    gpu_row("L4", 22.03, (8, 9), 58, 121, 30.3, 300, PCIE_4),
+    gpu_row("L40", 44.39, (8, 9), 142, 181, 90.5, 864, PCIE_4),
+    gpu_row("L40S", 44.39, (8, 9), 142, 362, 91.6, 864, PCIE_4),
+    gpu_row("RTX-4060-Ti-16GB", 15.57, (8, 9), 34, 44.1, 22.1, 288, PCIE_4 / 2),  # 8 lanes.
+    gpu_row("RTX-4070", 11.62, (8, 9), 46, 58.3, 29.1, 504, PCIE_4),
+    gpu_row("RTX-4070-Ti", 11.62, (8, 9), 60, 80.2, 40.1, 504, PCIE_4),
+    gpu_row("RTX-4080", 15.69, (8, 9), 76, 97.5, 48.7, 717, PCIE_4),
+    gpu_row("RTX-4090", 23.51, (8, 9), 128, 165.2, 82.6, 1008, PCIE_4),
+    gpu_row("RTX-4090-D", 23.51, (8, 9), 114, 147.1, 73.5, 1008, PCIE_4),
+    gpu_row("RTX-6000-Ada", 47.37, (8, 9), 142, 364.2, 91.1, 960, PCIE_4, aliases=("RTX 6000 Ada Generation",)),
+    gpu_row("H20", 95.00, (9, 0), 78, 148, 44, 4000, PCIE_5),
+    gpu_row("H100", 79.10, (9, 0), 132, 989, 67, 3350, PCIE_5, aliases=("H100-80GB",)),
+    gpu_row("H800", 79.10, (9, 0), 132, 989, 67, 3350, PCIE_5),
+    gpu_row("GH200", 94.50, (9, 0), 132, 989, 67, 4000, NVLINK_C2C, aliases=("GH200 480GB",)),
+    gpu_row("H200", 139.71, (9, 0), 132, 989, 67, 4800, PCIE_5),
+    gpu_row("MI300X", 191.69, (9, 4), 304, 1307, 163.4, 5300, PCIE_5, aliases=("AMD Instinct MI300X",)),
+    gpu_row("B200", 178.35, (10, 0), 148, 2250, 75, 8000, PCIE_5),
+    gpu_row("B300", 267.69, (10, 3), 148, aliases=("B300 SXM6 AC",)),
+    gpu_row("RTX-5070-Ti", 15.45, (12, 0), 70, 87.9, 43.9, 896, PCIE_5),
+    gpu_row("RTX-5080", 15.45, (12, 0), 84, 112.6, 56.3, 960, PCIE_5),
+    gpu_row("RTX-5090", 31.36, (12, 0), 170, 209.5, 104.8, 1792, PCIE_5),
+    gpu_row("RTX-PRO-6000", 94.97, (12, 0), 188, 503.8, 125, 1792, PCIE_5, aliases=RTX_PRO_6000_NAMES),
 ]
 
 

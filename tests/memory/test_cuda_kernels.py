@@ -15,6 +15,9 @@ from lean_finetune.memory.trace.cuda_kernels import (
     CUBLAS_WORKSPACE_BYTES_HOPPER,
     cuda_attention,
 )
+from lean_finetune.memory.trace.cuda_reductions import reduction_bytes
+from lean_finetune.memory.trace.efficient_attention import workspace_bytes
+from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
 from lean_finetune.model.attention import ATTENTION, JoinedRows
 from tests.memory.common import CPU_TARGET, gpu_target
 
@@ -26,7 +29,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 QUERY, KEY = meta(3, 8, 100, 64), meta(3, 2, 100, 64)
 ROWS_Q, ROWS_K, OFFSETS = meta(500, 8, 64), meta(500, 2, 64), meta(11, dtype=torch.int32)
 SUMS = meta(8, 500, dtype=torch.float32)
-FULL, HALF = meta(1, 4, 32, 16, dtype=torch.float32), meta(1, 4, 32, 16)
 PACKED, SCALES = meta(512 * 256 // 2, 1, dtype=torch.uint8), meta(512 * 256 // 64, dtype=torch.uint8)
 TILES, ROW_TILES = 3 * 8 * 128 * (64 + 1) * 4, 8 * (500 + 10 * 128) * (64 + 1) * 4
 """Accumulators of whole tiles of tokens: rows are rounded up, and each of 10 joined rows has one more."""
@@ -40,9 +42,6 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int]] = [
         (ROWS_Q, ROWS_Q, ROWS_K, ROWS_K, ROWS_Q, SUMS, OFFSETS),
         ROW_TILES + 2 * 500 * 8 * 64 * 2,
     ),
-    # Separate fp32 accumulators only below fp32.
-    (cuda_kernels.efficient_backward_bytes, (FULL, FULL, FULL), 4 * 32 * 4),
-    (cuda_kernels.efficient_backward_bytes, (HALF, HALF, HALF), 4 * 32 * 4 + 3 * 4 * 32 * 16 * 4),
     # A packed weight is dequantized for many tokens only.
     (
         partial(cuda_kernels.gemm_4bit_bytes, absmax_8bit=SCALES),
@@ -66,6 +65,54 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int]] = [
 def test_memory_inside_a_kernel_has_a_closed_form(workspace, arguments, expected):
     """A kernel's largest temporary memory left out, or charged where there is none."""
     assert workspace(*arguments) == expected
+
+
+H100_THREADS = 132 * 2048
+RECORDED_REDUCTIONS = [
+    (2560, 4, (10485760, 16)),
+    (10000, 4, (41156608, 16)),
+    (10000, 16, (164626432, 16)),  # A maximum with its index.
+]
+"""Features summed for each of 512 tokens, bytes of a partial result, and the buffers that an H100 allocated."""
+
+
+@pytest.mark.parametrize(("features", "partial_bytes", "expected"), RECORDED_REDUCTIONS)
+def test_a_sum_over_the_slowest_dimension_has_the_recorded_buffers(features, partial_bytes, expected):
+    """Buffers that can be eight times as large as the input, left out of the prediction."""
+    tokens_fastest = meta(features, 512).t()
+    sizes = [
+        reduction_bytes(x, [-1], gpu_threads=H100_THREADS, partial_bytes=partial_bytes)
+        for x in (tokens_fastest, tokens_fastest.contiguous(), tokens_fastest[:, :128])
+    ]
+    assert sizes == [expected, (), ()]
+
+
+@pytest.mark.parametrize(
+    ("shape", "half", "capability", "expected"),
+    [
+        ((1, 32, 1000, 1000, 64), False, (8, 9), 8396800),  # As recorded.
+        ((1, 32, 1000, 1000, 64), True, (8, 0), 8396800),
+        ((1, 4, 128, 128, 128), True, (8, 0), 4 * (128 * 128 * 4 + 16)),
+        ((1, 4, 128, 128, 128), True, (7, 5), 4 * (2 * 2 * (64 * 64 * 4 + 16) + 2 * 2 * 64 * 128 * 4)),
+        ((1, 4, 128, 128, 64), False, (6, 1), 0),
+    ],
+)
+def test_accumulators_of_the_efficient_backward_follow_its_kernel(shape, half, capability, expected):
+    """Accumulators of dK and dV counted where they stay in registers, or those of dQ left out in fp32."""
+    assert workspace_bytes(*shape, half=half, capability=capability) == expected
+
+
+@pytest.mark.parametrize(("target", "mask_bytes"), [(gpu_target("A100-80GB"), 1), (CPU_TARGET, 2)])
+def test_dropout_keeps_one_byte_a_value_on_cuda(target, mask_bytes):
+    """Masks as wide as the values, which only a CPU keeps."""
+    trace = MemoryTrace(granularity_bytes=1, rules=target.rules, vocab_size=-1)
+    with FakeTensorMode(), target.attention():
+        values = torch.empty(64, 8, dtype=torch.bfloat16, requires_grad=True)
+        trace.register([values], WEIGHTS)
+        with trace.recording(), trace.phase("forward"):
+            dropped = torch.nn.Dropout(0.1)(values)
+        assert dropped.shape == values.shape
+        assert trace.current_bytes == 64 * 8 * (2 + 2 + mask_bytes)
 
 
 def test_library_workspaces_follow_the_architecture():

@@ -20,7 +20,7 @@ from tests.workspace import invoke, lay_out
 
 def test_a_new_gpu_is_one_row(small_llama, tmp_path, monkeypatch, request):
     """A card in the table that `fit` refuses, or whose speed the cost model does not know."""
-    card = gpu_row("NEW-1000", 2.0, (9, 0), 2000, 100, 9000, PCIE_5, aliases=("NEW 1000 Special Edition",))
+    card = gpu_row("NEW-1000", 2.0, (9, 0), 100, 2000, 100, 9000, PCIE_5, aliases=("NEW 1000 Special Edition",))
     GPUS.append(card)
     request.addfinalizer(lambda: GPUS.remove(card))
     lay_out(tmp_path, data__max_length=128, bucket__max_tokens=256, run__progress=False)

@@ -2,8 +2,8 @@
 
 - The engine adds two gradients of one tensor into the first, if nothing else refers to it or its storage
   (torch/csrc/autograd/input_buffer.cpp).
-- The gradient of an index operation is written into the zeros it starts from
-  (torch/csrc/autograd/FunctionsManual.cpp).
+- The gradient of an index operation, of a maximum along a dimension or of the largest values is written into the
+  zeros it starts from (torch/csrc/autograd/FunctionsManual.cpp).
 
 Without this a trace would count one tensor too many in each case. The module uses private PyTorch functions.
 """
@@ -23,13 +23,15 @@ IN_PLACE = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
 """Out-of-place operations, and the in-place ones that run for plain tensors."""
 WRITERS = {
-    aten.index_add.default: "IndexSelectBackward0",
-    aten.index_put.default: "IndexBackward0",
-    aten.scatter_add.default: "GatherBackward0",
+    aten.index_add.default: {"IndexSelectBackward0"},
+    aten.index_put.default: {"IndexBackward0"},
+    aten.scatter.src: {"MaxBackward0", "SortBackward0", "TopkBackward0"},
+    aten.scatter_add.default: {"GatherBackward0"},
 }
 """Autograd nodes that write these operations into new zeros."""
 
@@ -42,8 +44,8 @@ def in_place_version(operation: Any, args: Sequence[Any]) -> Any:
     """
     if torch.is_grad_enabled() or sys._getframe(2).f_code is not _engine_run_backward.__code__:
         return operation
-    node = WRITERS.get(operation)
-    in_place = _accumulates(args) if node is None else type(torch._C._current_autograd_node()).__name__ == node
+    nodes = WRITERS.get(operation)
+    in_place = _accumulates(args) if nodes is None else type(torch._C._current_autograd_node()).__name__ in nodes
     return IN_PLACE[operation] if in_place else operation
 
 

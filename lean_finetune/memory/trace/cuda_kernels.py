@@ -15,11 +15,12 @@ import bitsandbytes.backends.default.ops as bnb_default
 import torch
 from torch.nn import functional as F
 from transformers import masking_utils
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.trace.cuda_reductions import reduction_workspaces
+from lean_finetune.memory.trace.efficient_attention import efficient_attention, efficient_backward
 from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
-from lean_finetune.memory.trace.memory_trace import OpRules
+from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
 from lean_finetune.model.experts.packed_weights import unpacked_bytes
@@ -43,7 +44,6 @@ FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
 CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
 CPU_KEY_TILE = 512
-EFFICIENT_BIAS_MULTIPLE = 16
 EMBEDDING_SORT_TOKENS = 3072
 """From this many tokens on, the embedding's backward sorts them and sums in partial segments."""
 MULTI_TENSOR_CHUNK = 65536
@@ -68,7 +68,7 @@ class Target:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention and 8-bit products as the device does, with training's masks.
+        """Run attention, dropout and 8-bit products as the device does, with training's masks.
 
         transformers detects packed sequences by the values of the positions, which fake tensors lack. Without this
         patch it would give models with a sliding window one mask per row instead of one for all. Joined rows get no
@@ -86,7 +86,7 @@ class Target:
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        inside: dict[Any, Callable[..., int]] = {
+        inside: dict[Any, Workspace] = {
             aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
             PACKED_GROUPED_MM: packed_grouped_bytes,
             **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
@@ -97,7 +97,7 @@ def target_of(device: Device) -> Target:
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
     return Target(
         granularity_bytes=CUDA_BLOCK_BYTES,
-        rules=OpRules(expansions=int8_expansions(cuda=True), workspaces=_cuda_workspaces()),
+        rules=OpRules(expansions=_cuda_expansions(device), workspaces=_cuda_workspaces(device)),
         constant_bytes=CUBLAS_HANDLES * workspace,
         foreach=True,
         capability=device.compute_capability,
@@ -106,8 +106,8 @@ def target_of(device: Device) -> Target:
 
 @contextmanager
 def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
-    """Attention and 8-bit products as CUDA runs them at this compute capability."""
-    with attention_kernel(cuda_attention(capability), capability), int8_training_as_on_cuda():
+    """Attention, dropout and 8-bit products as CUDA runs them at this compute capability."""
+    with attention_kernel(cuda_attention(capability), capability), _fused_dropout(), int8_training_as_on_cuda():
         yield
 
 
@@ -138,12 +138,44 @@ def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
     return sum(each.numel() * common.itemsize for each in tensors)
 
 
-def _cuda_workspaces() -> dict[Any, Callable[..., int]]:
+def _cuda_expansions(device: Device) -> dict[Any, Callable[..., Any]]:
+    """CUDA kernels that allocate other tensors than their fake versions."""
+    return {
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward(device.compute_capability),
+        aten.native_dropout.default: dropout_on_cuda,
+        **int8_expansions(cuda=True),
+    }
+
+
+def dropout_on_cuda(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask, one byte a value, before the result (native_dropout_cuda)."""
+    mask = torch.empty_like(x, dtype=torch.bool)
+    return torch.empty_like(x), mask
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Dropout as one kernel that saves one byte a value; on a CPU it saves the mask in the type of the values."""
+    unfused = F.dropout
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if inplace or not training or not 0.0 < p < 1.0:
+            return unfused(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    F.dropout = dropout
+    try:
+        yield
+    finally:
+        F.dropout = unfused
+
+
+def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
     """Temporary bytes of CUDA kernels, by operation."""
-    workspaces: dict[Any, Callable[..., int]] = {
+    workspaces: dict[Any, Workspace] = {
+        **reduction_workspaces(device.compute_capability, device.multiprocessors),
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
         torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
-        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward_bytes,
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         PACKED_GROUPED_MM: packed_grouped_bytes,
@@ -183,16 +215,6 @@ def _flash_accumulator_bytes(heads: int, tokens: int, head_size: int) -> int:
     """fp32 accumulators of dQ and of the softmax sums, the head size padded."""
     padded = -(-head_size // FLASH_ACCUMULATOR_HEAD_MULTIPLE) * FLASH_ACCUMULATOR_HEAD_MULTIPLE
     return heads * tokens * (padded + 1) * 4
-
-
-def efficient_backward_bytes(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
-) -> int:
-    """fp32 sums of gradient × output, and fp32 accumulators of dQ, dK, dV unless these are fp32."""
-    B, H, T, D = query.shape
-    sums = B * H * T * 4
-    accumulators = 0 if query.dtype == torch.float32 else (query.numel() + 2 * key.numel()) * 4
-    return sums + accumulators
 
 
 def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> int:
@@ -260,32 +282,7 @@ def cuda_attention(capability: tuple[int, int]) -> Kernel:
             out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scaling)[0]
             out = out[..., :D]
         else:
-            out = _efficient(query, key, value, attention_mask, dropout, scaling, causal)
+            out = efficient_attention(query, key, value, attention_mask, dropout, scaling, causal)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
-
-
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
-) -> torch.Tensor:
-    """Memory-efficient attention: key/value heads repeated, and the mask as an additive bias padded to whole tiles."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    bias = mask
-    if bias is not None:
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
-        length = bias.shape[-1]
-        if length % EFFICIENT_BIAS_MULTIPLE:
-            bias = F.pad(bias, (0, -length % EFFICIENT_BIAS_MULTIPLE))[..., :length]
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, torch.is_grad_enabled(), dropout, causal, scale=scaling
-    )[0]

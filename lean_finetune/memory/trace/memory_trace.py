@@ -59,8 +59,8 @@ IGNORED = -1
 """Stands for the number of an ignored storage."""
 DEVICE_OF = torch.ops.prim.device.default
 
-Workspace = Callable[..., int]
-"""Bytes that an operation allocates temporarily inside its kernel, from its arguments."""
+Workspace = Callable[..., int | Sequence[int]]
+"""Bytes that an operation allocates temporarily inside its kernel, from its arguments: one block or several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,22 +225,23 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented  # DTensor calls again with local tensors.
         if self._on_host:
             return func(*args, **kwargs)
-        expansion = self._rules.expansions.get(func)
-        if expansion is not None:
+        if (expansion := self._rules.expansions.get(func)) is not None:
             with self:
                 return expansion(*args, **kwargs)
         if func in IN_PLACE and self._phase == "backward":
             func = in_place_version(func, args)
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor):
-            self._count_tensor(out)
-        else:
-            for value in tree_iter(out):
-                if isinstance(value, torch.Tensor):
-                    self._count_tensor(value)
+        for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self._count_tensor(value)
         workspace = self._rules.workspaces.get(func)
-        if workspace is not None and (count := workspace(*args, **kwargs)):
-            self._remove(self._add(count, WORKSPACE))
+        if workspace is not None:
+            counts = workspace(*args, **kwargs)
+            blocks = [
+                self._add(count, WORKSPACE) for count in ((counts,) if isinstance(counts, int) else counts) if count
+            ]
+            for block in reversed(blocks):
+                self._remove(block)
         return out
 
     def _count_tensor(self, tensor: torch.Tensor) -> None:
