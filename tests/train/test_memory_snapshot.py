@@ -4,6 +4,7 @@ The fake cannot prove that recording is cheap, that it changes no allocation, or
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock, create_autospec
@@ -13,11 +14,16 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
+from lean_finetune.memory.diagnosis.analysis import analyse
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
+from lean_finetune.train.loop import train
+from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_snapshot import FIRST_STEPS, FIRST_STEPS_FILE, OOM_FILE, MemorySnapshots
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_state import OutOfMemory
-from tests.small_model import CPU
+from tests.small_model import CPU, save_small_llama, spec_of
+from tests.train.jobs import make_job, plan_of, random_tokens
+from tests.train.recorded_run import Recorder
 
 CUDA = torch.device("cuda", 0)
 HISTORY = {"segments": [], "device_traces": [[{"action": "oom", "device_free": 512, "size": 2**30, "stream": 0}]]}
@@ -153,3 +159,26 @@ def test_first_steps_without_a_history_are_refused(tmp_path, recorded, monkeypat
         snapshots_of("first_steps", tmp_path, device)
     snapshots_of("on_oom", tmp_path, device)
     assert not recorded.called
+
+
+LARGE_VOCABULARY, LENGTH = 2048, 32
+STEPS = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@pytest.mark.slow
+def test_snapshot_of_a_run_names_its_memory(tmp_path: Path):
+    """A report that calls the weights, states or logits of our own training unknown."""
+    model = save_small_llama(tmp_path / "model", vocab_size=LARGE_VOCABULARY)
+    tokens = random_tokens(tmp_path, [LENGTH] * 8)
+    job = make_job(model, tokens, plan_of(tokens[0], STEPS), model_spec=spec_of(method="full"))
+    with Recorder() as recorder:
+        trained = train(replace(job, heldout_every_steps=None), make_meter(CPU)).model
+    (recording,) = read_snapshot(recorder.snapshot.write(tmp_path / "run.pickle"))
+    peak = analyse(recording).timeline.by_category()
+    weights = sum(parameter.nbytes for parameter in trained.parameters())
+    assert peak["weights"][-1] == pytest.approx(weights, rel=0.01)
+    assert peak["optimizer"][-1] == pytest.approx(2 * weights, rel=0.01)
+    assert peak["gradients"].max() == pytest.approx(weights, rel=0.01)
+    assert job.step_spec.loss_chunk is not None
+    assert peak["logits"].max() >= job.step_spec.loss_chunk * LARGE_VOCABULARY * 4
+    assert peak["unknown"].max() < 0.02 * weights

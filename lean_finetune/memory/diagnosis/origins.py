@@ -25,6 +25,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 RULES: tuple[tuple[Category, str, str], ...] = (
     # category, pattern of the file, pattern of the function: both are searched
     ("logits", "", r"cross_entropy|log_softmax|nll_loss|CausalLMLoss"),
+    ("logits", r"lean_finetune/step/\w*loss\.py$", ""),
     ("optimizer", r"(^|/)optim/|optimizers?\.py$", ""),
     ("gradients", r"nn/parallel/distributed\.py$", r"^_ddp_init_helper$"),
     ("gradients", "", r"autograd::AccumulateGrad::"),
