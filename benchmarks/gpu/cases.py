@@ -1,11 +1,11 @@
-"""The configurations that are measured on a GPU: models × methods × memory switches × shapes."""
+"""What is measured on a GPU, in order of worth."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen2Config
+from transformers import GptOssConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.specs import joined, llama, model_spec, padded
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
@@ -29,10 +29,33 @@ MODELS: Mapping[str, PretrainedConfig] = {
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     ),
+    "Qwen3-30B-A3B, 4 layers": Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is not a field of the class.
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+    "gpt-oss-20b, 4 layers": GptOssConfig(num_hidden_layers=4, num_local_experts=32),
+    "tiny experts": Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=256,
+    ),
     "tiny": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256, tied=True),
     "tiny, untied": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256),
 }
-BIG = ("Llama-3.1-8B", "Llama-3.2-3B", "Qwen2.5-1.5B")
 
 
 def _padded(rows: int, length: int) -> BatchShape:
@@ -60,9 +83,11 @@ LAYOUTS: Mapping[str, TracedSteps] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuCase:
-    """A run whose memory is measured."""
+class MemoryCase:
+    """A run whose memory is predicted and measured."""
 
+    seconds = 30
+    """Estimate of a measurement on an H100: loading into a new process, and about five micro-batches."""
     model: str
     method: Method
     grad_ckpt: bool = True
@@ -71,6 +96,8 @@ class GpuCase:
     """A name in LAYOUTS."""
     loss_chunk: int | None = 512
     precision: Precision = "bf16"
+    expandable: bool = True
+    """Whether the allocator's segments grow."""
     more: tuple[tuple[str, Any], ...] = ()
     """More parameters: fields of ModelSpec or of Setting, with their values."""
 
@@ -79,7 +106,7 @@ class GpuCase:
         """A name that no other case has."""
         switches = f"{'ckpt' if self.grad_ckpt else 'no ckpt'}, {self.optimizer}, chunk {self.loss_chunk}"
         precision = "" if self.precision == "bf16" else f", {self.precision}"
-        more = "".join(f", {key}={value}" for key, value in self.more)
+        more = "".join(f", {key}={value}" for key, value in self.more) + ("" if self.expandable else ", fixed segments")
         return f"{self.model}, {self.method}{precision}, {switches}, {self.layout}{more}"
 
     @property
@@ -99,68 +126,81 @@ SMALL_SWITCHES: tuple[tuple[Method, str, tuple[tuple[str, Any], ...]], ...] = (
     ("lora", "tiny", (("grad_ckpt_policy", "selective"), ("attention", "eager"))),
 )
 """Switches for which a CPU can show that models are built as they are predicted."""
-MATRIX: tuple[tuple[Method, bool, str], ...] = (
-    ("lora", True, "1 x 2048"),
-    ("lora", True, "falling"),
-    ("lora", True, "joined"),
-    ("lora", False, "1 x 2048"),
-    ("full", True, "4 x 1024"),
-    ("full", True, "rising"),
+_llama = partial(MemoryCase, model="Llama-3.1-8B")
+FIRST = (
+    _llama(method="lora", layout="4 x 1024"),
+    _llama(method="qlora", layout="joined"),
+    MemoryCase(model="Llama-3.2-3B", method="full", layout="4 x 1024"),
+    _llama(method="int8_lora", layout="4 x 1024"),
+    _llama(method="lora", layout="1 x 2048", grad_ckpt=False),
+    _llama(method="qlora", layout="1 x 2048", grad_ckpt=False),
+    MemoryCase(model="Qwen2.5-1.5B", method="full", layout="1 x 2048", grad_ckpt=False),
+    _llama(method="int8_lora", layout="1 x 2048", grad_ckpt=False),
+    _llama(method="lora", layout="rising"),
+    _llama(method="qlora", layout="falling"),
+    _llama(method="full", layout="1 x 2048", optimizer="adamw_8bit"),
+    MemoryCase(model="Llama-3.2-3B", method="int8_lora", layout="falling"),
 )
-OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit")
-SWITCH_OPTIMIZERS: tuple[OptimizerName, ...] = ("lion_8bit", "adafactor", "ademamix_8bit")
+"""Every method with and without checkpointing, over rows of one length, of several lengths, and joined."""
+EXPERTS = (
+    MemoryCase(model="Qwen3-30B-A3B, 4 layers", method="lora", layout="1 x 2048"),
+    MemoryCase(model="Qwen3-30B-A3B, 4 layers", method="lora", layout="1 x 2048", more=(("lora_experts", "all"),)),
+    MemoryCase(model="Qwen3-30B-A3B, 4 layers", method="full", layout="1 x 2048", optimizer="adamw_8bit"),
+    MemoryCase(model="gpt-oss-20b, 4 layers", method="lora", layout="1 x 2048", precision="fp16"),
+    MemoryCase(model="tiny experts", method="full", layout="tiny"),
+)
+OFFLOAD = (
+    _llama(method="lora", layout="4 x 1024", grad_ckpt=False, more=(("offload_activations", "cpu"),)),
+    _llama(method="qlora", layout="4 x 1024", more=(("offload_activations", "cpu"),)),
+    MemoryCase(model="Llama-3.2-3B", method="full", layout="4 x 1024", more=(("offload", "optimizer"),)),
+    _llama(method="qlora", layout="1 x 2048", optimizer="paged_adamw_8bit"),
+)
+SEGMENTS = (
+    _llama(method="lora", layout="rising", expandable=False),
+    _llama(method="qlora", layout="falling", expandable=False),
+    MemoryCase(model="Llama-3.2-3B", method="full", layout="4 x 1024", expandable=False),
+)
+"""Cases of FIRST in the other kind of segments."""
+SWITCHES: Sequence[Mapping[str, Any]] = (
+    {"grad_ckpt_policy": "selective"},
+    {"grad_ckpt_policy": "every_n"},
+    {"quant_type": "fp4", "double_quant": False},
+    {"lora_dora": True},
+    {"attention": "flash_attention_2"},
+)
 
 
-def cases() -> Iterator[GpuCase]:
-    """The memory cases of a GPU."""
-    for optimizer in OPTIMIZERS:
-        for model in BIG:
-            for method, grad_ckpt, layout in MATRIX:
-                yield GpuCase(model=model, method=method, grad_ckpt=grad_ckpt, optimizer=optimizer, layout=layout)
-    for model in BIG:
-        for grad_ckpt, layout in ((True, "4 x 1024"), (True, "joined"), (False, "1 x 2048"), (True, "rising")):
-            yield GpuCase(model=model, method="qlora", grad_ckpt=grad_ckpt, layout=layout)
-        yield GpuCase(model=model, method="lora", layout="4 x 1024", loss_chunk=None)
-    yield from switches()
-
-
-def switches() -> Iterator[GpuCase]:
-    """One case for each switch that the matrix leaves out, on the largest model."""
-    case = partial(GpuCase, model="Llama-3.1-8B", layout="1 x 2048")
-    for more in (
-        {"grad_ckpt_policy": "selective"},
-        {"grad_ckpt_policy": "every_n"},
-        {"offload_activations": "cpu"},
-        {"quant_type": "fp4", "double_quant": False},
-        {"lora_dora": True},
-        {"attention": "flash_attention_2"},
-    ):
-        yield case(method="qlora", more=tuple(more.items()))
-    yield case(method="qlora", optimizer="paged_adamw_8bit")
-    yield case(method="int8_lora")
-    yield case(method="lora", precision="pure_bf16")
-    for name in SWITCH_OPTIMIZERS:
-        yield case(method="full", optimizer=name)
-    yield case(method="full", more=(("offload", "optimizer"),))
+def _rest() -> Iterator[MemoryCase]:
+    """Switches that the other cases leave out, and other models and optimizers."""
+    for more in SWITCHES:
+        yield _llama(method="qlora", layout="1 x 2048", more=tuple(more.items()))
+    yield _llama(method="lora", layout="4 x 1024", loss_chunk=None)
+    yield _llama(method="lora", layout="1 x 2048", precision="pure_bf16")
+    for name in ("adamw_8bit", "lion_8bit", "adafactor", "ademamix_8bit"):
+        yield MemoryCase(model="Llama-3.2-3B", method="full", layout="rising", optimizer=name)
     in_backward = (("optimizer_in_backward", True), ("max_grad_norm", None))
-    yield GpuCase(
-        model="Llama-3.1-8B", method="full", optimizer="adamw_8bit", layout="1 x 2048 a step", more=in_backward
-    )
+    yield _llama(method="full", optimizer="adamw_8bit", layout="1 x 2048 a step", more=in_backward)
+    for model in ("Llama-3.2-3B", "Qwen2.5-1.5B"):
+        for method in ("lora", "qlora"):
+            for layout in ("falling", "joined"):
+                yield MemoryCase(model=model, method=method, layout=layout)
 
 
-def small_cases() -> Iterator[GpuCase]:
+def small_cases() -> Iterator[MemoryCase]:
     """Memory cases that a CPU measures in seconds, to show that the benchmark works."""
-    yield GpuCase(model="tiny", method="full", grad_ckpt=False, layout="tiny")
-    yield GpuCase(model="tiny", method="lora", layout="tiny joined")
-    yield GpuCase(model="tiny", method="qlora", layout="tiny")
+    yield MemoryCase(model="tiny", method="full", grad_ckpt=False, layout="tiny")
+    yield MemoryCase(model="tiny", method="lora", layout="tiny joined")
+    yield MemoryCase(model="tiny", method="qlora", layout="tiny")
     for method, layout, more in SMALL_SWITCHES:
-        yield GpuCase(model="tiny", method=method, layout=layout, precision="fp32", more=more)
+        yield MemoryCase(model="tiny", method=method, layout=layout, precision="fp32", more=more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedCase:
     """A training step that is timed: one micro-batch, with every position but each row's last trained."""
 
+    seconds = 45
+    """Estimate: loading, ten steps and the products that give the rate of the device."""
     name: str
     model: str = "Llama-3.1-8B"
     method: Method
@@ -210,3 +250,55 @@ SMALL_SPEED_CASES = (
     _small(name="full bf16, 2 x 64", method="full"),
     _small(name="QLoRA, 2 x 64", method="qlora"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlCase:
+    """The same step by TRL."""
+
+    seconds = 60
+    prefix = "TRL: "
+    speed: SpeedCase
+
+    @property
+    def name(self) -> str:
+        """A name that no other case has."""
+        return self.prefix + self.speed.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadCase:
+    """A checkpoint of several files that is loaded, and quantised by the methods that do so."""
+
+    seconds = 60
+    model: str
+    method: Method
+
+    @property
+    def name(self) -> str:
+        """A name that no other case has."""
+        return f"loading: {self.model}, {self.method}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestsCase:
+    """The tests that need a GPU, among them the recovery of a run whose memory ends."""
+
+    seconds = 90
+    name: str = "tests marked gpu"
+
+
+Case = MemoryCase | SpeedCase | TrlCase | LoadCase | TestsCase
+
+
+def gpu_cases() -> list[Case]:
+    """All cases of a GPU, in order of worth."""
+    speed = [case for speed in SPEED_CASES for case in (speed, TrlCase(speed=speed))]
+    loading = [LoadCase(model="Llama-3.2-3B", method=method) for method in ("full", "qlora", "int8_lora")]
+    return [*FIRST, *speed, *EXPERTS, *OFFLOAD, *SEGMENTS, TestsCase(), *loading, *_rest()]
+
+
+def fake_cases() -> list[Case]:
+    """Small cases of each kind but tests, for a CPU."""
+    memory = [*list(small_cases())[:3], MemoryCase(model="tiny experts", method="lora", layout="tiny")]
+    return [*memory, SMALL_SPEED_CASES[0], LoadCase(model="tiny, untied", method="qlora")]

@@ -6,7 +6,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers import initialization as init
 from transformers.integrations import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -14,6 +14,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
+from lean_finetune.model.empty_model import causal_kind
+from lean_finetune.model.experts.experts_forward import experts_option
+from lean_finetune.model.experts.router import prepare_routers
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 
@@ -24,6 +27,8 @@ INIT_STD = 0.02
 def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
     """Make the model that `lean_finetune.model.load_model.load_model` would load, with random weights."""
     model = base_model(config, spec, device)
+    if spec.method == "full":
+        prepare_routers(model, spec.router)
     adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=False)
     enable_checkpointing(model, spec)
     return adapted.train()
@@ -32,8 +37,9 @@ def random_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device
 def base_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> Any:
     """Make the same model without adapters and checkpointing."""
     attention = training_attention(config, spec.attention)
+    kind, own_config = causal_kind(config)
     with torch.device(device), init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=spec.dtype, attn_implementation=attention)
+        model = kind._from_config(own_config, dtype=spec.dtype, attn_implementation=attention, **experts_option(kind))
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,9 +77,8 @@ def _quantized(values: torch.Tensor, spec: ModelSpec, device: torch.device) -> A
     return weight.to(device)
 
 
-def free_cached(device: torch.device) -> None:
-    """Free what earlier cases left, libraries' workspaces too, so that every case starts from the same state."""
+def free_cached() -> None:
+    """Free what was left on the GPU, libraries' workspaces too, so that what follows starts from the same state."""
     gc.collect()
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

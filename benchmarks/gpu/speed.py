@@ -1,29 +1,24 @@
-"""Time training steps on a device, ours and TRL's with the same settings.
+"""Time training steps on a device. trl_steps.py times TRL's with the same settings.
 
 MFU is the arithmetic that tokens need (4 FLOP per frozen weight, 6 per trained one, and attention) as a share of 989
 TFLOP/s.
 """
 
 import contextlib
-import json
-import subprocess
 from collections.abc import Callable, Mapping
-from functools import cache
 from statistics import median
 from time import perf_counter
 
 import torch
 from torch import nn
 
-from benchmarks.gpu.cases import LORA_4096, QLORA_LEAST, SpeedCase
+from benchmarks.gpu.cases import LORA_4096, QLORA_LEAST, SpeedCase, TrlCase
 from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_least, at_most
 from benchmarks.specs import Trainer, random_batch
 from lean_finetune.model.allocator_settings import use_segments
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
-TRL_SECONDS = 300
-"""Time limit of TRL for one case, loading included."""
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 (data sheet): the base of MFU."""
 FLOPS_FROZEN, FLOPS_TRAINED = 4, 6
@@ -32,30 +27,21 @@ FLOPS_SCORES = 6
 """FLOP per layer, width and token of the row: causal scores and their product with values, forward and twice back."""
 
 
-def compare(case: SpeedCase, device: torch.device, trl_python: str, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
-    """Time ours and TRL's."""
-    use_segments(True, device)
-    row = {**ours(case, device, steps), "matmul_flops": matmul_flops(device)}
-    free_cached(device)
-    return {**row, **trl(case, device, trl_python, steps)}
-
-
-def ours(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
+def measured(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
     """Tokens per second of our training step and its memory, or why there are none."""
-    free_cached(device)
+    use_segments(True, device)
     try:
-        return {"name": case.name, **_timed(case, device, steps)}
+        row = _timed(case, device, steps)
     except torch.OutOfMemoryError as error:
-        return {"name": case.name, "out_of_memory": str(error).splitlines()[0]}
+        return {"out_of_memory": str(error).splitlines()[0]}
+    return {**row, "matmul_flops": matmul_flops(device)}
 
 
 def _timed(case: SpeedCase, device: torch.device, steps: int) -> Row:
     """Warm up, then time steps one by one. Peaks are those of the steps, without loading."""
     trainer = Trainer.of(random_model(case.config, case.setting.model, device), case.setting, device)
-    free_cached(device)
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    free_cached()
+    torch.cuda.reset_peak_memory_stats(device)
     batch = random_batch(case.shape, case.config.get_text_config().vocab_size, device)
 
     def step() -> None:
@@ -68,27 +54,8 @@ def _timed(case: SpeedCase, device: torch.device, steps: int) -> Row:
         "tokens_per_s": round(tokens_per_s, 1),
         "seconds": [round(each, 4) for each in seconds],
         "mfu_percent": round(100 * flops_per_token(trainer.model, case) * tokens_per_s / PEAK_FLOPS, 2),
-        "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
-    }
-
-
-def trl(case: SpeedCase, device: torch.device, python: str, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
-    """The same by TRL's SFTTrainer in its own process, or why there are no figures."""
-    command = [python, "-m", "benchmarks.gpu.trl_steps", case.name, device.type, str(steps)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TRL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"trl": f"not done after {TRL_SECONDS} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
-        return {"trl": lines[-1]}
-    figures = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return {
-        "trl": figures["trl"],
-        "trl_tokens_per_s": round(case.rows * case.length / median(figures["seconds"][WARM_UP_STEPS:]), 1),
-        "trl_allocated_bytes": figures["allocated_bytes"],
-        "trl_reserved_bytes": figures["reserved_bytes"],
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
     }
 
 
@@ -113,7 +80,6 @@ def flops_per_token(model: nn.Module, case: SpeedCase) -> float:
     return FLOPS_FROZEN * frozen + FLOPS_TRAINED * trained + scores
 
 
-@cache
 def matmul_flops(device: torch.device) -> float:
     """FLOP/s of a large bf16 product on a device, the best of ten: what its clock and cooling allow."""
     size = 8192 if device.type == "cuda" else 256
@@ -131,21 +97,22 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return perf_counter() - start
 
 
-def summary(rows: Mapping[str, Row]) -> list[Row]:
+def bars(rows: Mapping[str, Row]) -> list[Bar]:
     """The bars of the rows that were measured."""
-    bars: list[Bar] = []
+    found: list[Bar] = []
     for name, row in rows.items():
-        if "tokens_per_s" not in row:
+        if "mfu_percent" not in row:
             continue
         if name == LORA_4096:
             limit = 12_473 * row["matmul_flops"] / PEAK_FLOPS
-            bars.append(at_least(f"{name}: tokens/s", row["tokens_per_s"], limit))
-            bars.append(at_least(f"{name}: MFU, percent", row["mfu_percent"], 41.0))
+            found.append(at_least(f"{name}: tokens/s", row["tokens_per_s"], limit))
+            found.append(at_least(f"{name}: MFU, percent", row["mfu_percent"], 41.0))
         if name == QLORA_LEAST:
-            bars.append(at_most(f"{name}: allocated, GiB", row["allocated_bytes"] / 2**30, 7.4))
+            found.append(at_most(f"{name}: allocated, GiB", row["allocated_bytes"] / 2**30, 7.4))
         if row.get("reserved_bytes") is not None:
             share = row["reserved_bytes"] / row["allocated_bytes"]
-            bars.append(at_most(f"{name}: reserved / allocated", share, 1.05))
-        if row.get("trl_tokens_per_s"):
-            bars.append(at_least(f"{name}: ours / TRL", row["tokens_per_s"] / row["trl_tokens_per_s"], 1.2))
-    return [bar.as_json() for bar in bars]
+            found.append(at_most(f"{name}: reserved / allocated", share, 1.05))
+        trl = rows.get(TrlCase.prefix + name, {})
+        if "tokens_per_s" in trl:
+            found.append(at_least(f"{name}: ours / TRL", row["tokens_per_s"] / trl["tokens_per_s"], 1.2))
+    return found

@@ -1,13 +1,14 @@
 """Time TRL's SFTTrainer step by step over micro-batches of the same shape as ours.
 
-Run as `python -m benchmarks.gpu.trl_steps CASE DEVICE STEPS`, where TRL is installed. The last line printed is JSON:
-the seconds of each step and the peaks.
+Run as `python -m benchmarks.gpu.trl_steps CASE DEVICE`, where TRL is installed. The last line printed is JSON: tokens
+per second, the seconds of each step and the peaks.
 """
 
 import json
 import sys
 import tempfile
 import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu.cases import SMALL_SPEED_CASES, SPEED_CASES, SpeedCase
 from benchmarks.gpu.random_model import base_model
+from benchmarks.gpu.speed import TIMED_STEPS, WARM_UP_STEPS
 from lean_finetune.config.field_types import OptimizerName
 
 OPTIMIZERS: dict[OptimizerName, str] = {
@@ -78,13 +80,14 @@ def arguments(case: SpeedCase, device: torch.device, steps: int, out: str) -> SF
 
 def main() -> None:
     """Train and print."""
-    name, device_name, steps = sys.argv[1:]
+    name, device_name = sys.argv[1:]
+    steps = WARM_UP_STEPS + TIMED_STEPS
     device = torch.device(device_name)
     case = next(case for case in (*SPEED_CASES, *SMALL_SPEED_CASES) if case.name == name)
     model: Any = base_model(case.config, case.setting.model, device)
     model.config.use_cache = False
     vocabulary = case.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (case.rows * int(steps), case.length)).tolist()
+    ids = torch.randint(vocabulary, (case.rows * steps, case.length)).tolist()
     # TRL needs a tokenizer even for rows of token ids.
     words = WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
@@ -96,20 +99,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         trainer = SFTTrainer(
             model=model,
-            args=arguments(case, device, int(steps), out),
+            args=arguments(case, device, steps, out),
             train_dataset=Dataset.from_dict({"input_ids": ids}),
             processing_class=tokenizer,
             peft_config=adapters if spec.adapted else None,
             callbacks=[clock],
         )
         trainer.train()
-    seconds = [end - start for start, end in zip(clock.times, clock.times[1:], strict=False)]
+    seconds = [end - start for start, end in zip(clock.times, clock.times[1:], strict=False)][WARM_UP_STEPS:]
     cuda = device.type == "cuda"
     peaks = {
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
     }
-    print(json.dumps({"trl": trl.__version__, "seconds": seconds, **peaks}))
+    tokens_per_s = round(case.rows * case.length / median(seconds), 1)
+    print(json.dumps({"trl": trl.__version__, "tokens_per_s": tokens_per_s, "seconds": seconds, **peaks}))
 
 
 if __name__ == "__main__":

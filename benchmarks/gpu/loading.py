@@ -1,0 +1,42 @@
+"""Measure the loading of a checkpoint of random weights, which is written first."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+
+from benchmarks.gpu.cases import MODELS, LoadCase
+from benchmarks.gpu.random_model import base_model, free_cached
+from benchmarks.harness import Row
+from benchmarks.specs import model_spec
+from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.load_model import load_model
+
+SHARD_SIZE = "1GB"
+"""Largest file of the checkpoint."""
+
+
+def measured(case: LoadCase, device: torch.device) -> Row:
+    """Seconds and memory of `load_model`. The files are in the system's cache, as they were just written."""
+    use_segments(True, device)
+    with TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        base_model(MODELS[case.model], model_spec("full"), device).save_pretrained(directory, max_shard_size=SHARD_SIZE)
+        files = [path.stat().st_size for path in directory.glob("*.safetensors")]
+        free_cached()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = perf_counter()
+        model = load_model(directory, model_spec(case.method), device)
+        torch.cuda.synchronize(device)
+        seconds = perf_counter() - start
+    loaded = torch.cuda.memory_allocated(device) - before
+    return {
+        "files": len(files),
+        "files_bytes": sum(files),
+        "loading_s": seconds,
+        "loaded_bytes": loaded,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) - before,
+        "largest_tensor_bytes": max(p.numel() * p.element_size() for p in model.parameters()),
+    }
