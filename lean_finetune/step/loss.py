@@ -12,16 +12,16 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows, joined_forward, rows_reached_attention
 from lean_finetune.model.experts.router import balancing_loss
 from lean_finetune.model.language_part import left_out
-from lean_finetune.model.model_config import UNPACKED, logit_cap, logit_factor, rows_see_each_other, unpadded_vocabulary
+from lean_finetune.model.model_config import UNPACKED, rows_see_each_other
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
+from lean_finetune.step.head_loss import Head, summed_head_loss
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
@@ -37,14 +37,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Logits in fp32 of hidden states (..., D) → (..., V), with the model's factor (Granite) and soft cap (Gemma 2)."""
-    logits = model.get_output_embeddings()(hidden)
-    if (vocabulary := unpadded_vocabulary(model.config)) is not None:
-        logits = logits[..., :vocabulary]
-    logits = logits.float()
-    if (factor := logit_factor(model.config)) != 1.0:
-        logits *= factor
-    cap = logit_cap(model.config)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return Head.of(model).logits(hidden)
 
 
 def decoder_hidden(
@@ -79,37 +72,41 @@ def summed_loss(
     chunk: int | None,
     offload: ActivationOffload | None = None,
     router_aux_loss: float = 0.0,
+    divisor: float = 1.0,
 ) -> torch.Tensor:
-    """Sum of the cross-entropy over the trained tokens of a micro-batch, an fp32 scalar.
+    """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
-    With `chunk`, only trained positions reach the head, `chunk` of them at a time, and backward recomputes their
-    logits: at most chunk × V logits exist. Without it, the logits of all B × T positions exist at once. `offload` takes
-    what the decoder saves for backward, but no logits, since backward begins with them. `router_aux_loss` times the
-    balancing loss of a mixture of experts is added for each trained token.
+    Args (those that their types do not explain):
+        chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist. With
+            None the logits of all B × T positions exist at once.
+        offload: takes what the decoder saves for backward.
+        router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
+        divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
     """
     lm = causal_lm(model)
-    if router_aux_loss:
-        with nullcontext() if offload is None else offload.saving(lm):
-            output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, output_router_logits=True)
-        balance = (
-            router_aux_loss * len(batch.supervised_index_N) * balancing_loss(lm, getattr(output, "router_logits", None))
-        )
-        return balance + _cross_entropy(lm, output.last_hidden_state, batch, chunk)
+    more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
-        hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
-    return _cross_entropy(lm, hidden_BTD, batch, chunk)
+        output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, **more)
+    router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
+    del output
+    loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
+    if router_aux_loss:
+        weight = router_aux_loss * len(batch.supervised_index_N) / divisor
+        loss = weight * balancing_loss(lm, router_logits) + loss
+    return loss
 
 
-def _cross_entropy(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch, chunk: int | None) -> torch.Tensor:
-    """Summed cross-entropy of the trained tokens of a micro-batch."""
+def _cross_entropy(
+    lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch, chunk: int | None, divisor: float
+) -> torch.Tensor:
+    """Summed cross-entropy of the trained tokens of a micro-batch / divisor."""
     if chunk is None:
         logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
-        return F.cross_entropy(logits_MV, batch.targets_BT.flatten(), reduction="sum", ignore_index=-100)
-    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
-    total = hidden_ND.new_zeros((), dtype=torch.float32)
-    for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
-        total = total + checkpoint(_chunk_loss, lm, hidden, targets, use_reentrant=False, preserve_rng_state=False)
-    return total
+        targets_M = batch.targets_BT.flatten()
+        return F.cross_entropy(logits_MV, targets_M, reduction="sum", ignore_index=-100) / divisor
+    return summed_head_loss(
+        Head.of(lm), hidden_BTD.flatten(0, 1), batch.supervised_index_N, _trained_tokens(batch), chunk, divisor
+    )
 
 
 @torch.no_grad()
@@ -118,29 +115,23 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
 
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
-    chunks = trained_logits(model, batch, chunk)
-    return torch.cat([F.cross_entropy(logits, targets, reduction="none") for logits, targets in chunks])
+    lm = causal_lm(model)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows).flatten(0, 1)
+    return Head.of(lm).losses(hidden_MD, batch.supervised_index_N, _trained_tokens(batch), chunk)
 
 
 def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
-    hidden_BTD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows)
-    hidden_ND, targets_N = _trained_positions(hidden_BTD, batch)
-    for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows).flatten(0, 1)
+    hidden_ND = hidden_MD.index_select(0, batch.supervised_index_N)
+    for hidden, targets in zip(hidden_ND.split(chunk), _trained_tokens(batch).split(chunk), strict=True):
         yield head_logits(lm, hidden), targets
 
 
-def _trained_positions(hidden_BTD: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, D) of the positions whose next token is trained, and those tokens (N,)."""
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.supervised_index_N)
-    targets_N = batch.targets_BT.flatten().index_select(0, batch.supervised_index_N)
-    return hidden_ND, targets_N
-
-
-def _chunk_loss(model: PreTrainedModel, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of C trained positions."""
-    return F.cross_entropy(head_logits(model, hidden_CD), targets_C, reduction="sum")
+def _trained_tokens(batch: Batch) -> torch.Tensor:
+    """The trained tokens (N,), in the order of `supervised_index_N`."""
+    return batch.targets_BT.flatten().index_select(0, batch.supervised_index_N)
 
 
 @torch.no_grad()

@@ -20,19 +20,16 @@ def is_finite(norm: torch.Tensor) -> bool:
 
 
 class LossScaler:
-    """Scales the loss, unscales the gradients, and skips updates whose gradients overflowed."""
+    """Says how to scale the loss, unscales the gradients, and skips updates whose gradients overflowed."""
 
     def __init__(self, finite: Callable[[torch.Tensor], bool] = is_finite):
         """`finite` tests a gradient norm; estimate replaces it, since fake tensors have no values."""
         self._finite = finite
         self.scale = FIRST_SCALE
+        """What to multiply the loss by before backward."""
         self.good_steps = 0
         """Updates since the scale last changed."""
         self.skipped_steps = 0
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on."""
-        return loss * self.scale
 
     def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
         """Divide gradients in place; the scale is a power of two, so this is exact."""

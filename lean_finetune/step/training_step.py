@@ -81,22 +81,29 @@ def training_step(
     losses: list[torch.Tensor] = []
     norms: Norms = {}
     number = 0
+    loss_scale = 1.0 if scaler is None else scaler.scale
     forget_rows(parallel.model)
     for batch in batches:  # enumerate would keep a batch alive while the next one is made.
         number += 1
-        options = {"chunk": spec.loss_chunk, "offload": offload, "router_aux_loss": model_spec.router_aux_loss}
-        compute = partial(summed_loss, batch=batch, **options)  # type: ignore[arg-type]
+        compute = partial(
+            summed_loss,
+            batch=batch,
+            chunk=spec.loss_chunk,
+            offload=offload,
+            router_aux_loss=model_spec.router_aux_loss,
+            divisor=supervised_tokens / loss_scale,
+        )
         counting = counting_rows(idle=not len(batch.supervised_index_N))
         with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
-            loss = parallel.run(compute) / supervised_tokens
+            loss = parallel.run(compute)
         del batch, compute
-        losses.append(loss.detach())
+        losses.append(loss.detach() / loss_scale)
         if spec.optimizer_in_backward:
             guard(losses, torch.zeros_like(loss))
         sync = parallel.gradient_sync(last=number == micro_batches)
         updates = updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
         with phase("backward"), sync, updates:
-            (loss if scaler is None else scaler.scaled(loss)).backward()
+            loss.backward()
         del loss
     with phase("clip"):
         if spec.optimizer_in_backward:

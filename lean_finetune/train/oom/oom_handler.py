@@ -17,8 +17,8 @@ from torch import nn
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batch_loader import load, own_micro_batches
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.oom_errors import is_out_of_memory
 from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.train.oom.oom_errors import is_out_of_memory
 from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition
 
 Result = TypeVar("Result")

@@ -1,0 +1,188 @@
+"""Cross-entropy of the head's logits, a chunk of tokens at a time, with gradients from the same pass.
+
+The head's output becomes its own gradient, in the same memory, before the next chunk is computed: backward computes no
+logits again, and no second copy of them exists.
+
+Shapes: M positions of a micro-batch, N of them trained, C of these in a chunk, R in a block of it; D hidden size, V
+vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from lean_finetune.model.model_config import logit_cap, logit_factor, unpadded_vocabulary
+
+BLOCK_BYTES = 2**24
+"""Output in 16 bits is converted to fp32 in blocks of this size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The layer from hidden states to logits, and what the model does with its output."""
+
+    layer: nn.Module
+    vocabulary: int | None
+    """Tokens that have logits, where the layer is padded to more."""
+    factor: float
+    cap: float | None
+    """The soft cap of Gemma 2: logits are cap · tanh(logits / cap)."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Head":
+        """The head of a model."""
+        return cls(
+            layer=model.get_output_embeddings(),
+            vocabulary=unpadded_vocabulary(model.config),
+            factor=logit_factor(model.config),
+            cap=logit_cap(model.config),
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in fp32 of hidden states (..., D) → (..., V)."""
+        logits = self.layer(hidden)[..., : self.vocabulary].float()
+        if self.factor != 1.0:
+            logits *= self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    @torch.no_grad()
+    def losses(
+        self, hidden_MD: torch.Tensor, index_N: torch.Tensor, targets_N: torch.Tensor, chunk: int
+    ) -> torch.Tensor:
+        """Cross-entropy of each trained token (N,), fp32; at most chunk × V logits exist."""
+        chunks = zip(index_N.split(chunk), targets_N.split(chunk), strict=True)
+        return torch.cat([self.differentiate(self.layer(hidden_MD[index]), targets, None) for index, targets in chunks])
+
+    def differentiate(self, output_CV: torch.Tensor, targets_C: torch.Tensor, divisor: float | None) -> torch.Tensor:
+        """Cross-entropy of each token (C,), fp32; the layer's output becomes the gradient of their sum / divisor.
+
+        With None for the divisor it becomes undefined, and less is computed.
+        """
+        rows = max(1, BLOCK_BYTES // (torch.float32.itemsize * output_CV.shape[1]))
+        blocks = zip(output_CV.split(rows), targets_C.split(rows), strict=True)
+        return torch.cat([self._differentiate_block(output, targets, divisor) for output, targets in blocks])
+
+    def _differentiate_block(
+        self, output_RV: torch.Tensor, targets_R: torch.Tensor, divisor: float | None
+    ) -> torch.Tensor:
+        """As `differentiate`: fp32 output is changed in place, and of other types there is one fp32 copy."""
+        targets_R1 = targets_R[:, None]
+        unpadded_RV = output_RV[:, : self.vocabulary]
+        values_RV, slope_RV = unpadded_RV.float(), None
+        if self.factor != 1.0:
+            values_RV.mul_(self.factor)
+        if self.cap is not None:
+            values_RV.div_(self.cap).tanh_()
+            slope_RV = None if divisor is None else values_RV.square().neg_().add_(1.0)
+            values_RV.mul_(self.cap)
+        values_RV.sub_(values_RV.amax(1, keepdim=True))
+        target_values_R1 = values_RV.gather(1, targets_R1)
+        sums_R1 = values_RV.exp_().sum(1, keepdim=True)
+        losses_R = (sums_R1.log() - target_values_R1).squeeze(1)
+        if divisor is None:
+            return losses_R
+        # Divided in fp32: in 16 bits small gradients would vanish, or be rounded twice.
+        scale = self.factor / divisor
+        values_RV.mul_(scale / sums_R1).scatter_add_(1, targets_R1, torch.full_like(sums_R1, -scale))
+        if slope_RV is not None:
+            values_RV.mul_(slope_RV)
+        unpadded_RV.copy_(values_RV)
+        output_RV[:, unpadded_RV.shape[1] :].zero_()
+        return losses_R
+
+
+def summed_head_loss(
+    head: Head, hidden_MD: torch.Tensor, index_N: torch.Tensor, targets_N: torch.Tensor, chunk: int, divisor: float
+) -> torch.Tensor:
+    """Summed cross-entropy of the trained tokens / divisor, an fp32 scalar; at most chunk × V logits exist.
+
+    Args:
+        head: its trained parameters get gradients, each summed over the chunks in place.
+        hidden_MD: the decoder's output of all positions.
+        index_N: the positions whose next token is trained.
+        targets_N: these tokens.
+        chunk: C.
+        divisor: trained tokens of the optimizer step, divided by the loss scale. It belongs in here: gradients are
+            computed, and rounded to 16 bits, before `backward` knows by what the result is divided.
+    """
+    if not torch.is_grad_enabled():
+        return head.losses(hidden_MD, index_N, targets_N, chunk).sum() / divisor
+    trained = [parameter for parameter in head.layer.parameters() if parameter.requires_grad]
+    loss: torch.Tensor = _SummedHeadLoss.apply(hidden_MD, head, index_N, targets_N, chunk, divisor, *trained)
+    return loss
+
+
+class _SummedHeadLoss(torch.autograd.Function):
+    """`summed_head_loss`: forward computes the gradients, backward returns them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        head: Head,
+        index_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        chunk: int,
+        divisor: float,
+        *trained: nn.Parameter,
+    ) -> torch.Tensor:
+        sums = {parameter: torch.zeros_like(parameter) for parameter in trained}
+        gradient_ND = hidden_MD.new_empty(len(index_N), hidden_MD.shape[1])
+        chunks = zip(*(tensor.split(chunk) for tensor in (index_N, targets_N, gradient_ND)), strict=True)
+        losses = [
+            _differentiate_chunk(head, hidden_MD.detach()[index], targets, divisor, gradient, sums)
+            for index, targets, gradient in chunks
+        ]
+        ctx.shape = hidden_MD.shape
+        ctx.save_for_backward(gradient_ND, index_N, *sums.values())
+        return torch.cat(losses).sum() / divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient_ND, index_N, *sums = ctx.saved_tensors
+        for gradient in (gradient_ND, *sums):
+            gradient.mul_(incoming)  # By 1 in training.
+        gradient_MD = gradient_ND.new_zeros(ctx.shape).index_copy_(0, index_N, gradient_ND)
+        return gradient_MD, None, None, None, None, None, *sums
+
+
+def _differentiate_chunk(
+    head: Head,
+    hidden_CD: torch.Tensor,
+    targets_C: torch.Tensor,
+    divisor: float,
+    gradient_CD: torch.Tensor,
+    sums: dict[nn.Parameter, torch.Tensor],
+) -> torch.Tensor:
+    """The losses of a chunk (C,); writes the gradient of its hidden states, and adds to those of the parameters."""
+    hidden_CD.requires_grad_()
+    with torch.enable_grad():
+        output_CV = head.layer(hidden_CD)
+    gradient_CV = output_CV.detach()
+    losses_C = head.differentiate(gradient_CV, targets_C, divisor)
+    # Autograd would make a second tensor of the size of the weight.
+    weight = head.layer.weight if type(head.layer).forward is nn.Linear.forward else None
+    others = [parameter for parameter in sums if parameter is not weight]
+    found = torch.autograd.grad(output_CV, (hidden_CD, *others), gradient_CV)
+    gradient_CD.copy_(found[0])
+    for parameter, gradient in zip(others, found[1:], strict=True):
+        sums[parameter].add_(gradient)
+    if isinstance(weight, nn.Parameter) and weight in sums:
+        _add_product(sums[weight], gradient_CV, hidden_CD.detach())
+    return losses_C
+
+
+def _add_product(sum_VD: torch.Tensor, gradient_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+    """Add the weight's gradient of a chunk in place; in blocks if its type differs (fp16 products of fp32 weights)."""
+    hidden_CD = hidden_CD.to(gradient_CV.dtype)
+    if sum_VD.dtype == gradient_CV.dtype:
+        sum_VD.addmm_(gradient_CV.T, hidden_CD)
+        return
+    rows = max(1, BLOCK_BYTES // (sum_VD.element_size() * sum_VD.shape[1]))
+    for sum_BD, gradient_CB in zip(sum_VD.split(rows), gradient_CV.split(rows, dim=1), strict=True):
+        sum_BD.add_((gradient_CB.T @ hidden_CD).to(sum_VD.dtype))
