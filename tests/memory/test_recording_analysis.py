@@ -1,17 +1,25 @@
 """What a recording's stacks, sizes and lifetimes say is said, and nothing more."""
 
+import json
+import pickle
+import random
+import time
+
 import pytest
 
 from lean_finetune.config.other_tools import shared, tables
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.diagnosis.analysis import analyse
 from lean_finetune.memory.diagnosis.failures import failures_of, unused_ranges
 from lean_finetune.memory.diagnosis.origins import origin_of
 from lean_finetune.memory.diagnosis.remedies import AXOLOTL, EXPANDABLE, LLAMA_FACTORY, REMEDIES, TRAINER
 from lean_finetune.memory.diagnosis.timeline import timeline_of
-from lean_finetune.memory.recording.recording import Frame
+from lean_finetune.memory.recording.contradictions import contradiction
+from lean_finetune.memory.recording.recording import ACTIONS, Frame
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.memory.recording.tables import read_table
+from lean_finetune.memory.recording.what_if import what_if
 from tests.conftest import ROOT
 from tests.memory.snapshots import Snapshot, frame
 
@@ -150,6 +158,61 @@ def test_a_recording_without_stacks_claims_nothing(tmp_path):
 def test_a_snapshot_without_events_shows_what_is_live(tmp_path):
     analysis = analysed(training(1), tmp_path, keep=0)
     assert analysis.peak.allocated_bytes == 12 * MIB and analysis.peak.by_category["optimizer"] == 8 * MIB
+
+
+@pytest.mark.slow
+def test_impossible_recordings_are_analysed_and_replayed_or_not(tmp_path):
+    """Snapshots with changed numbers, actions and order: no crash, no hang, and replay only where it is possible."""
+    rng, replayed, refused = random.Random(17), 0, 0
+    sources = [training(3), training(2, leak=MIB), expandable_training()]
+    for _ in range(1500):
+        content = pickle.loads(pickle.dumps(rng.choice(sources).content()))
+        damage(content, rng)
+        (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
+        started = time.monotonic()
+        try:
+            for recording in read_snapshot(tmp_path / "s.pickle"):
+                json.dumps(analyse(recording).as_json())
+                if contradiction(recording) is None:
+                    what_if(recording)
+                    replayed += 1
+        except UserError:
+            refused += 1
+        assert time.monotonic() - started < 10
+    assert replayed > 50 and refused > 50
+
+
+def expandable_training() -> Snapshot:
+    """Two steps in memory that is mapped and unmapped."""
+    snapshot = Snapshot(expandable=True)
+    for number in range(6):
+        snapshot.reserve(20 * number * MIB, 20 * MIB)
+        snapshot.alloc(20 * number * MIB, 15 * MIB, MODEL)
+    for number in (1, 2, 4):
+        snapshot.free(20 * number * MIB)
+        snapshot.release(20 * number * MIB)
+    snapshot.fail(60 * MIB, 5 * MIB, MODEL)
+    return snapshot
+
+
+def damage(value, rng):
+    """Change numbers, texts and flags, and drop, repeat or move items."""
+    if isinstance(value, dict):
+        for key, old in value.items():
+            if rng.random() < 0.01 and type(old) is int:
+                value[key] = rng.choice([0, 1, 2**40, 2**47, old + 1, old + 512, 2 * old])
+            elif rng.random() < 0.01 and isinstance(old, str):
+                value[key] = rng.choice(ACTIONS)
+            elif rng.random() < 0.01 and isinstance(old, bool):
+                value[key] = not old
+            else:
+                damage(old, rng)
+    elif isinstance(value, list):
+        if value and rng.random() < 0.1:
+            place, moved = rng.randrange(len(value)), value[rng.randrange(len(value))]
+            value[place : place + rng.randrange(2)] = [moved] * rng.randrange(2)
+        for each in value:
+            damage(each, rng)
 
 
 def test_every_name_of_another_tool_is_in_its_table():

@@ -15,7 +15,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.recording import snapshot_pickle
+from lean_finetune.memory.recording import snapshot_file, snapshot_pickle
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.memory.recording.snapshot_pickle import Refused, load_plain
 from tests.memory.snapshots import BASE, Snapshot, frame
@@ -201,6 +201,13 @@ def test_limits_end_the_reading(monkeypatch):
     monkeypatch.setattr(snapshot_pickle, "MAX_FILE_BYTES", 50)
     with pytest.raises(UserError, match="max_entries"):
         snapshot_pickle.read_plain_pickle(Path(__file__))
+
+
+def test_frames_are_limited(monkeypatch, tmp_path):
+    path = small_snapshot().write(tmp_path / "s.pickle")
+    monkeypatch.setattr(snapshot_file, "MAX_FRAMES", 1)
+    with pytest.raises(UserError, match="frames of different stacks: at most 1 are read, got 2"):
+        read_snapshot(path)
 
 
 def broken(change: Any) -> bytes:

@@ -9,6 +9,8 @@ from lean_finetune.memory.diagnosis.timeline import RESERVES, Timeline
 from lean_finetune.memory.recording.recorded_state import expands, settings_of
 from lean_finetune.memory.recording.recording import Recording
 
+MOST_FAILURES = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -39,9 +41,9 @@ class Failure:
 
 
 def failures_of(timeline: Timeline) -> tuple[Failure, ...]:
-    """The failed requests of a recording, in order."""
-    events = timeline.recording.events
-    return tuple(_failure(timeline, number) for number, event in enumerate(events) if event.action == "oom")
+    """The last failed requests of a recording, in order."""
+    failed = [number for number, event in enumerate(timeline.recording.events) if event.action == "oom"]
+    return tuple(_failure(timeline, number) for number in failed[-MOST_FAILURES:])
 
 
 def _failure(timeline: Timeline, number: int) -> Failure:

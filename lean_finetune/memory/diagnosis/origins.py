@@ -75,11 +75,14 @@ AUTOGRAD_THREAD = Origin(
 
 def origin_of(stack: Stack) -> Origin:
     """Where the allocation with this stack comes from."""
-    matched = (_category(frame.file, frame.function) for frame in stack)
-    category: Category = next((found for found in matched if found is not None), "unknown")
+    if not stack:
+        return NO_STACKS
+    rules = (_rules_of_file(frame.file) & _rules_of_function(frame.function) for frame in stack)
+    first = next(filter(None, rules), None)
+    category: Category = "unknown" if first is None else RULES[min(first)][0]
     number = _place_number(stack)
     if number is None:
-        node = next((found[1] for frame in stack if (found := NODE.search(frame.function))), None)
+        node = next((found[1] for frame in stack if (found := _search(NODE, frame.function))), None)
         innermost = (
             f"backward of {node}" if node else _label(stack[0]) if is_python(stack[0]) else "code without Python"
         )
@@ -94,10 +97,21 @@ def origin_of(stack: Stack) -> Origin:
 
 
 @cache
-def _category(file: str, function: str) -> Category | None:
-    """The category of the first rule that fits a frame."""
-    fitting = (name for name, files, names in RULES if re.search(files, file) and re.search(names, function))
-    return next(fitting, None)
+def _search(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """A search that is done once for each text: a recording has millions of frames and thousands of names."""
+    return pattern.search(text)
+
+
+@cache
+def _rules_of_file(file: str) -> frozenset[int]:
+    """Numbers of the rules that a file fits."""
+    return frozenset(number for number, (_, files, _) in enumerate(RULES) if re.search(files, file))
+
+
+@cache
+def _rules_of_function(function: str) -> frozenset[int]:
+    """Numbers of the rules that a function fits."""
+    return frozenset(number for number, (_, _, names) in enumerate(RULES) if re.search(names, function))
 
 
 def is_python(frame: Frame) -> bool:
@@ -108,7 +122,7 @@ def is_python(frame: Frame) -> bool:
 def _place_number(stack: Stack) -> int | None:
     """The innermost Python frame that is not PyTorch's, else the innermost one of Python; None without Python."""
     python = [number for number, frame in enumerate(stack) if is_python(frame)]
-    own = (number for number in python if not INTERNAL.search(stack[number].file))
+    own = (number for number in python if not _search(INTERNAL, stack[number].file))
     return next(own, python[0] if python else None)
 
 
@@ -121,10 +135,10 @@ def _operation(inner: Stack) -> str:
     for frame in reversed(inner):
         if is_python(frame) and frame.file.endswith("nn/functional.py"):
             return frame.function
-        if found := OPERATION.search(frame.function):
+        if found := _search(OPERATION, frame.function):
             return found[1]
     return ""
 
 
 def _in_backward(stack: Stack) -> bool:
-    return any(BACKWARD.search(frame.function) for frame in stack)
+    return any(_search(BACKWARD, frame.function) for frame in stack)

@@ -38,7 +38,7 @@ class Timeline:
     recording: Recording
     bytes_B: np.ndarray
     start_B: np.ndarray
-    """The event that allocated the block; -1 for one that was live before."""
+    """The event that allocated the block, ascending; -1 for one that was live before."""
     end_B: np.ndarray
     """The event that freed it; the number of events if none did."""
     origins_B: tuple[Origin, ...]
@@ -103,7 +103,7 @@ def timeline_of(recording: Recording) -> Timeline:
             add(event.address, event.bytes, number, event.stack)
         elif event.action == "free_completed" and event.address in live:
             ends[live.pop(event.address)] = number
-    known = [origin_of(stack) if stack else NO_STACKS for stack in recording.stacks]
+    known = {number: origin_of(recording.stacks[number]) for number in set(stacks) if number is not None}
     without = AUTOGRAD_THREAD if any(is_python(frame) for stack in recording.stacks for frame in stack) else NO_STACKS
     origins = tuple(
         known[stack] if stack is not None else EARLIER if start < 0 else without
@@ -139,9 +139,10 @@ def _find_logits(timeline: Timeline) -> None:
     """Count activations as logits that are as large as the loss's largest tensor and allocated shortly before it."""
     logits, activations = CATEGORIES.index("logits"), CATEGORIES.index("activations")
     for loss in np.flatnonzero((timeline.category_B == logits) & (timeline.bytes_B >= LEAST_LOGITS_BYTES)):
-        start, size = timeline.start_B[loss], timeline.bytes_B[loss]
-        near = (timeline.start_B < start) & (timeline.start_B >= start - LOGITS_EVENTS)
-        alike = np.zeros(len(near), dtype=bool)
+        first = int(np.searchsorted(timeline.start_B, max(timeline.start_B[loss] - LOGITS_EVENTS, 0)))
+        sizes, categories = timeline.bytes_B[first:loss], timeline.category_B[first:loss]
+        alike = np.zeros(len(sizes), dtype=bool)
         for share in LOGITS_SHARES:
-            alike |= np.abs(timeline.bytes_B - share * size) <= LOGITS_TOLERANCE * share * size
-        timeline.category_B[near & alike & (timeline.category_B == activations)] = logits
+            size = share * timeline.bytes_B[loss]
+            alike |= np.abs(sizes - size) <= LOGITS_TOLERANCE * size
+        categories[alike & (categories == activations)] = logits

@@ -5,6 +5,9 @@ from bisect import bisect_left, bisect_right, insort
 from lean_finetune.memory.allocator.settings import UNIT_BYTES
 from lean_finetune.memory.recording.recording import Event, Recording
 
+MOST_RANGES = 200_000
+"""Reserved or live at once. Inserting into longer lists would take too long."""
+
 
 class _Ranges:
     """Address ranges that do not overlap."""
@@ -14,7 +17,9 @@ class _Ranges:
         self.ends: dict[int, int] = {}
 
     def add(self, start: int, size: int) -> bool:
-        """Add a range; return whether it overlaps none."""
+        """Add a range; return whether it overlaps none, and there are not too many."""
+        if len(self.starts) >= MOST_RANGES:
+            return False
         end, place = start + size, bisect_right(self.starts, start)
         before, after = self.starts[max(place - 1, 0) : place], self.starts[place : place + 1]
         if any(self.ends[each] > start for each in before) or any(each < end for each in after):

@@ -24,6 +24,7 @@ from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
 from lean_finetune.memory.recording.undo_events import MemoryState
 
 MAX_EVENTS, MAX_SEGMENTS, MAX_DEVICES = 2_000_000, 100_000, 1024
+MAX_FRAMES = 20_000_000
 MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
 """A size of 256 TiB is more than any device has."""
 DEFAULT_POOL = (0, 0)
@@ -75,6 +76,7 @@ class _Stacks:
     """Every different stack once. PyTorch shares lists of frames, so each is read once."""
 
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    frames_read: int = 0
     _by_list: dict[int, int] = field(default_factory=dict)
     _by_frames: dict[tuple[int, ...], int] = field(default_factory=dict)
     _frames: dict[int, Frame] = field(default_factory=dict)
@@ -90,8 +92,12 @@ class _Stacks:
             return None
         key = tuple(map(id, frames))
         if key not in self._by_frames:
+            self.frames_read += len(frames)
+            _limit("frames of different stacks", self.frames_read, MAX_FRAMES)
             self._by_frames[key] = len(self.stacks)
-            self.stacks.append(tuple(self._frame(frame, place) for frame in frames))
+            known = list(map(self._frames.get, key))
+            stack = (found or self._frame(frame, place) for found, frame in zip(known, frames, strict=True))
+            self.stacks.append(tuple(stack))
         self._by_list[id(frames)] = self._by_frames[key]
         return self._by_frames[key]
 

@@ -12,6 +12,9 @@ from dataclasses import replace
 from lean_finetune.memory.allocator.settings import UNIT_BYTES
 from lean_finetune.memory.recording.recording import Event, LiveBlock, Segment
 
+MOST_RANGES = 100_000
+"""Of expandable segments. Inserting into longer lists would take too long."""
+
 
 class MemoryState:
     """Reserved memory and its blocks at one instant."""
@@ -19,7 +22,7 @@ class MemoryState:
     def __init__(self, segments: Iterable[Segment]) -> None:
         self.segments = {segment.address: replace(segment, blocks=()) for segment in segments}
         self.blocks = {block.address: block for segment in segments for block in segment.blocks}
-        self.expandable = sorted(segment.address for segment in segments if segment.is_expandable)
+        self.expandable = sorted(start for start, segment in self.segments.items() if segment.is_expandable)
         self.conflicts: Counter[str] = Counter()
         """By action: events that do not fit the state after them."""
 
@@ -33,7 +36,9 @@ class MemoryState:
                     fits = event.address not in self.blocks
                     self.blocks[event.address] = _freed_block(event)
                 case "segment_alloc":
-                    fits = self.segments.pop(event.address, None) is not None
+                    fits = event.address in self.segments and not self.segments[event.address].is_expandable
+                    if fits:
+                        del self.segments[event.address]
                 case "segment_free":
                     fits = self._add(event, is_expandable=False)
                 case "segment_map":
@@ -48,7 +53,7 @@ class MemoryState:
 
     def _add(self, event: Event, *, is_expandable: bool) -> bool:
         """Add what a segment_free or segment_unmap removed; return whether it was away."""
-        if event.address in self.segments:
+        if event.address in self.segments or len(self.expandable) >= MOST_RANGES:
             return False
         segment = Segment(
             address=event.address,
@@ -67,12 +72,12 @@ class MemoryState:
         start, end = event.address, event.address + event.bytes
         place = bisect_right(self.expandable, start) - 1
         around = self.segments[self.expandable[place]] if place >= 0 else None
-        if around is None or end > around.address + around.bytes:
+        if around is None or end > around.address + around.bytes or len(self.expandable) >= MOST_RANGES:
             return False
         del self.segments[self.expandable.pop(place)]
         parts = ((around.address, start), (end, around.address + around.bytes))
         for first, last in parts:
-            if first < last:
+            if first < last and first not in self.segments:
                 self.segments[first] = replace(around, address=first, bytes=last - first)
                 insort(self.expandable, first)
         return True
