@@ -182,3 +182,18 @@ def test_expandable_segments_lie_as_near_as_the_driver_puts_them():
     )
     found = replay_exactly(Recording(name="test", events=events))
     assert found.differences == () and found.moved == 0
+
+
+def test_a_remainder_that_no_recording_names_is_found_by_the_next_allocation_behind_it():
+    """A block freed while the recording ran is known by its requested bytes; up to 1 MiB more may belong to it."""
+    block = LiveBlock(address=0, bytes=5 * MIB, requested_bytes=5 * MIB)
+    events = (
+        Event(action="alloc", address=6 * MIB, bytes=5 * MIB),
+        Event(action="segment_alloc", address=64 * MIB, bytes=20 * MIB),
+        Event(action="alloc", address=64 * MIB, bytes=9 * MIB + 512),  # 9 MiB are left, not 10.
+        Event(action="free_completed", address=0, bytes=5 * MIB),
+        Event(action="alloc", address=0, bytes=6 * MIB),
+    )
+    segments = (Segment(address=0, bytes=20 * MIB, blocks=(block,)),)
+    found = replay_exactly(Recording(name="test", segments=segments, events=events))
+    assert found.differences == () and found.moved == 0

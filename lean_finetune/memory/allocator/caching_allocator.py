@@ -98,6 +98,10 @@ class CachingAllocator:
             pools = self._arenas[arena] = small, large
         return pools[0] if is_small else pools[1]
 
+    def pools(self) -> list[BlockPool]:
+        """Every pool."""
+        return [pool for arena in self._arenas.values() for pool in reversed(arena)]
+
     def allocate(self, count_bytes: int, arena: Arena = DEFAULT_ARENA) -> int:
         """Serve a request of at least one byte and return a handle for `free`: its address in units.
 
@@ -163,9 +167,17 @@ class CachingAllocator:
         self.allocated_bytes -= size * UNIT_BYTES
         self.free_since[pool.put(handle, size)] = self.searches
 
-    def live_blocks(self) -> list[int]:
-        """The handles of every allocated block."""
-        return list(self._live)
+    def live_blocks(self) -> dict[int, int]:
+        """Size in units of every allocated block, by its handle."""
+        return dict(self._live)
+
+    def extend(self, handle: int, units: int) -> None:
+        """Make an allocated block larger by the beginning of the free block behind it."""
+        size, pool = self._live.pop(handle), self._pool_of[handle]
+        free = pool.take(handle + size)
+        pool.put(handle + size + units, free - units)
+        self.allocated_bytes -= size * UNIT_BYTES
+        self.add_live(pool, handle, size + units)
 
     def release_cached(self) -> None:
         """Release memory that holds no live block to the driver: torch.cuda.empty_cache.
@@ -179,26 +191,7 @@ class CachingAllocator:
 
     def releasable(self) -> list[tuple[BlockPool, DriverCall]]:
         """What `release_cached` would release now."""
-        pools = [pool for arena in self._arenas.values() for pool in reversed(arena) if not pool.is_private]
-        return [(pool, call) for pool in pools for call in pool.releasable()]
-
-    def may_begin(self, start: int, pool: BlockPool) -> bool:
-        """Whether a new segment of a pool can begin at an address.
-
-        Address ranges of other pools' expandable segments, whose sizes are guesses, end there if nothing lies behind.
-        """
-        if pool.segment_at(start) is not None:
-            return False
-        for other in (other for arena in self._arenas.values() for other in arena):
-            segment = other.segment_at(start)
-            if segment is not None and not other.end_space(segment, start):
-                return False
-        return True
-
-    def pool_with_free(self, call: DriverCall) -> BlockPool | None:
-        """The pool that has free what a call releases; None if none has, or a segment has live blocks."""
-        pools = (pool for arena in self._arenas.values() for pool in arena)
-        return next((pool for pool in pools if pool.can_release(call)), None)
+        return [(pool, call) for pool in self.pools() if not pool.is_private for call in pool.releasable()]
 
     def release(self, pool: BlockPool, call: DriverCall) -> None:
         """Release free memory of a pool to the driver."""

@@ -6,8 +6,13 @@ the device. Whether a release of all cached memory would release the same is com
 
 from dataclasses import dataclass
 
-from lean_finetune.memory.allocator.block_pool import DriverCall
-from lean_finetune.memory.allocator.caching_allocator import UNLIMITED_SPACE_UNITS, Arena, CachingAllocator
+from lean_finetune.memory.allocator.block_pool import BlockPool, DriverCall
+from lean_finetune.memory.allocator.caching_allocator import (
+    MIN_LARGE_REMAINDER_UNITS,
+    UNLIMITED_SPACE_UNITS,
+    Arena,
+    CachingAllocator,
+)
 from lean_finetune.memory.allocator.settings import SMALL_UNITS, UNIT_BYTES
 from lean_finetune.memory.recording.recorded_state import (
     MOST_ADDRESS,
@@ -75,7 +80,9 @@ class _Replay:
         self.mapped = mapped_ranges(recording.events)
         kinds = {event.action for event in recording.events if event.action in RESERVES}
         self.both_kinds = len(kinds) == 2
-        self.handles: dict[int, int] = {start * UNIT_BYTES: start for start in self.allocator.live_blocks()}
+        begun = self.allocator.live_blocks()
+        self.handles: dict[int, int] = {start * UNIT_BYTES: start for start in begun}
+        self.begun_by_end = {start + size: start for start, size in begun.items()}
         self.waiting: list[int] = []
         """Events that reserved memory for an allocation to come."""
         self.differences: list[Difference] = []
@@ -128,12 +135,14 @@ class _Replay:
             return
         recorded = self._recorded_calls(event)
         wanted, owner = max(event.bytes, 1), Arena(event.stream, arena.private_pool)
-        if recorded:
+        pool = self.allocator.pool(owner, is_small=self.allocator.settings.round_up(wanted) <= SMALL_UNITS)
+        if not recorded:
+            self._find_remainder(event.address // UNIT_BYTES, pool)
+        else:
             action, start, size = recorded[0]
             if self.both_kinds:
                 self.allocator.expandable = RESERVES[action]
-            pool = self.allocator.pool(owner, is_small=self.allocator.settings.round_up(wanted) <= SMALL_UNITS)
-            if self.allocator.may_begin(start, pool):
+            if self._may_begin(start, pool):
                 self.allocator.next_segment = (start, self._room(start) if RESERVES[action] else size)
         self.allocator.driver_calls.clear()
         handle = self.allocator.allocate(wanted, owner)
@@ -144,6 +153,21 @@ class _Replay:
         self.allocations += 1
         self.moved += handle != event.address // UNIT_BYTES
         self.handles[event.address] = handle
+
+    def _find_remainder(self, start: int, pool: BlockPool) -> None:
+        """Find out that a block that was live at the beginning is larger than the recording says.
+
+        A remainder of up to 1 MiB is not split off, and a recording does not name it. An allocation behind it does not
+        begin where the free memory seems to begin.
+        """
+        if pool.is_small or self.allocator.expandable or start in pool.free:
+            return
+        free = pool.free_block_at(start)
+        block = self.begun_by_end.get(free or -1)
+        if free is None or block is None or start - free >= MIN_LARGE_REMAINDER_UNITS:
+            return
+        if self.allocator.live_blocks().get(block) == free - block:
+            self.allocator.extend(block, start - free)
 
     def _recorded_calls(self, event: Event) -> tuple[DriverCall, ...]:
         """The calls that reserved memory for an allocation, in units: in another thread, others may lie between."""
@@ -181,11 +205,25 @@ class _Replay:
         self.partial_releases += sorted(recorded) != sorted(expected)
         for call, event in zip(recorded, self.events[first:end], strict=True):
             self.reserved.remove(event.address, event.bytes)
-            pool = expected.pop(call, None) or self.allocator.pool_with_free(call)
+            pool = expected.pop(call, None) or self._pool_with_free(call)
             if pool is None:
                 self._differ(first, call)
             else:
                 self.allocator.release(pool, call)
+
+    def _pool_with_free(self, call: DriverCall) -> BlockPool | None:
+        """The pool that has free what a call releases; None if none has, or a segment has live blocks."""
+        return next((pool for pool in self.allocator.pools() if pool.can_release(call)), None)
+
+    def _may_begin(self, start: int, pool: BlockPool) -> bool:
+        """Whether a new segment of a pool can begin at an address.
+
+        Address ranges of other pools' expandable segments, whose sizes are guesses, end there if nothing lies behind.
+        """
+        if pool.segment_at(start) is not None:
+            return False
+        around = ((other, other.segment_at(start)) for other in self.allocator.pools())
+        return all(segment is None or other.end_space(segment, start) for other, segment in around)
 
 
 def _call(event: Event) -> DriverCall:

@@ -189,9 +189,11 @@ def what_if(recording: Recording) -> WhatIf:
         )
     ]
     split = AllocatorSettings(max_split_bytes=MAX_SPLIT_MB * MIB)
-    for expands_then in (expandable, not expandable):
-        name = f"expandable_segments:{expands_then}"
-        outcomes.append(replay_requests(requests, name, expandable=expands_then, settings=settings))
+    free = {
+        kind: replay_requests(requests, f"expandable_segments:{kind}", expandable=kind, settings=settings)
+        for kind in (expandable, not expandable)
+    }
+    outcomes += free.values()
     outcomes.append(replay_requests(requests, f"max_split_size_mb:{MAX_SPLIT_MB}", expandable=False, settings=split))
     not_replayed = []
     for name, play in (("cache emptied after each step", _emptied_each_step), ("largest steps first", _largest_first)):
@@ -203,8 +205,8 @@ def what_if(recording: Recording) -> WhatIf:
         outcomes=tuple(outcomes),
         not_replayed=tuple(not_replayed),
         smallest_gpus={
-            kind: smallest_gpu(requests, expandable=expands_then, settings=settings)
-            for kind, expands_then in (("fixed", False), ("expandable", True))
+            name: smallest_gpu(requests, free[kind], expandable=kind, settings=settings)
+            for name, kind in (("fixed", False), ("expandable", True))
         },
         begins_anew=bool(recording.segments),
     )
@@ -234,9 +236,11 @@ def first_failure(recording: Recording, capacity_bytes: int, *, expandable: bool
     )
 
 
-def smallest_gpu(requests: Requests, *, expandable: bool, settings: AllocatorSettings) -> Device | None:
-    """The known card with the least memory that serves every request beside its CUDA context; None if none does."""
-    free = replay_requests(requests, "without a limit", expandable=expandable, settings=settings)
+def smallest_gpu(requests: Requests, free: Outcome, *, expandable: bool, settings: AllocatorSettings) -> Device | None:
+    """The known card with the least memory that serves every request beside its CUDA context; None if none does.
+
+    `free` is the outcome without a limit.
+    """
     for gpu in sorted(GPUS, key=attrgetter("memory_bytes")):
         capacity_bytes = gpu.usable_bytes(0)
         if free.peak_allocated_bytes > capacity_bytes:
