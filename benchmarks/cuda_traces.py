@@ -43,6 +43,7 @@ def measure(quick: bool, traces: Path) -> Measured:
     bars = [
         at_least("recordings", len(rows), 1),
         at_most("requests that reserve other memory than on the GPU", sum(row["differ"] for row in rows), 0),
+        at_most("requests served at another address than on the GPU", sum(row["elsewhere"] for row in rows), 0),
         at_most("requests that could not be replayed", sum(row["unknown"] for row in rows), 0),
         at_most("recordings whose peak reserved differs", sum(not row["equal"] for row in rows), 0),
         at_most("releases of other memory than on the GPU", sum(row["releases differ"] for row in rows), 0),

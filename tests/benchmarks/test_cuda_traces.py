@@ -34,6 +34,7 @@ def test_each_recording_counts_once_and_those_without_allocations_do_not(tmp_pat
 def test_a_segment_that_the_model_does_not_reserve_breaks_the_bars(tmp_path):
     assert failed_bars(write(tmp_path, wrong=WRONG)) == [
         "requests that reserve other memory than on the GPU",
+        "requests served at another address than on the GPU",
         "recordings whose peak reserved differs",
     ]
 
