@@ -130,12 +130,15 @@ def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         patch.chdir(large)
         assert invoke(pin, "model").exit_code == 0
     cases = {"free": (0, "none"), "refused": (TOO_LITTLE_MIB, "none"), "split": (TOO_LITTLE_MIB, "split")}
-    cases["load"] = (300, "split")
+    cases |= {"load": (300, "split"), "first_steps": (0, "none")}
     for name, (_, recovery) in cases.items():
         if name != "load":
             shutil.copytree(prepared, place / name, symlinks=True)
         params = place / name / "params.yaml"
-        params.write_text(params.read_text().replace("oom_recovery: none", f"oom_recovery: {recovery}"))
+        text = params.read_text().replace("oom_recovery: none", f"oom_recovery: {recovery}")
+        params.write_text(
+            text.replace("_snapshot: on_oom", "_snapshot: first_steps") if name == "first_steps" else text
+        )
     # One arena: else malloc reserves 64 MiB of addresses for each thread. Freed blocks return their addresses.
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **malloc}
@@ -194,3 +197,10 @@ def test_model_that_does_not_fit_is_reported_as_such(runs: dict[str, Ended]):
         "or train.method: store the weights in fewer bits" in load.errors
         and "predicted: 0.3516 GiB of tensors" in load.errors
     )
+
+
+def test_first_steps_without_a_gpu_are_refused_before_loading(runs: dict[str, Ended]):
+    """A run of hours that was to be recorded, and no file at its end."""
+    ended = runs["first_steps"]
+    why = "first_steps records PyTorch's CUDA allocator; this run trains on the CPU; use never"
+    assert (ended.status, ended.errors) == (1, f"error: run.memory_snapshot: {why}\n")
