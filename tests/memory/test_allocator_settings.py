@@ -127,6 +127,12 @@ def test_what_pytorch_refuses_is_refused(settings, message):
         AllocatorSettings(**settings)
 
 
+def test_a_garbage_collection_without_a_limit_is_refused():
+    """PyTorch ignores it in silence."""
+    with pytest.raises(UserError, match="has no effect without a limit"):
+        allocator(garbage_collection_threshold=0.5)
+
+
 def test_memory_still_runs_out_with_partial_releases():
     found = allocator(100, max_split_bytes=32 * MIB)
     found.allocate(60 * MIB)

@@ -15,6 +15,7 @@ Sizes inside are in units of 512 bytes, to which the allocator rounds every requ
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool, DriverCall
 from lean_finetune.memory.allocator.partial_release import collect_garbage, release_oversize
@@ -50,7 +51,16 @@ class CachingAllocator:
     """The caching allocator of one GPU."""
 
     def __init__(self, *, expandable: bool, capacity_bytes: int | None, settings: AllocatorSettings = DEFAULT_SETTINGS):
-        """Create an allocator that has nothing reserved; `capacity_bytes` of device memory, None for no limit."""
+        """Create an allocator that has nothing reserved; `capacity_bytes` of device memory, None for no limit.
+
+        Raises:
+            UserError: a garbage collection without a limit.
+        """
+        if settings.garbage_collection_threshold is not None and capacity_bytes is None:
+            raise UserError(
+                "garbage_collection_threshold: has no effect without a limit, in PyTorch that of "
+                "torch.cuda.set_per_process_memory_fraction; set one"
+            )
         self.expandable, self.capacity_bytes, self.settings = expandable, capacity_bytes, settings
         limit = settings.max_split_bytes
         self.max_split = None if limit is None else limit // UNIT_BYTES

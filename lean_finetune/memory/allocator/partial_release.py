@@ -20,10 +20,11 @@ def collect_garbage(allocator: CachingAllocator) -> None:
 
     Above that share of the capacity, those that are older than the average are released, until the excess is.
     """
-    threshold, capacity_bytes = allocator.settings.garbage_collection_threshold, allocator.capacity_bytes
-    if threshold is None or capacity_bytes is None:
+    threshold = allocator.settings.garbage_collection_threshold
+    if threshold is None:
         return
-    excess = allocator.reserved_bytes - int(threshold * capacity_bytes)
+    assert allocator.capacity_bytes is not None
+    excess = allocator.reserved_bytes - int(threshold * allocator.capacity_bytes)
     if excess <= 0:
         return
     idle = [
