@@ -54,6 +54,8 @@ def snapshot(
     recording = analysis.recording
     impossible = contradiction(recording)
     replays = what_if(recording) if impossible is None else None
+    if replays is not None:
+        analysis = analysis.checked_by(replays)
     on_card = None
     if card is not None and impossible is None:
         on_card = first_failure(recording, card.usable_bytes(0), expandable=expands(recording))

@@ -68,6 +68,19 @@ def test_names_the_request_that_a_smaller_card_fails(tmp_path):
     assert "known GPU" in refused(path, "--gpu", "RTX-9999")
 
 
+def test_advises_expandable_segments_only_where_they_reserve_less(tmp_path):
+    """Half of the reserved memory is unused; with pages of 20 MiB it would be as much."""
+    wasteful, equal = Snapshot(), Snapshot()
+    for number in range(4):
+        wasteful.reserve(number * GIB, (100 + number) * MIB)
+        wasteful.alloc(number * GIB, (100 + number) * MIB, MODEL)
+        wasteful.free(number * GIB)
+    equal.reserve(0, 20 * MIB)
+    equal.alloc(0, 9 * MIB, MODEL)
+    assert "train.expandable_segments=true" in run(wasteful.write(tmp_path / "s.pickle"))
+    assert "train.expandable_segments=true" not in run(equal.write(tmp_path / "s.pickle"))
+
+
 def test_json_has_all_in_bytes(tmp_path):
     answer = json.loads(run(training(3).write(tmp_path / "s.pickle"), "--json", "--gpu", "24"))
     assert answer["peak"]["by_category"]["logits"] == 32 * MIB and answer["reserved_peak_bytes"] == 200 * MIB

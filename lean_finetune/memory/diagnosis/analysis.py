@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lean_finetune.memory.diagnosis.failures import Failure, failures_of, unused_ranges
@@ -12,12 +12,15 @@ from lean_finetune.memory.diagnosis.remedies import EXPANDABLE, GRAD_CKPT, QLORA
 from lean_finetune.memory.diagnosis.timeline import Timeline, timeline_of
 from lean_finetune.memory.recording.recorded_state import expands
 from lean_finetune.memory.recording.recording import Recording
+from lean_finetune.memory.recording.what_if import WhatIf
 
 LARGEST_TENSORS = 10
 REMEDY_SHARE = 0.05
 """Categories below this share of the peak get no remedy."""
 FRAGMENTED_SHARE = 0.1
 """Of reserved memory: unused memory above this share is worth a remedy."""
+EXPANDING = "expandable_segments:True"
+"""Name of the replay with segments that expand."""
 CHECKPOINTED, QUANTIZED = "utils/checkpoint.py", "bitsandbytes/functional.py"
 """Files in stacks of runs with checkpointing, and with quantised weights."""
 
@@ -69,6 +72,13 @@ class Analysis:
     def recording(self) -> Recording:
         """What was analysed."""
         return self.timeline.recording
+
+    def checked_by(self, replays: WhatIf) -> "Analysis":
+        """The same, without expandable segments as a remedy where a replay with them reserves no less."""
+        expanding = next((each for each in replays.outcomes if each.name == EXPANDING), None)
+        if expanding is None or expanding.peak_reserved_bytes < replays.outcomes[0].peak_reserved_bytes:
+            return self
+        return replace(self, remedies=[each for each in self.remedies if each[1] != EXPANDABLE])
 
     def as_json(self) -> dict[str, Any]:
         """The answers in plain values. Sizes are in bytes."""

@@ -6,7 +6,7 @@ the length they announce, LONG_BINPUT an array up to its index). This reader exe
 snapshots consist of: those of Python's pickler at protocols 2 to 5 and of PyTorch's own in C++. All others are refused.
 
 No opcode calls, imports or copies anything, nothing allocates by a length that the file announces, and nothing here
-recurses. So memory and time are linear in the file, up to the limits below: at most about 4 GiB and 20 s.
+recurses. So memory and time are linear in the file, up to the limits below: at most about 4 GiB and half a minute.
 """
 
 import struct
