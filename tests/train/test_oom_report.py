@@ -196,6 +196,14 @@ def test_snapshot_says_what_filled_the_memory(tmp_path: Path):
     assert json.loads((tmp_path / "oom.json").read_text())["snapshot"]["by_category"]["logits"] == 3 * MIB
 
 
+def test_snapshot_without_tensors_names_the_command_alone(tmp_path: Path):
+    """A list of nothing, where another process has filled the device."""
+    found, path = Snapshot(), tmp_path / "oom_snapshot.pickle"
+    found.fail(512 * MIB, 0)
+    lines = lines_of(FAILURE, tmp_path, running=FULL | {"snapshot": found.write(path)})
+    assert lines[3] == f"more: lean-finetune snapshot {path}" and not any("filled by" in line for line in lines)
+
+
 def test_snapshot_that_cannot_be_read_hides_nothing(tmp_path: Path):
     """The error of the run replaced by one about pickles."""
     path = tmp_path / "oom_snapshot.pickle"

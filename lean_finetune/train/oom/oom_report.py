@@ -195,7 +195,8 @@ def _explained(snapshot: Path) -> tuple[list[str], dict[str, Any] | None]:
     analysis = max(analyses, key=lambda one: (len(one.failures), one.peak.allocated_bytes))
     places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.holdings[:MOST_PLACES]]
     peak: dict[str, Any] = analysis.as_json()["peak"]
-    return [f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}", command], peak
+    filled = f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}"
+    return [*([filled] if places else []), command], peak  # Without a tensor another process fills the device.
 
 
 def _largest(by_category: Mapping[str, int]) -> str:
