@@ -24,7 +24,7 @@ def compile_layers(model: nn.Module, cache: Path) -> None:
     """
     import torch._dynamo  # Takes a second, so only here.
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.resolve()))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.resolve())  # Importing torch may have set it already.
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     # PyTorch's cache of graphs is pickled, so it is not used.
     options: dict[str, Any] = {"fx_graph_cache": False}

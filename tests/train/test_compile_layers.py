@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 
 from benchmarks.estimate_cpu import FAMILIES, LAYOUTS, count, without_onednn
 from lean_finetune.config.load import load_params
@@ -34,9 +35,12 @@ JIT_WARNING = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Graphs and settings of one test must not be those of another."""
-    yield
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Graphs, kernels and settings of one test must not be those of another."""
+    monkeypatch.chdir(tmp_path)  # The loop's kernels are in its scratch/compiled.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
     torch._dynamo.reset()
 
 
@@ -106,6 +110,7 @@ def test_a_compiled_run_resumes_to_the_same_bytes(small_llama: Path, tmp_path: P
     assert (whole.weights, whole.curves) == (resumed.weights, resumed.curves)
     plain = finish(replace(job, compiled=False))
     assert whole.weights != plain.weights  # Else nothing was compiled.
+    assert list(Path("scratch/compiled").rglob("*.so"))
 
 
 @pytest.mark.slow
