@@ -258,7 +258,7 @@ TRAIN_RULES = [
     Rule(
         "train.compile",
         lambda p: p.train.compile and p.hardware.num_gpus > 1,
-        "was not tried with several GPUs; got true with hardware.num_gpus={hardware.num_gpus}; set it to false",
+        "is supported on one GPU only; got true with hardware.num_gpus={hardware.num_gpus}; set it to false",
     ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]
