@@ -1,6 +1,7 @@
 """Compile the decoder layers of a training run (train.compile)."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ def compile_layers(model: nn.Module, cache: Path) -> None:
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.resolve())  # Importing torch may have set it already.
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    # The compiler looks at .grad of each layer's input.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     # PyTorch's cache of graphs is pickled, so it is not used.
     options: dict[str, Any] = {"fx_graph_cache": False}
     for layer in model.modules():
