@@ -5,6 +5,7 @@ import gzip
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.recording import tables
 from lean_finetune.memory.recording.recording import Event, Frame, LiveBlock, Segment
 from lean_finetune.memory.recording.tables import read_table
 
@@ -41,6 +42,8 @@ def test_a_table_is_read_into_segments_blocks_events_and_stacks(tmp_path, compre
         ("event,address,bytes,where\nalloc,x,1,\n", ":2: not a row of a recording"),
         ("event,address,bytes,where\nalloc,1\n", ":2: not a row of a recording"),
         ("event,address,bytes,where\nalloc,1,1,\nalloc,1,1,here\n", ":3: not a row of a recording"),
+        ("event,address,bytes,where\nalloc,1,-1,\n", ":2: not a row of a recording"),
+        (f"event,address,bytes,where\nalloc,1,{2**70},\n", ":2: not a row of a recording"),
         ("event,address,bytes,where\nmalloc,1,1,\n", ":2: unknown event 'malloc'"),
         ("event,address,bytes,where\nsegment,0,512,\nblock,512,512,\n", "the block at 512 is in no segment"),
     ],
@@ -51,3 +54,21 @@ def test_a_table_with_a_fault_is_refused_by_its_line(tmp_path, lines, message):
     path.write_text(lines)
     with pytest.raises(UserError, match=message):
         read_table(path)
+
+
+@pytest.mark.parametrize("content", [None, b"no gzip", gzip.compress(TABLE.encode())[:60], b"\x1f\x8b\x08" + b"x" * 60])
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, content):
+    """A missing or damaged file ended in a traceback."""
+    path = tmp_path / "r.csv.gz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as a table"):
+        read_table(path)
+
+
+def test_rows_are_limited(tmp_path, monkeypatch):
+    """A small compressed file may have billions of rows."""
+    monkeypatch.setattr(tables, "MAX_EVENTS", 3)
+    (tmp_path / "r.csv").write_text(TABLE)
+    with pytest.raises(UserError, match=":5: at most 3 rows"):
+        read_table(tmp_path / "r.csv")

@@ -18,6 +18,9 @@ Action = Literal[
     "oom",  # A request failed. `bytes` is what it asked for, `address` what the driver reported as free.
     "snapshot",  # A snapshot was taken.
 ]
+MAX_EVENTS = 2_000_000
+MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
+"""Files are read up to these: a size of 256 TiB is more than any device has."""
 MAX_NAME_LENGTH = 1000
 ACTIONS: tuple[Action, ...] = get_args(Action)
 

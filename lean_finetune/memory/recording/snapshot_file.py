@@ -12,6 +12,9 @@ from typing import Any
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.recording.recording import (
     ACTIONS,
+    MAX_ADDRESS,
+    MAX_EVENTS,
+    MAX_SIZE,
     Annotation,
     Event,
     Frame,
@@ -23,10 +26,8 @@ from lean_finetune.memory.recording.recording import (
 from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
 from lean_finetune.memory.recording.undo_events import MemoryState
 
-MAX_EVENTS, MAX_SEGMENTS, MAX_DEVICES = 2_000_000, 100_000, 1024
+MAX_SEGMENTS, MAX_DEVICES = 100_000, 1024
 MAX_FRAMES = 20_000_000
-MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
-"""A size of 256 TiB is more than any device has."""
 DEFAULT_POOL = (0, 0)
 Plain = Mapping[str, Any]
 

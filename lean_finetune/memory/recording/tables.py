@@ -6,12 +6,24 @@ come first, then the events in order. `where` has the frames `file:line:function
 
 import csv
 import gzip
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.recording.recording import ACTIONS, Event, Frame, LiveBlock, Recording, Segment, printable
+from lean_finetune.memory.recording.recording import (
+    ACTIONS,
+    MAX_ADDRESS,
+    MAX_EVENTS,
+    MAX_SIZE,
+    Event,
+    Frame,
+    LiveBlock,
+    Recording,
+    Segment,
+    printable,
+)
 
 COLUMNS = ["event", "address", "bytes", "where"]
 
@@ -44,22 +56,24 @@ def read_table(path: Path) -> Recording:
     Raises:
         UserError: it is not such a table; the message names the line.
     """
-    opened = gzip.open(path, "rt", encoding="utf-8", newline="") if path.suffix == ".gz" else path.open(newline="")
     try:
+        opened = gzip.open(path, "rt", encoding="utf-8", newline="") if path.suffix == ".gz" else path.open(newline="")
         with opened as file:
             return _read(file, path)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as a table ({error}); write it again") from error
 
 
 def _read(lines: Iterable[str], path: Path) -> Recording:
     rows = csv.DictReader(lines)
     if rows.fieldnames != COLUMNS:
-        raise UserError(f"{path}:1: the columns must be {','.join(COLUMNS)}; got {rows.fieldnames}")
+        raise UserError(f"{path}:1: the columns must be {','.join(COLUMNS)}; got {str(rows.fieldnames)[:80]}")
     stacks, events = _Stacks(), []
     segments: list[tuple[int, int]] = []
     blocks: list[LiveBlock] = []
-    for row in rows:
+    for number, row in enumerate(rows):
+        if number >= MAX_EVENTS:
+            raise UserError(f"{path}:{rows.line_num}: at most {MAX_EVENTS:,} rows are read; record fewer events")
         try:
             action, address, count, stack = _values(row, stacks)
         except (TypeError, ValueError) as error:
@@ -71,14 +85,17 @@ def _read(lines: Iterable[str], path: Path) -> Recording:
         elif action in ACTIONS:
             events.append(Event(action=action, address=address, bytes=count, stack=stack))
         else:
-            raise UserError(f"{path}:{rows.line_num}: unknown event {action!r}; known: {', '.join(ACTIONS)}")
+            raise UserError(f"{path}:{rows.line_num}: unknown event {action[:40]!r}; known: {', '.join(ACTIONS)}")
     return Recording(
         name=path.name, segments=_segments(segments, blocks, path), events=tuple(events), stacks=tuple(stacks.frames)
     )
 
 
 def _values(row: Mapping[str, str], stacks: _Stacks) -> tuple[str, int, int, int | None]:
-    return row["event"], int(row["address"]), int(row["bytes"]), stacks.index(row["where"])
+    address, count = int(row["address"]), int(row["bytes"])
+    if not (0 <= address < MAX_ADDRESS and 0 <= count < MAX_SIZE):
+        raise ValueError("a number is out of range")
+    return row["event"], address, count, stacks.index(row["where"])
 
 
 def _segments(found: list[tuple[int, int]], blocks: list[LiveBlock], path: Path) -> tuple[Segment, ...]:
