@@ -87,6 +87,11 @@ def test_a_sum_over_the_slowest_dimension_has_the_recorded_buffers(features, par
     assert sizes == [expected, (), ()]
 
 
+def test_the_gradient_of_a_norms_weight_has_the_recorded_buffer():
+    """The buffer of a sum over tokens left out: 16 MiB for a result of 4 KiB, for each norm in full training."""
+    assert reduction_bytes(meta(4, 512, 1024), [0, 1], gpu_threads=H100_THREADS) == (16777216, 32)
+
+
 @pytest.mark.parametrize(
     ("shape", "half", "capability", "expected"),
     [
