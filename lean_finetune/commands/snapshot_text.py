@@ -94,8 +94,9 @@ def verdict_text(analysis: Analysis) -> str:
             f"{f' in {failure.where}' if failure.where else ''}, {readable_size(failure.device_free_bytes)} free; "
             f"tensors had {readable_size(failure.allocated_bytes)}{what}"
         )
+    when = "at the peak" if analysis.recording.events else "when the snapshot was taken"
     return (
-        f"tensors need {readable_size(peak.allocated_bytes)} at the peak{what}; "
+        f"tensors need {readable_size(peak.allocated_bytes)} {when}{what}; "
         f"{readable_size(analysis.reserved_peak_bytes)} are reserved at most"
     )
 
@@ -114,7 +115,11 @@ def why_it_failed(failure: Failure, count: int) -> str:
 
 def instant_text(analysis: Analysis) -> str:
     """Names the instant of `analysis.peak`."""
-    return "when it failed" if analysis.failures else f"at the peak, after {analysis.peak.event:,} events"
+    if analysis.failures:
+        return "when it failed"
+    if not analysis.recording.events:
+        return "when the snapshot was taken"
+    return f"at the peak, after {analysis.peak.event:,} events"
 
 
 def _places(analysis: Analysis) -> Iterator[str]:

@@ -94,6 +94,8 @@ def test_says_that_the_first_events_are_lost(tmp_path):
     assert recording.notes == ()  # The freed block's stack is gone with its event.
     (recording,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle", keep=2))
     assert len(recording.notes) == 1 and "begin late: 1 blocks" in recording.notes[0]
+    (recording,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle", keep=0))
+    assert len(recording.notes) == 1 and "no events were recorded" in recording.notes[0]
 
 
 def test_says_that_events_contradict_each_other(tmp_path):

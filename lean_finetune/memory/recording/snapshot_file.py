@@ -247,7 +247,12 @@ def _recording(
     initial, outside = state.with_blocks()
     earlier = sum(block.stack is not None for segment in initial for block in segment.blocks)
     notes = []
-    if earlier:
+    if not events:
+        notes.append(
+            "no events were recorded: this is what was live when the snapshot was taken. "
+            "torch.cuda.memory._record_memory_history() before the run records them"
+        )
+    if events and earlier:
         notes.append(
             f"the events begin late: {earlier:,} blocks were recorded before the first of them. Either newer events "
             "have overwritten older ones (raise max_entries of torch.cuda.memory._record_memory_history), or an "
