@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import choose_precision
+from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
-from tests.small_model import spec_of
+from tests.small_model import CPU, spec_of
 from tests.step.common import run, slow, split
 
 STILL = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
@@ -33,6 +36,34 @@ def test_losses_follow_those_of_fp32(small_llama: Path, method: str, precision: 
         assert a.loss.item() == pytest.approx(b.loss.item(), abs=BOUNDS[method])
     spec = spec_of(method=method, precision=precision)
     assert {value.dtype for value in weights.values()} == {spec.adapter_dtype if spec.adapted else spec.dtype}
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_inputs_of_adapters_are_saved_once(small_llama: Path, method: str):
+    """Copies in fp32 that peft makes of inputs, and autocast converts back and saves: the same bits in more memory."""
+    spec, batch = spec_of(method=method, precision="bf16"), split([8])[0]
+    found = []
+    for as_peft in (True, False):
+        model = load_model(small_llama, spec, CPU)
+        for module in model.modules() if as_peft else ():
+            module.__dict__.pop("_cast_input_dtype", None)
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def note(tensor: torch.Tensor, into: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            into[storage._cdata] = storage  # Which stays alive, so that no other one gets its address.
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor), spec.autocast("cpu"):
+            loss = summed_loss(model, batch, 16)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        found.append((loss.detach(), gradients, sum(storage.nbytes() for storage in saved.values())))
+    (loss_a, gradients_a, peft_bytes), (loss_b, gradients_b, own_bytes) = found
+    assert torch.equal(loss_a, loss_b)
+    assert all(torch.equal(a, b) for a, b in zip(gradients_a, gradients_b, strict=True))
+    # The seven adapters of each layer saved five copies: three of the query's input, two of the gate's.
+    assert peft_bytes - own_bytes >= 2 * 5 * batch.input_ids_BT.numel() * 64 * 2
 
 
 def test_master_weights_of_exact_gradients_are_those_of_fp32():
