@@ -1,15 +1,16 @@
 """The command `lean-finetune snapshot`: what filled a GPU's memory in a recording of PyTorch's allocator."""
 
 import json
+import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 
 from lean_finetune.commands.fit import gpu_names
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.core.stage_command import StageCommand, escaped
 
 
 @click.command(cls=StageCommand)
@@ -44,12 +45,15 @@ def snapshot(
     from lean_finetune.memory.recording.tables import read_table
     from lean_finetune.memory.recording.what_if import first_failure, what_if
 
+    _check_outputs(file, html, picture)
     card = None if gpu is None else named_gpu(gpu if re.search("[a-zA-Z]", gpu) else f"{gpu}GiB")[0]
     is_table = file.name.endswith((".csv", ".csv.gz"))
     found = {each.device: each for each in ((read_table(file),) if is_table else read_snapshot(file))}
     if device is not None and device not in found:
         raise UserError(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
-    analyses = [analyse(each) for each in found.values() if device in (None, each.device)]
+    analyses = [
+        analyse(replace(each, name=escaped(each.name))) for each in found.values() if device in (None, each.device)
+    ]
     analysis = max(analyses, key=lambda each: (bool(each.failures), each.peak.allocated_bytes))
     recording = analysis.recording
     impossible = contradiction(recording)
@@ -72,3 +76,26 @@ def snapshot(
         return
     for line in snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card):
         click.echo(line)
+
+
+def _check_outputs(file: Path, html: Path | None, picture: Path | None) -> None:
+    """Refuse names that cannot be written, or whose file should not be replaced.
+
+    Raises:
+        UserError: of the first such name.
+    """
+    if picture is not None and picture.suffix != ".svg":
+        raise UserError(f"--picture: must be an .svg file, which every browser opens; got {picture}")
+    for option, path in (("--html", html), ("--picture", picture)):
+        if path is None:
+            continue
+        if not path.name:
+            raise UserError(f"{option}: must be the name of a file; got {path}")
+        if not os.path.isdir(path.parent):
+            raise UserError(f"{option}: the directory {path.parent} does not exist; make it first")
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+            raise UserError(f"{option}: {path} exists and is no regular file; give another name")
+        if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
+            raise UserError(f"{option}: {path} is the recording itself; give another name")
+    if html is not None and picture is not None and html.resolve() == picture.resolve():
+        raise UserError(f"--picture: must have another name than --html; both are {picture}")

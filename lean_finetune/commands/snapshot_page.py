@@ -84,8 +84,6 @@ def write_picture(path: Path, analysis: Analysis) -> None:
     Raises:
         UserError: nothing was recorded, or the file cannot be written.
     """
-    if path.suffix != ".svg":
-        raise UserError(f"--picture: must be an .svg file, which every browser opens; got {path}")
     if not analysis.recording.events:
         raise UserError("--picture: draws events, and the snapshot has none; call _record_memory_history before it")
     picture = timeline_picture(analysis)

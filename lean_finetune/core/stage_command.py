@@ -12,13 +12,18 @@ from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
 from lean_finetune.core.errors import UserError, stopped_line
 
 
+def escaped(text: str) -> str:
+    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 @contextmanager
 def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
     """Print an error in the command line as one line on standard error and exit with code 1, as for a `UserError`."""
     try:
         yield
     except click.UsageError as error:
-        message = " ".join(error.format_message().split()).removesuffix(".")
+        message = escaped(" ".join(error.format_message().split()).removesuffix("."))
         click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
         ctx.exit(1)
 
@@ -52,7 +57,7 @@ class StageCommand(click.Command):
             click.echo(stopped_line(ending), err=True)
             sys.exit(ending.exit_code)
         except UserError as error:
-            message = " ".join(str(error).split())
+            message = escaped(" ".join(str(error).split()))
             click.echo(f"error: {message}{override_remedy(message)}", err=True)
             for line in error.details:
                 click.echo(f"  {line}", err=True)

@@ -1,6 +1,7 @@
 """`lean-finetune snapshot`: the verdict first, in plain words; wrong files in one line."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lean_finetune.cli import main
+from lean_finetune.core.stage_command import escaped
 from lean_finetune.core.units import GIB, MIB
 from tests.memory.snapshots import Snapshot, frame
 from tests.memory.test_recording_analysis import MODEL, training
@@ -113,6 +115,46 @@ def test_selects_a_device(tmp_path):
 def test_refuses_other_files_in_one_line(content, tmp_path):
     (tmp_path / "s.pickle").write_bytes(content)
     assert "s.pickle" in refused(tmp_path / "s.pickle")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--html", "s.pickle"), "is the recording itself"),
+        (("--html", "directory"), "is no regular file"),
+        (("--html", "fifo"), "is no regular file"),
+        (("--html", "link.html"), "is no regular file"),
+        (("--html", ""), "must be the name of a file"),
+        (("--html", "."), "must be the name of a file"),
+        (("--html", "missing/page.html"), "the directory missing does not exist"),
+        (("--picture", "timeline.png"), "must be an .svg file, which every browser opens; got timeline.png"),
+        (("--html", "a.svg", "--picture", "./directory/../a.svg"), "must have another name than --html"),
+        (("--html", "page.html", "--picture", "a.png"), "must be an .svg file"),
+    ],
+)
+def test_output_that_would_replace_something_else_is_refused_first(options, why, tmp_path, monkeypatch):
+    """The snapshot of a crash that took hours, replaced by a page about it; one file written, the other refused."""
+    monkeypatch.chdir(tmp_path)
+    path = training(3).write(tmp_path / "s.pickle")
+    before = path.read_bytes()
+    (tmp_path / "directory").mkdir()
+    os.mkfifo("fifo")
+    (tmp_path / "link.html").symlink_to("elsewhere")
+    names = sorted(tmp_path.iterdir())
+    assert why in refused("s.pickle", *options)
+    assert path.read_bytes() == before and sorted(tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe.pickle", b"\x1b[31m.pickle", "\u202egpj.pickle".encode()])
+def test_names_of_files_are_escaped(name, tmp_path):
+    """A name that is not UTF-8 ended in a traceback; an escape sequence in one colours or rewrites the terminal."""
+    path = training(3).write(tmp_path / os.fsdecode(name))
+    text = run(path, "--html", tmp_path / "page.html", "--picture", tmp_path / "timeline.svg")
+    shown = escaped(os.fsdecode(name))
+    assert shown.isascii() and f"{shown}, device 0" in text and text.replace("\n", "").isprintable()
+    assert f"<title>GPU memory: {shown}</title>" in (tmp_path / "page.html").read_text()
+    assert shown in (tmp_path / "timeline.svg").read_text()
+    assert shown in refused(tmp_path / os.fsdecode(name + b"x"))
 
 
 def test_needs_no_torch():
