@@ -15,7 +15,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.recording import snapshot_file, snapshot_pickle
+from lean_finetune.memory.recording import snapshot_pickle, snapshot_values
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.memory.recording.snapshot_pickle import Refused, load_plain
 from tests.memory.snapshots import BASE, Snapshot, frame
@@ -103,6 +103,25 @@ def test_says_that_events_contradict_each_other(tmp_path):
     content["device_traces"][0].append(dict(content["device_traces"][0][0]))
     (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
     assert "1 events do not fit" in read_snapshot(tmp_path / "s.pickle")[0].notes[0]
+
+
+def test_reads_named_ranges_and_skips_unknown_actions(tmp_path):
+    """Some versions of PyTorch write an event where record_function begins and ends: it is no reason for a refusal."""
+    content = small_snapshot().content()
+    trace = content["device_traces"][0]
+    entry = {"addr": 0, "size": 0, "stream": 0, "time_us": 15}
+    trace[2:2] = [
+        {**entry, "action": "user_defined", "frames": [frame("Optimizer.step#AdamW.step", 0, "END")]},
+        {**entry, "action": "steal\x1b[2J"},
+    ]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
+    (recording,) = read_snapshot(tmp_path / "s.pickle")
+    assert [(each.name, each.stage, each.time_us) for each in recording.annotations] == [
+        ("Optimizer.step#AdamW.step", "END", 15)
+    ]
+    (original,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle"))
+    assert recording.events == original.events and recording.stacks == original.stacks
+    assert recording.notes == ("1 events were skipped, because their actions are not known: steal?[2J",)
 
 
 def test_reads_every_device(tmp_path):
@@ -207,7 +226,7 @@ def test_limits_end_the_reading(monkeypatch):
 
 def test_frames_are_limited(monkeypatch, tmp_path):
     path = small_snapshot().write(tmp_path / "s.pickle")
-    monkeypatch.setattr(snapshot_file, "MAX_FRAMES", 1)
+    monkeypatch.setattr(snapshot_values, "MAX_FRAMES", 1)
     with pytest.raises(UserError, match="frames of different stacks: at most 1 are read, got 2"):
         read_snapshot(path)
 
@@ -229,7 +248,7 @@ MALFORMED = {
     "traces": broken(lambda c: c.update(device_traces={"a": 1})),
     "trace": broken(lambda c: c.update(device_traces=["abc"])),
     "event": broken(lambda c: c.update(device_traces=[[3]])),
-    "action": broken(lambda c: c["device_traces"][0][0].update(action="steal\x1b[2J")),
+    "action": broken(lambda c: c["device_traces"][0][0].update(action=7)),
     "size": broken(lambda c: c["device_traces"][0][0].update(size=-1)),
     "huge size": broken(lambda c: c["device_traces"][0][0].update(size=2**60)),
     "address": broken(lambda c: c["device_traces"][0][0].update(addr="0x7f")),
