@@ -1,6 +1,7 @@
 """Recordings as tables: what a row means, and the line of a row that means nothing."""
 
 import gzip
+import os
 
 import pytest
 
@@ -39,9 +40,10 @@ def test_a_table_is_read_into_segments_blocks_events_and_stacks(tmp_path, compre
     ("lines", "message"),
     [
         ("event,address\n", ":1: the columns must be event,address,bytes,where"),
-        ("event,address,bytes,where\nalloc,x,1,\n", ":2: not a row of a recording"),
-        ("event,address,bytes,where\nalloc,1\n", ":2: not a row of a recording"),
-        ("event,address,bytes,where\nalloc,1,1,\nalloc,1,1,here\n", ":3: not a row of a recording"),
+        ("event,address,bytes,where\nalloc,x,1,\n", ":2: not a row of a recording .address must be a whole number"),
+        ("event,address,bytes,where\nalloc,1\n", ":2: not a row of a recording .bytes must be a whole number"),
+        ("event,address,bytes,where\nalloc,1,1,\nalloc,1,1,here\n", ":3: .* .where must be file:line:function"),
+        ("event,address,bytes,where\nalloc,1,1,a.py:x:f\n", ":2: .* .where must be file:line:function"),
         ("event,address,bytes,where\nalloc,1,-1,\n", ":2: not a row of a recording"),
         (f"event,address,bytes,where\nalloc,1,{2**70},\n", ":2: not a row of a recording"),
         ("event,address,bytes,where\nmalloc,1,1,\n", ":2: unknown event 'malloc'"),
@@ -72,3 +74,28 @@ def test_rows_are_limited(tmp_path, monkeypatch):
     (tmp_path / "r.csv").write_text(TABLE)
     with pytest.raises(UserError, match=":5: at most 3 rows"):
         read_table(tmp_path / "r.csv")
+
+
+def test_sizes_are_limited(tmp_path, monkeypatch):
+    """A small compressed file may have lines of gigabytes, or stacks that fill memory."""
+    path = tmp_path / "r.csv.gz"
+    path.write_bytes(gzip.compress(TABLE.encode()))
+    for limit, most, message in (
+        ("MAX_LINE_BYTES", 30, "at most 30 B a line"),
+        ("MAX_TABLE_BYTES", 100, "100 B in all lines"),
+        ("MAX_STACK_FRAMES", 1, ":5: .* at most 1 frames"),
+        ("MAX_FRAMES", 1, ":5: .* all different ones 1"),
+    ):
+        with monkeypatch.context() as lower, pytest.raises(UserError, match=message):
+            lower.setattr(tables, limit, most)
+            read_table(path)
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    """Opening a named pipe waits for its writer, and a device may never end."""
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "folder.csv").mkdir()
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError, match="no regular file"):
+            read_table(path)

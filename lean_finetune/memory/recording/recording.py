@@ -21,6 +21,8 @@ Action = Literal[
 MAX_EVENTS = 2_000_000
 MAX_ADDRESS, MAX_SIZE = 2**64, 2**48
 """Files are read up to these: a size of 256 TiB is more than any device has."""
+MAX_STACK_FRAMES = 10_000
+"""Python's limit of recursion is 1,000 frames."""
 MAX_NAME_LENGTH = 1000
 ACTIONS: tuple[Action, ...] = get_args(Action)
 

@@ -8,15 +8,18 @@ import csv
 import gzip
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from io import BufferedIOBase
 from pathlib import Path
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import MIB, readable_size
 from lean_finetune.memory.recording.recording import (
     ACTIONS,
     MAX_ADDRESS,
     MAX_EVENTS,
     MAX_SIZE,
+    MAX_STACK_FRAMES,
     Event,
     Frame,
     LiveBlock,
@@ -26,6 +29,10 @@ from lean_finetune.memory.recording.recording import (
 )
 
 COLUMNS = ["event", "address", "bytes", "where"]
+MAX_TABLE_BYTES, MAX_LINE_BYTES = 256 * MIB, MIB // 8
+"""Before compression: a small compressed file may contain terabytes."""
+MAX_FRAMES = 5_000_000
+"""Of all different stacks together."""
 
 
 class _Stacks:
@@ -34,20 +41,34 @@ class _Stacks:
     def __init__(self) -> None:
         self.indices: dict[str, int] = {}
         self.frames: list[tuple[Frame, ...]] = []
+        self.frames_read = 0
 
     def index(self, where: str) -> int | None:
         """The index of a stack; None for an empty text."""
         if not where:
             return None
         if where not in self.indices:
-            self.frames.append(tuple(_frame(text) for text in where.split(" < ")))
+            stack = tuple(_frame(text) for text in where.split(" < "))
+            self.frames_read += len(stack)
+            if len(stack) > MAX_STACK_FRAMES or self.frames_read > MAX_FRAMES:
+                raise ValueError(
+                    f"a stack has at most {MAX_STACK_FRAMES:,} frames, and all different ones {MAX_FRAMES:,}"
+                )
+            self.frames.append(stack)
             self.indices[where] = len(self.indices)
         return self.indices[where]
 
 
 def _frame(text: str) -> Frame:
-    file, line, function = text.rsplit(":", 2)
-    return Frame(printable(file), int(line), printable(function))
+    parts = text.rsplit(":", 2)
+    if len(parts) != 3 or not _is_whole(parts[1]):
+        raise ValueError("where must be file:line:function, frames divided by ' < '")
+    return Frame(printable(parts[0]), int(parts[1]), printable(parts[2]))
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text is a whole number of at most 64 bits."""
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ADDRESS))
 
 
 def read_table(path: Path) -> Recording:
@@ -56,12 +77,24 @@ def read_table(path: Path) -> Recording:
     Raises:
         UserError: it is not such a table; the message names the line.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: cannot be read as a table (it is no regular file); name a table of events")
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8", newline="") if path.suffix == ".gz" else path.open(newline="")
-        with opened as file:
-            return _read(file, path)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return _read(_lines(file), path)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as a table ({error}); write it again") from error
+
+
+def _lines(file: BufferedIOBase) -> Iterator[str]:
+    """Its lines, up to the limits."""
+    left = MAX_TABLE_BYTES
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        left -= len(line)
+        if left < 0 or len(line) > MAX_LINE_BYTES:
+            limits = f"{readable_size(MAX_LINE_BYTES)} a line, and {readable_size(MAX_TABLE_BYTES)} in all lines"
+            raise csv.Error(f"it must have at most {limits}, uncompressed")
+        yield line.decode("utf-8")
 
 
 def _read(lines: Iterable[str], path: Path) -> Recording:
@@ -76,7 +109,7 @@ def _read(lines: Iterable[str], path: Path) -> Recording:
             raise UserError(f"{path}:{rows.line_num}: at most {MAX_EVENTS:,} rows are read; record fewer events")
         try:
             action, address, count, stack = _values(row, stacks)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise UserError(f"{path}:{rows.line_num}: not a row of a recording ({error}); write it again") from error
         if action == "segment":
             segments.append((address, count))
@@ -92,10 +125,10 @@ def _read(lines: Iterable[str], path: Path) -> Recording:
 
 
 def _values(row: Mapping[str, str], stacks: _Stacks) -> tuple[str, int, int, int | None]:
-    address, count = int(row["address"]), int(row["bytes"])
-    if not (0 <= address < MAX_ADDRESS and 0 <= count < MAX_SIZE):
-        raise ValueError("a number is out of range")
-    return row["event"], address, count, stacks.index(row["where"])
+    for column, end in (("address", MAX_ADDRESS), ("bytes", MAX_SIZE)):
+        if not _is_whole(row[column] or "") or int(row[column]) >= end:
+            raise ValueError(f"{column} must be a whole number below {end}")
+    return row["event"], int(row["address"]), int(row["bytes"]), stacks.index(row["where"])
 
 
 def _segments(found: list[tuple[int, int]], blocks: list[LiveBlock], path: Path) -> tuple[Segment, ...]:
