@@ -11,6 +11,7 @@ import click
 from lean_finetune.commands.fit import gpu_names
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand, escaped
+from lean_finetune.memory.gpus import Device, named_gpu
 
 
 @click.command(cls=StageCommand)
@@ -38,7 +39,6 @@ def snapshot(
     from lean_finetune.commands.snapshot_page import write_page, write_picture
     from lean_finetune.commands.snapshot_text import snapshot_lines
     from lean_finetune.memory.diagnosis.analysis import analyse
-    from lean_finetune.memory.gpus import named_gpu
     from lean_finetune.memory.recording.contradictions import contradiction
     from lean_finetune.memory.recording.recorded_state import expands
     from lean_finetune.memory.recording.snapshot_file import read_snapshot
@@ -46,7 +46,7 @@ def snapshot(
     from lean_finetune.memory.recording.what_if import first_failure, what_if
 
     _check_outputs(file, html, picture)
-    card = None if gpu is None else named_gpu(gpu if re.search("[a-zA-Z]", gpu) else f"{gpu}GiB")[0]
+    card = None if gpu is None else _card(gpu)
     is_table = file.name.endswith((".csv", ".csv.gz"))
     found = {each.device: each for each in ((read_table(file),) if is_table else read_snapshot(file))}
     if device is not None and device not in found:
@@ -69,13 +69,30 @@ def snapshot(
         write_page(html, analysis, replays or impossible or "", card, on_card)
     if as_json:
         answer = {**analysis.as_json(), "devices": sorted(found), "contradiction": impossible}
-        answer["what_if"] = None if replays is None else asdict(replays)
-        if card is not None and on_card is not None:
-            answer["on_gpu"] = {"gpu": card.name, "usable_bytes": card.usable_bytes(0), **asdict(on_card)}
+        answer["what_if"] = None
+        if replays is not None:
+            answer["what_if"] = asdict(replays)
+            answer["what_if"]["outcomes"][0]["name"] = "replayed as recorded"
+        if card is not None:
+            outcome = {"not_replayed": impossible} if on_card is None else asdict(on_card)
+            answer["on_gpu"] = {"gpu": card.name, "usable_bytes": card.usable_bytes(0), **outcome}
         click.echo(json.dumps(answer, indent=2, default=str))
         return
     for line in snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card):
         click.echo(line)
+
+
+def _card(gpu: str) -> Device:
+    """The GPU of a name, or of a size, which is in GiB without a unit.
+
+    Raises:
+        UserError: it is unknown, or the size is out of range.
+    """
+    try:
+        return named_gpu(f"{gpu}GiB" if re.fullmatch("[0-9.]+", gpu) else gpu)[0]
+    except UserError as error:
+        message = str(error).replace("hardware.gpu", "--gpu").replace("must be auto, a size", "must be a size")
+        raise UserError(message) from None
 
 
 def _check_outputs(file: Path, html: Path | None, picture: Path | None) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from lean_finetune.commands.snapshot_text import (
-    BEGINS_ANEW,
     CATEGORY_NAMES,
     MEANINGS,
+    NOT_REPLAYED,
     instant_text,
     not_replayed,
     on_card_text,
+    replay_notes,
     smallest_gpus,
     steps_text,
     verdict_text,
@@ -66,9 +67,9 @@ def write_page(
         meanings=[f"{_name(name)}: {MEANINGS[name]}" for name in peak.by_category if name in MEANINGS],
         places=Table(("line of code", "bytes", "tensors", "category"), places[:MOST_PLACES]),
         largest=Table(("largest tensors", "bytes", "category"), largest),
-        replays=_replays_picture(replays) if isinstance(replays, WhatIf) else None,
-        replay_notes=list(_replay_notes(replays)),
-        on_card=None if not card or not on_card else f"On {card.name}: {on_card_text(recording, card, on_card)}",
+        replays=_replays_picture(analysis, replays) if isinstance(replays, WhatIf) else None,
+        replay_notes=list(_replay_notes(analysis, replays)),
+        on_card=None if card is None else f"On {card.name}: {on_card_text(recording, card, on_card)}",
         steps=_steps_picture(analysis) if len(steps.rows) > 1 else None,
         steps_text=steps_text(steps),
         grown=Table(("more live after the last step than after the first", "bytes", "tensors"), grown[:MOST_PLACES]),
@@ -98,7 +99,7 @@ def _name(category: str) -> str:
 def _results(analysis: Analysis, replays: WhatIf | str) -> list[Result]:
     """The most important figures."""
     peak = analysis.peak
-    unused = readable_size(peak.reserved_bytes - peak.allocated_bytes)
+    unused = readable_size(max(0, peak.reserved_bytes - peak.allocated_bytes))
     found = [
         Result("Tensors", readable_size(peak.allocated_bytes), instant_text(analysis)),
         Result(
@@ -165,30 +166,31 @@ def _peak_picture(analysis: Analysis) -> Picture:
     return Picture(title, bar_chart(bars, title=title), [])
 
 
-def _replays_picture(replays: WhatIf) -> Picture:
+def _replays_picture(analysis: Analysis, replays: WhatIf) -> Picture:
     """Reserved memory under other settings, beside the recorded one."""
     recorded, *others = replays.outcomes
-    title, bars = "Reserved at most, replayed with other settings of the allocator", []
-    for outcome in (recorded, *others):
-        less = recorded.peak_reserved_bytes - outcome.peak_reserved_bytes
-        series = "current" if outcome is recorded else "saves" if less > 0 else "costs"
+    size = analysis.reserved_peak_bytes
+    title = "Reserved at most, replayed with other settings of the allocator"
+    segment = (recorded.name, SERIES_COLORS["current"], size)
+    bars = [Bar(label=recorded.name, text=readable_size(size), segments=[segment], strong=True)]
+    for outcome in others:
+        less = analysis.baseline_bytes(replays) - outcome.peak_reserved_bytes
         change = f", {readable_size(abs(less))} {'less' if less > 0 else 'more'}" if less else ""
-        segment = (outcome.name, SERIES_COLORS[series], outcome.peak_reserved_bytes)
+        segment = (outcome.name, SERIES_COLORS["saves" if less > 0 else "costs"], outcome.peak_reserved_bytes)
         text = readable_size(outcome.peak_reserved_bytes) + change + (", fails" if outcome.why else "")
-        bars.append(Bar(label=outcome.name, text=text, segments=[segment], strong=outcome is recorded))
+        bars.append(Bar(label=outcome.name, text=text, segments=[segment]))
     legend = [(SERIES_COLORS[name], text) for name, text in (SWITCH_LEGEND | {"current": "as recorded"}).items()]
     return Picture(title, bar_chart(bars, title=title), legend)
 
 
-def _replay_notes(replays: WhatIf | str) -> Iterator[str]:
+def _replay_notes(analysis: Analysis, replays: WhatIf | str) -> Iterator[str]:
     """What failed in a replay, and what was not replayed."""
     if isinstance(replays, str):
-        yield f"Not replayed, because the recording contradicts itself: {replays}"
+        yield f"{NOT_REPLAYED}: {replays}"
         return
     yield from (f"{outcome.name} fails: {outcome.why}" for outcome in replays.outcomes if outcome.why)
     yield from (f"Not replayed: {reason}" for reason in not_replayed(replays))
-    if replays.begins_anew:
-        yield f"Note: {BEGINS_ANEW}"
+    yield from (f"Note: {note}" for note in replay_notes(analysis, replays))
 
 
 def _steps_picture(analysis: Analysis) -> Picture:

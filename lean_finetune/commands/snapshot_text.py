@@ -23,6 +23,10 @@ MEANINGS = {
     "backward": "allocated by backward: gradients of activations, and temporaries",
     "unknown": "no rule knows the stack, or there is none; torch.cuda.memory._record_memory_history() records stacks",
 }
+NOT_REPLAYED = "not replayed, because the recording contradicts itself"
+AFTER_FAILURE = (
+    "'as recorded' had a memory limit and lacks the request that failed; the other replays have no limit and include it"
+)
 BEGINS_ANEW = "what was live before the recording is placed anew, in order of its addresses"
 CAUSES: dict[Cause, str] = {
     "leak": "a leak: memory between steps grows steadily, by {slope} a step",
@@ -46,6 +50,8 @@ def snapshot_lines(
     yield labelled("recording", f"{_shortened(recording.name)}, device {recording.device}, {events}{others}")
     for note in recording.notes:
         yield labelled("note", note)
+    if isinstance(replays, str):
+        yield labelled("note", f"the recording contradicts itself, and sizes can be wrong: {replays}")
     for failure in analysis.failures[-1:]:
         yield labelled("why it failed", why_it_failed(failure, len(analysis.failures)))
     yield ""
@@ -63,12 +69,10 @@ def snapshot_lines(
     yield from _steps(analysis.steps)
     yield ""
     if isinstance(replays, str):
-        yield labelled("what if", f"not replayed, because the recording contradicts itself: {replays}")
+        yield labelled("what if", NOT_REPLAYED)
     else:
-        yield from _replays(replays)
-        if analysis.failures:
-            yield labelled("  note", "requests that failed are replayed too, so peaks include them")
-    if card is not None and on_card is not None:
+        yield from _replays(analysis, replays)
+    if card is not None:
         yield labelled(f"  on {card.name}", on_card_text(recording, card, on_card))
     if analysis.remedies:
         yield ""
@@ -89,6 +93,8 @@ def verdict_text(analysis: Analysis) -> str:
     what = "" if largest is None else f"; {CATEGORY_NAMES.get(largest, largest)} {share} %"
     if analysis.failures:
         failure = analysis.failures[-1]
+        if failure.impossible is not None:
+            return f"out of memory, but the recorded sizes are impossible: {failure.impossible}"
         return (
             f"out of memory: {readable_size(failure.requested_bytes)} requested"
             f"{f' in {failure.where}' if failure.where else ''}, {readable_size(failure.device_free_bytes)} free; "
@@ -103,11 +109,19 @@ def verdict_text(analysis: Analysis) -> str:
 
 def why_it_failed(failure: Failure, count: int) -> str:
     """What was free when a request failed, and what would have been enough."""
+    if failure.impossible is not None:
+        return f"unknown: {failure.impossible}, by the recording"
     text = (
         f"{readable_size(failure.reserved_bytes)} were reserved, {readable_size(failure.unused_bytes)} of them unused, "
         f"the largest piece {readable_size(failure.largest_unused_bytes)}. "
-        f"{readable_size(failure.missing_bytes)} more free memory would have been enough"
     )
+    if failure.missing_bytes:
+        text += f"{readable_size(failure.missing_bytes)} more free memory would have been enough"
+    else:
+        text += (
+            "The driver had enough free memory: a limit of the process (its memory fraction) refused the request, or "
+            "memory was released later"
+        )
     if failure.is_fragmentation:
         text += ". The unused memory would have been enough in one piece: this is fragmentation"
     return text + (f" ({count} requests failed; this is the last)" if count > 1 else "")
@@ -164,17 +178,30 @@ def steps_text(steps: Steps) -> str:
     return text
 
 
-def _replays(replays: WhatIf) -> Iterator[str]:
+def _replays(analysis: Analysis, replays: WhatIf) -> Iterator[str]:
     """What would have been reserved under other settings."""
+    recorded, *others = replays.outcomes
     yield "reserved at most, replayed with other settings of the allocator"
-    for outcome in replays.outcomes:
+    yield f"  {recorded.name:<32}{readable_size(analysis.reserved_peak_bytes):>10}"
+    for outcome in others:
         failed = f"  fails: {outcome.why}" if outcome.why else ""
         yield f"  {outcome.name:<32}{readable_size(outcome.peak_reserved_bytes):>10}{failed}"
     for reason in not_replayed(replays):
         yield labelled("  not replayed", reason)
-    if replays.begins_anew:
-        yield labelled("  note", BEGINS_ANEW)
+    for note in replay_notes(analysis, replays):
+        yield labelled("  note", note)
     yield labelled("  smallest GPU", f"{smallest_gpus(replays)}, of the known ones")
+
+
+def replay_notes(analysis: Analysis, replays: WhatIf) -> Iterator[str]:
+    """What to know when the replays are compared with the recording."""
+    replayed = replays.outcomes[0].peak_reserved_bytes
+    if replayed != analysis.reserved_peak_bytes:
+        yield f"the replay differs from the recording: it reserves {readable_size(replayed)} for the same requests"
+    if analysis.failures:
+        yield AFTER_FAILURE
+    if replays.begins_anew:
+        yield BEGINS_ANEW
 
 
 def not_replayed(replays: WhatIf) -> list[str]:
@@ -193,8 +220,10 @@ def smallest_gpus(replays: WhatIf) -> str:
     return next(iter(cards.values())) if len(set(cards.values())) == 1 else each
 
 
-def on_card_text(recording: Recording, card: Device, outcome: Outcome) -> str:
-    """Whether and where a card would have failed."""
+def on_card_text(recording: Recording, card: Device, outcome: Outcome | None) -> str:
+    """Whether and where a card would have failed; `outcome` is None if the recording cannot be replayed."""
+    if outcome is None:
+        return NOT_REPLAYED
     usable = f"{readable_size(card.usable_bytes(0))} without the CUDA context"
     if outcome.why is None:
         reserved = readable_size(outcome.peak_reserved_bytes)

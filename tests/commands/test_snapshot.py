@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from lean_finetune.cli import main
 from lean_finetune.core.stage_command import escaped
-from lean_finetune.core.units import GIB, MIB
+from lean_finetune.core.units import GIB, MIB, readable_size
 from tests.memory.snapshots import Snapshot, frame
 from tests.memory.test_recording_analysis import MODEL, training
 
@@ -57,6 +57,44 @@ def test_explains_a_failure(tmp_path):
     words = " ".join(text.split())
     assert "out of memory: 2 GiB requested in me/model.py:21 forward, 0.293 GiB free; tensors had 30 MiB" in words
     assert "1.707 GiB more free memory would have been enough" in words and "train.grad_ckpt=true" in words
+    assert "'as recorded' had a memory limit and lacks the request that failed" in words
+
+
+def test_a_failure_with_free_memory_is_a_limit_of_the_process(tmp_path):
+    """The answer was that 0 B more would have been enough."""
+    snapshot = Snapshot()
+    snapshot.reserve(0, 20 * GIB)
+    snapshot.alloc(0, 20 * GIB, MODEL)
+    snapshot.fail(2 * GIB, 50 * GIB, MODEL)
+    words = " ".join(run(snapshot.write(tmp_path / "oom.pickle")).split())
+    assert "The driver had enough free memory: a limit of the process" in words and "0 B more" not in words
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "free_bytes", "why"),
+    [(0, 0, "a request of 0 B failed"), (512, 2**60, "more memory is free than any GPU has")],
+)
+def test_impossible_sizes_of_a_failure_are_called_so(request_bytes, free_bytes, why, tmp_path):
+    """A failure of 0 B was called fragmentation."""
+    snapshot = Snapshot()
+    snapshot.reserve(0, 20 * MIB)
+    snapshot.fail(request_bytes, free_bytes, MODEL)
+    words = " ".join(run(snapshot.write(tmp_path / "oom.pickle")).split())
+    assert f"unknown: {why}" in words and "fragmentation" not in words and "e+" not in words
+
+
+def test_the_recorded_peak_is_the_files(tmp_path):
+    """Memory that was reserved and never used is not in a replay: "as recorded" was the replay's figure."""
+    snapshot = Snapshot()
+    snapshot.reserve(0, 40 * MIB)
+    snapshot.reserve(GIB, 10 * GIB)
+    snapshot.alloc(0, 30 * MIB, MODEL)
+    path = snapshot.write(tmp_path / "s.pickle")
+    text = run(path)
+    reserved = "10.04 GiB"
+    assert any(line.split() == ["as", "recorded", *reserved.split()] for line in text.splitlines()), text
+    replayed = json.loads(run(path, "--json"))["what_if"]["outcomes"][0]["peak_reserved_bytes"]
+    assert ("the replay differs" in text) == (readable_size(replayed) != reserved)
 
 
 def test_names_the_request_that_a_smaller_card_fails(tmp_path):
@@ -67,7 +105,8 @@ def test_names_the_request_that_a_smaller_card_fails(tmp_path):
     path = snapshot.write(tmp_path / "s.pickle")
     assert "on 3GiB" in run(path, "--gpu", "3") and "me/model.py:2 forward" in run(path, "--gpu", "3GiB")
     assert "fits: 4 GiB reserved" in run(path, "--gpu", "RTX-4090")
-    assert "known GPU" in refused(path, "--gpu", "RTX-9999")
+    for wrong in ("RTX-9999", "", "auto", "1.2.3", "0"):
+        assert refused(path, "--gpu", wrong).startswith("error: --gpu: ")
 
 
 def test_advises_expandable_segments_only_where_they_reserve_less(tmp_path):
@@ -80,13 +119,15 @@ def test_advises_expandable_segments_only_where_they_reserve_less(tmp_path):
     equal.reserve(0, 20 * MIB)
     equal.alloc(0, 9 * MIB, MODEL)
     assert "train.expandable_segments=true" in run(wasteful.write(tmp_path / "s.pickle"))
+    wasteful.fail(500 * MIB, MIB)  # Replays include this request, what was recorded does not.
+    assert "train.expandable_segments=true" in run(wasteful.write(tmp_path / "s.pickle"))
     assert "train.expandable_segments=true" not in run(equal.write(tmp_path / "s.pickle"))
 
 
 def test_json_has_all_in_bytes(tmp_path):
     answer = json.loads(run(training(3).write(tmp_path / "s.pickle"), "--json", "--gpu", "24"))
     assert answer["peak"]["by_category"]["logits"] == 32 * MIB and answer["reserved_peak_bytes"] == 200 * MIB
-    assert answer["what_if"]["outcomes"][0]["name"] == "as recorded" and answer["on_gpu"]["why"] is None
+    assert answer["what_if"]["outcomes"][0]["name"] == "replayed as recorded" and answer["on_gpu"]["why"] is None
     assert len(answer["steps"]["rows"]) == 2 and answer["contradiction"] is None
 
 
@@ -94,8 +135,12 @@ def test_a_recording_that_contradicts_itself_is_not_replayed(tmp_path):
     content = training(3).content()
     content["device_traces"][0].insert(1, dict(content["device_traces"][0][0]))
     (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
-    words = " ".join(run(tmp_path / "s.pickle").split())
-    assert "1 events do not fit" in words and "contradicts itself: event 1 allocates memory that is not free" in words
+    options = ("--gpu", "24", "--html", tmp_path / "page.html")
+    words = " ".join(run(tmp_path / "s.pickle", *options).split())
+    assert "contradicts itself, and sizes can be wrong: event 1 allocates memory that is not free" in words
+    assert "on 24GiB not replayed" in words and "On 24GiB: not replayed" in (tmp_path / "page.html").read_text()
+    on_gpu = json.loads(run(tmp_path / "s.pickle", "--json", *options))["on_gpu"]
+    assert on_gpu["gpu"] == "24GiB" and "event 1" in on_gpu["not_replayed"]
 
 
 def test_selects_a_device(tmp_path):

@@ -76,9 +76,16 @@ class Analysis:
     def checked_by(self, replays: WhatIf) -> "Analysis":
         """The same, without expandable segments as a remedy where a replay with them reserves no less."""
         expanding = next((each for each in replays.outcomes if each.name == EXPANDING), None)
-        if expanding is None or expanding.peak_reserved_bytes < replays.outcomes[0].peak_reserved_bytes:
+        if expanding is None or expanding.peak_reserved_bytes < self.baseline_bytes(replays):
             return self
         return replace(self, remedies=[each for each in self.remedies if each[1] != EXPANDABLE])
+
+    def baseline_bytes(self, replays: WhatIf) -> int:
+        """What was reserved, to compare other settings with.
+
+        After a failed request it is a replay: other replays have no memory limit and include that request.
+        """
+        return replays.outcomes[1].peak_reserved_bytes if self.failures else self.reserved_peak_bytes
 
     def as_json(self) -> dict[str, Any]:
         """The answers in plain values. Sizes are in bytes."""

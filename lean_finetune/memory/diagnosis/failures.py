@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lean_finetune.core.units import GIB
 from lean_finetune.memory.allocator.settings import SMALL_UNITS, UNIT_BYTES
 from lean_finetune.memory.diagnosis.origins import origin_of
 from lean_finetune.memory.diagnosis.timeline import RESERVES, Timeline
+from lean_finetune.memory.gpus import MAX_SIZE_GIB
 from lean_finetune.memory.recording.recorded_state import expands, settings_of
 from lean_finetune.memory.recording.recording import Recording
 
@@ -38,6 +40,15 @@ class Failure:
     def is_fragmentation(self) -> bool:
         """Whether unused memory would have been enough in one piece."""
         return self.unused_bytes >= self.requested_bytes
+
+    @property
+    def impossible(self) -> str | None:
+        """Why no GPU can have these sizes; None if one can."""
+        if self.unused_bytes < 0:
+            return "tensors have more memory than is reserved"
+        if self.device_free_bytes > MAX_SIZE_GIB * GIB:
+            return "more memory is free than any GPU has"
+        return "a request of 0 B failed" if self.requested_bytes == 0 else None
 
 
 def failures_of(timeline: Timeline) -> tuple[Failure, ...]:
