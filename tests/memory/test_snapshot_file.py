@@ -8,6 +8,7 @@ import resource
 import struct
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.recording import snapshot_pickle, snapshot_values
+from lean_finetune.memory.recording.contradictions import contradiction
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.memory.recording.snapshot_pickle import Refused, load_plain
 from tests.memory.snapshots import BASE, Snapshot, frame
@@ -122,6 +124,33 @@ def test_reads_named_ranges_and_skips_unknown_actions(tmp_path):
     (original,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle"))
     assert recording.events == original.events and recording.stacks == original.stacks
     assert recording.notes == ("1 events were skipped, because their actions are not known: steal?[2J",)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:" + "9" * 400},
+        {"max_split_size": 1},
+        {"roundup_power2_divisions": {str(number): 3 for number in range(10_000)}},
+    ],
+)
+def test_ignores_settings_that_pytorch_refuses(settings, tmp_path):
+    """A number of 400 digits ended in a traceback, and other settings refused the file without its name."""
+    content = small_snapshot().content() | {"allocator_settings": settings}
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
+    (recording,) = read_snapshot(tmp_path / "s.pickle")
+    assert recording.settings == {} and len(recording.notes[0]) < 400
+    assert recording.notes[0].startswith("the allocator's settings are ignored")
+
+
+@pytest.mark.parametrize("segment", [{"address": 2**57}, {"address": BASE + 1}, {"total_size": 20 * MIB + 1}])
+def test_impossible_segments_are_not_replayed(segment, tmp_path):
+    """They ended the command, which can still say what filled memory."""
+    content = small_snapshot().content()
+    content["segments"][0].update(segment)
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
+    (recording,) = read_snapshot(tmp_path / "s.pickle")
+    assert "the segment at" in (contradiction(replace(recording, events=())) or "")
 
 
 def test_reads_every_device(tmp_path):

@@ -23,6 +23,9 @@ OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
 ROUNDUP_INTERVALS = 16
 """Intervals of roundup_power2_divisions: requests below 2 MiB, below 4 MiB, … (kRoundUpPowerOfTwoIntervals)."""
 
+MAX_SHOWN = 40
+"""Characters of a refused value that a message shows: a file may contain values of any length."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
@@ -49,14 +52,13 @@ class AllocatorSettings:
         if limit is not None and limit < 20 * MIB:
             raise UserError(f"max_split_size_mb: must be at least 20, as PyTorch demands; got {limit / MIB:g}")
         if not MIB <= self.large_segment_bytes <= 1 << 40:
-            raise UserError(
-                f"large_segment_size_mb: must be from 1 to {1 << 20}; got {self.large_segment_bytes / MIB:g}"
-            )
+            got_mb = str(self.large_segment_bytes // MIB)[:MAX_SHOWN]
+            raise UserError(f"large_segment_size_mb: must be from 1 to {1 << 20}; got {got_mb}")
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < threshold < 1:
             raise UserError(f"garbage_collection_threshold: must be between 0 and 1, both excluded; got {threshold}")
         if any(divisions & (divisions - 1) for divisions in self.roundup_power2_divisions):
-            got = self.roundup_power2_divisions
+            got = str(self.roundup_power2_divisions)[:MAX_SHOWN]
             raise UserError(f"roundup_power2_divisions: every number must be a power of two, or 0; got {got}")
 
     def round_up(self, count_bytes: int) -> int:

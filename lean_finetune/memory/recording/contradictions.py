@@ -2,7 +2,9 @@
 
 from bisect import bisect_left, bisect_right, insort
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.allocator.settings import UNIT_BYTES
+from lean_finetune.memory.recording.recorded_state import check_state
 from lean_finetune.memory.recording.recording import Event, Recording
 
 MOST_RANGES = 200_000
@@ -107,6 +109,10 @@ def contradiction(recording: Recording) -> str | None:
         for block in segment.blocks:
             if not state.allocate(block.address, block.requested_bytes):
                 return "blocks overlap at the beginning"
+    try:
+        check_state(recording)
+    except UserError as error:
+        return str(error)
     for number, event in enumerate(recording.events):
         if (why := state.apply(event)) is not None:
             return f"event {number:,} {why}"

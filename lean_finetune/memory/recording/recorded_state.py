@@ -84,7 +84,7 @@ def check_state(recording: Recording) -> None:
     end = 0
     for segment in recording.segments:
         place, last = segment.address, segment.address + segment.bytes
-        if not (end <= place < last <= MOST_ADDRESS and segment.bytes % UNIT_BYTES == 0):
+        if not (end <= place < last <= MOST_ADDRESS and place % UNIT_BYTES == last % UNIT_BYTES == 0):
             raise UserError(f"{recording.name}: the segment at {place} overlaps another or has no possible size")
         for block in segment.blocks:
             if not place <= block.address < block.address + block.bytes <= last:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.recording.recorded_state import settings_of
 from lean_finetune.memory.recording.recording import (
     ACTIONS,
     MAX_ADDRESS,
@@ -211,7 +212,12 @@ def _recording(
     state.undo(events)
     initial, outside = state.with_blocks()
     earlier = sum(block.stack is not None for segment in initial for block in segment.blocks)
-    notes = []
+    notes, settings = [], _settings(content)
+    try:
+        settings_of(Recording(name=name, settings=settings))
+    except UserError as error:
+        notes.append(f"the allocator's settings are ignored, because PyTorch refuses them: {error}")
+        settings = {}
     if not events:
         notes.append(
             "no events were recorded: this is what was live when the snapshot was taken. "
@@ -236,7 +242,7 @@ def _recording(
         segments=initial,
         events=events,
         stacks=tuple(stacks),
-        settings=_settings(content),
+        settings=settings,
         annotations=tuple(sorted([*trace.annotations, *_annotations(content, device)], key=attrgetter("time_us"))),
         notes=tuple(notes),
     )
