@@ -1,6 +1,6 @@
 """Whether the events of a recording are possible one after the other: only then can they be replayed."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.allocator.settings import UNIT_BYTES
@@ -12,36 +12,32 @@ MOST_RANGES = 200_000
 
 
 class _Ranges:
-    """Address ranges that do not overlap."""
+    """Address ranges that do not touch."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.ends: dict[int, int] = {}
 
     def add(self, start: int, size: int) -> bool:
-        """Add a range; return whether it overlaps none, and there are not too many."""
-        if len(self.starts) >= MOST_RANGES:
+        """Add a range, joined with those it touches; return whether it overlaps none, and there are not too many."""
+        if len(self.starts) >= MOST_RANGES or self.overlaps(start, size):
             return False
-        end, place = start + size, bisect_right(self.starts, start)
-        before, after = self.starts[max(place - 1, 0) : place], self.starts[place : place + 1]
-        if any(self.ends[each] > start for each in before) or any(each < end for each in after):
-            return False
-        insort(self.starts, start)
+        end, place = start + size, bisect_left(self.starts, start)
+        if place > 0 and self.ends[self.starts[place - 1]] == start:
+            place -= 1
+            start = self.starts.pop(place)
+        if place < len(self.starts) and self.starts[place] == end:
+            end = self.ends.pop(self.starts.pop(place))
+        self.starts.insert(place, start)
         self.ends[start] = end
         return True
 
     def remove(self, start: int, size: int) -> bool:
         """Remove what lies in a range; return whether all of the range was there."""
-        end = start + size
         if not self.covers(start, size):
             return False
-        place = bisect_right(self.starts, start) - 1
-        last = bisect_left(self.starts, end)
-        cut = self.starts[place:last]
-        lower, upper = cut[0], self.ends[cut[-1]]
-        del self.starts[place:last]
-        for each in cut:
-            del self.ends[each]
+        lower, end = self.starts.pop(bisect_right(self.starts, start) - 1), start + size
+        upper = self.ends.pop(lower)
         if lower < start:
             self.add(lower, start - lower)
         if end < upper:
@@ -49,13 +45,9 @@ class _Ranges:
         return True
 
     def covers(self, start: int, size: int) -> bool:
-        """Whether ranges without a gap cover a range."""
-        place, end = bisect_right(self.starts, start) - 1, start + size
-        while start < end:
-            if not 0 <= place < len(self.starts) or not self.starts[place] <= start < self.ends[self.starts[place]]:
-                return False
-            start, place = self.ends[self.starts[place]], place + 1
-        return True
+        """Whether a range contains all of another."""
+        place = bisect_right(self.starts, start) - 1
+        return place >= 0 and self.ends[self.starts[place]] >= start + size
 
     def overlaps(self, start: int, size: int) -> bool:
         """Whether a range contains a part of another."""

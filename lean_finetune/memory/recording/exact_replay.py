@@ -4,6 +4,7 @@ Releases are played as recorded, because a recording names neither the calls of 
 the device. Whether a release of all cached memory would release the same is compared too.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from lean_finetune.memory.allocator.block_pool import BlockPool, DriverCall
@@ -83,8 +84,10 @@ class _Replay:
         begun = self.allocator.live_blocks()
         self.handles: dict[int, int] = {start * UNIT_BYTES: start for start in begun}
         self.begun_by_end = {start + size: start for start, size in begun.items()}
-        self.waiting: list[int] = []
-        """Events that reserved memory for an allocation to come."""
+        self.waiting: dict[int, int] = {}
+        """Events that reserved memory for an allocation to come, by address."""
+        self.waiting_at: list[int] = []
+        """Their addresses, ascending."""
         self.differences: list[Difference] = []
         self.allocations = self.moved = self.unknown = self.releases = self.partial_releases = 0
         self.at_oom: list[int] = []
@@ -113,7 +116,7 @@ class _Replay:
                 self._map_waiting()
                 self.at_oom.append(self.allocator.reserved_bytes)
             place += 1
-        for number in self.waiting:
+        for number in self.waiting.values():
             self._differ(number, _call(self.events[number]))
 
     def _reserve(self, place: int, event: Event) -> None:
@@ -123,7 +126,8 @@ class _Replay:
             self._differ(place, _call(event))
         else:
             self.reserved.add(event.address, event.bytes, Arena(event.stream, event.private_pool))
-            self.waiting.append(place)
+            self.waiting[event.address] = place
+            insort(self.waiting_at, event.address)
 
     def _differ(self, place: int, *recorded: DriverCall, replayed: tuple[DriverCall, ...] = ()) -> None:
         self.differences.append(Difference(event=place, recorded=recorded, replayed=replayed))
@@ -171,15 +175,17 @@ class _Replay:
 
     def _recorded_calls(self, event: Event) -> tuple[DriverCall, ...]:
         """The calls that reserved memory for an allocation, in units: in another thread, others may lie between."""
-        end = event.address + event.bytes
-        mine = [
-            number
-            for number in self.waiting
-            if self.events[number].address < end
-            and event.address < self.events[number].address + self.events[number].bytes
-        ]
-        self.waiting = [number for number in self.waiting if number not in mine]
+        first = bisect_left(self.waiting_at, event.address)
+        if first > 0 and self._waiting_end(first - 1) > event.address:
+            first -= 1
+        last = bisect_left(self.waiting_at, event.address + event.bytes, first)
+        mine = sorted(self.waiting.pop(address) for address in self.waiting_at[first:last])
+        del self.waiting_at[first:last]
         return tuple(_call(self.events[number]) for number in mine)
+
+    def _waiting_end(self, place: int) -> int:
+        address = self.waiting_at[place]
+        return address + self.events[self.waiting[address]].bytes
 
     def _room(self, start: int) -> int:
         """The address range in units that a new expandable segment may have, without touching what is reserved."""
@@ -188,13 +194,14 @@ class _Replay:
 
     def _map_waiting(self) -> None:
         """Map what was mapped for a request that then failed."""
-        for number in self.waiting:
+        for number in self.waiting.values():
             event, found = self.events[number], self.mapped.get(number)
             if event.action == "segment_map" and found is not None:
                 pool = self.allocator.pool(found.arena, is_small=found.is_small)
                 if pool.is_unmapped(found.start, found.size):
                     self.allocator.map_range(pool, found.start, found.size)
         self.waiting.clear()
+        self.waiting_at.clear()
 
     def _release(self, first: int, end: int) -> None:
         """Play one release of cached memory."""

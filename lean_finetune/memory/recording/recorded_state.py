@@ -1,6 +1,7 @@
 """What a recording says about the allocator: its settings, and what was reserved when the recording began."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -150,16 +151,21 @@ def expandable_segments(
     places = sorted(segment.address // UNIT_BYTES for segment in recording.segments)
     ends = sorted((segment.address + segment.bytes) // UNIT_BYTES for segment in recording.segments)
     mapped = mapped_ranges(recording.events)
+    mappings = [
+        (place, event)
+        for place, event in enumerate(recording.events)
+        if event.action in ("segment_map", "segment_unmap")
+    ]
     begins: list[tuple[int, int, list[MappedRange]]] = []
     for (_, small), found in groupby(sorted(initial, key=_place), lambda found: (found.arena, found.is_small)):
         page = settings.page_units(is_small=small)
         for group in _segments_of(list(found), places, page):
-            floor = max((end for end in ends if end <= group[0].start), default=0)
-            lower = [place for place in _mapped_below(recording.events, mapped, group, page) if place >= floor]
+            floor = ends[bisect_right(ends, group[0].start) - 1] if ends[0] <= group[0].start else 0
+            lower = [place for place in _mapped_below(mappings, mapped, group, page) if place >= floor]
             begins.append((min([group[0].start, *lower]), page, group))
+    bounds = sorted([*places, *(begin for begin, _, _ in begins), MOST_ADDRESS // UNIT_BYTES])
     for start, page, group in begins:
-        above = [place for place in (*places, *(begin for begin, _, _ in begins)) if place > group[-1].start]
-        room = min(UNLIMITED_SPACE_UNITS, min(above, default=MOST_ADDRESS // UNIT_BYTES) - start)
+        room = min(UNLIMITED_SPACE_UNITS, bounds[bisect_right(bounds, group[-1].start)] - start)
         yield start, room // page * page, group
 
 
@@ -167,7 +173,8 @@ def _segments_of(ranges: list[MappedRange], places: Sequence[int], page: int) ->
     """Divide ranges of one arena into segments: whole pages apart, with nothing else between them."""
     groups = [[ranges[0]]]
     for low, high in pairwise(ranges):
-        if (high.start - low.start) % page == 0 and not any(low.start < place < high.start for place in places):
+        adjoin = places[bisect_right(places, low.start)] == high.start
+        if (high.start - low.start) % page == 0 and adjoin:
             groups[-1].append(high)
         else:
             groups.append([high])
@@ -179,11 +186,11 @@ def _place(found: MappedRange) -> tuple[Arena, bool, int]:
 
 
 def _mapped_below(
-    events: Sequence[Event], mapped: Mapping[int, MappedRange], group: list[MappedRange], page: int
+    mappings: Sequence[tuple[int, Event]], mapped: Mapping[int, MappedRange], group: list[MappedRange], page: int
 ) -> Iterator[int]:
     """Addresses below a segment's first range that events map as long as some of the segment is mapped."""
     left, lowest = sum(found.size for found in group), group[0].start
-    for place, event in enumerate(events):
+    for place, event in mappings:
         start = event.address // UNIT_BYTES
         if event.action == "segment_unmap" and start >= lowest:
             left -= event.bytes // UNIT_BYTES

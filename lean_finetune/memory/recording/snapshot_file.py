@@ -4,8 +4,8 @@ The keys are those of torch/csrc/cuda/Module.cpp, as PyTorch has written them si
 checked; others are ignored.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +28,7 @@ from lean_finetune.memory.recording.recording import (
     printable,
 )
 from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
-from lean_finetune.memory.recording.snapshot_values import Plain, Stacks, WrongKey, limit, value, whole
+from lean_finetune.memory.recording.snapshot_values import Frames, Plain, Stacks, WrongKey, limit, value, whole
 from lean_finetune.memory.recording.undo_events import MemoryState
 
 MAX_SEGMENTS, MAX_DEVICES = 100_000, 1024
@@ -66,15 +66,17 @@ def _recordings(content: Any, name: str) -> Iterator[Recording]:
     limit("device_traces: events", sum(map(len, traces)), MAX_EVENTS)
     blocks = [value(segment, "blocks", list, f"segments[{number}].") for number, segment in enumerate(segments)]
     limit("segments: blocks", sum(map(len, blocks)), MAX_EVENTS)
-    stacks = Stacks()
+    frames, annotations = Frames(), _annotations(content)
+    stacks: defaultdict[int, Stacks] = defaultdict(lambda: Stacks(frames))
     by_device: dict[int, list[Segment]] = {}
     for number, segment in enumerate(segments):
         place = f"segments[{number}]."
         device = whole(segment, "device", place, MAX_DEVICES) if "device" in segment else 0
-        by_device.setdefault(device, []).append(_segment(segment, stacks, place))
+        by_device.setdefault(device, []).append(_segment(segment, stacks[device], place))
     for device in sorted({*by_device, *(number for number, trace in enumerate(traces) if trace)}):
-        trace = _trace(traces[device] if device < len(traces) else [], stacks, f"device_traces[{device}]")
-        yield _recording(name, device, by_device.get(device, []), trace, stacks.stacks, content)
+        trace = _trace(traces[device] if device < len(traces) else [], stacks[device], f"device_traces[{device}]")
+        trace.annotations += annotations[device]
+        yield _recording(name, device, by_device.get(device, []), trace, stacks[device].stacks, content)
 
 
 def _segment(segment: Plain, stacks: Stacks, place: str) -> Segment:
@@ -167,19 +169,17 @@ def _pool(holder: Plain, key: str, place: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _annotations(content: Plain, device: int) -> list[Annotation]:
-    """The ranges that the program named, of this device."""
-    found: list[Annotation] = []
-    if "external_annotations" not in content:
-        return found
-    for number, annotation in enumerate(value(content, "external_annotations", list, "")[:MAX_EVENTS]):
+def _annotations(content: Plain) -> Mapping[int, list[Annotation]]:
+    """The ranges that the program named, by device."""
+    found: defaultdict[int, list[Annotation]] = defaultdict(list)
+    annotations = value(content, "external_annotations", list, "") if "external_annotations" in content else []
+    for number, annotation in enumerate(annotations[:MAX_EVENTS]):
         place = f"external_annotations[{number}]."
-        if whole(annotation, "device", place, MAX_ADDRESS) != device:
-            continue
+        device = whole(annotation, "device", place, MAX_ADDRESS)
         stage, name = (value(annotation, key, str, place) for key in ("stage", "name"))
         if stage in ("START", "END"):
             time_us = whole(annotation, "time_us", place, MAX_ADDRESS)
-            found.append(Annotation(name=printable(name), stage=stage, time_us=time_us))
+            found[device].append(Annotation(name=printable(name), stage=stage, time_us=time_us))
     return found
 
 
@@ -243,6 +243,6 @@ def _recording(
         events=events,
         stacks=tuple(stacks),
         settings=settings,
-        annotations=tuple(sorted([*trace.annotations, *_annotations(content, device)], key=attrgetter("time_us"))),
+        annotations=tuple(sorted(trace.annotations, key=attrgetter("time_us"))),
         notes=tuple(notes),
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lean_finetune.memory.recording.recording import Frame, printable
+from lean_finetune.memory.recording.recording import MAX_STACK_FRAMES, Frame, printable
 
 MAX_FRAMES = 20_000_000
 Plain = Mapping[str, Any]
@@ -35,14 +35,22 @@ def whole(holder: Plain, key: str, place: str, end: int) -> int:
 
 
 @dataclass
-class Stacks:
-    """Every different stack once. PyTorch shares lists of frames, so each is read once."""
+class Frames:
+    """The frames of a snapshot. PyTorch shares them, so each is read once."""
 
+    by_id: dict[int, Frame] = field(default_factory=dict)
+    in_stacks: int = 0
+    """In all different stacks of all devices together."""
+
+
+@dataclass
+class Stacks:
+    """Every different stack of a device once. PyTorch shares lists of frames, so each is read once."""
+
+    frames: Frames
     stacks: list[tuple[Frame, ...]] = field(default_factory=list)
-    frames_read: int = 0
     _by_list: dict[int, int] = field(default_factory=dict)
     _by_frames: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _frames: dict[int, Frame] = field(default_factory=dict)
 
     def index(self, holder: Plain, place: str) -> int | None:
         """The stack of an event or a block; None without frames."""
@@ -53,24 +61,25 @@ class Stacks:
             return index
         if not value(holder, "frames", list, place):
             return None
+        limit("frames of a stack", len(frames), MAX_STACK_FRAMES)
         key = tuple(map(id, frames))
         if key not in self._by_frames:
-            self.frames_read += len(frames)
-            limit("frames of different stacks", self.frames_read, MAX_FRAMES)
+            self.frames.in_stacks += len(frames)
+            limit("frames of different stacks", self.frames.in_stacks, MAX_FRAMES)
             self._by_frames[key] = len(self.stacks)
-            known = list(map(self._frames.get, key))
+            known = list(map(self.frames.by_id.get, key))
             stack = (found or self._frame(frame, place) for found, frame in zip(known, frames, strict=True))
             self.stacks.append(tuple(stack))
         self._by_list[id(frames)] = self._by_frames[key]
         return self._by_frames[key]
 
     def _frame(self, frame: Any, place: str) -> Frame:
-        if (found := self._frames.get(id(frame))) is None:
+        if (found := self.frames.by_id.get(id(frame))) is None:
             place = f"{place}frames[…]."
             file, function = (value(frame, key, str, place) for key in ("filename", "name"))
             line = max(0, value(frame, "line", int, place))
             found = Frame(printable(file), line, printable(function))
-            self._frames[id(frame)] = found
+            self.frames.by_id[id(frame)] = found
         return found
 
 
