@@ -33,9 +33,21 @@ def snapshot(
     FILE is what torch.cuda.memory._dump_snapshot writes (any tool, PyTorch 2.1 or newer), or a table of events. Nothing
     in it is executed. Without a GPU.
 
+    To record, before the model is loaded:
+
+    \b
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError:
+            torch.cuda.memory._dump_snapshot("snapshot.pickle")
+            raise
+
+    With several GPUs give each process another file name.
+
     Prints what failed, what filled memory at that instant or at the peak, what grew from step to step, what other
     settings of the allocator would have reserved, and what would help: the parameter here and in other tools.
-    """
+    """  # noqa: D301 -- \b is click's mark of lines that it must not join
     from lean_finetune.commands.snapshot_page import write_page, write_picture
     from lean_finetune.commands.snapshot_text import snapshot_lines
     from lean_finetune.memory.diagnosis.analysis import analyse

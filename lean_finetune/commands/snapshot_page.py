@@ -9,6 +9,7 @@ from lean_finetune.commands.snapshot_text import (
     CATEGORY_NAMES,
     MEANINGS,
     NOT_REPLAYED,
+    counted,
     instant_text,
     not_replayed,
     on_card_text,
@@ -59,6 +60,7 @@ def write_page(
     page = rendered(
         "snapshot.html",
         analysis=analysis,
+        events=counted(len(recording.events), "event"),
         verdict=verdict_text(analysis),
         why=[why_it_failed(failure, len(analysis.failures)) for failure in analysis.failures[-1:]],
         results=_results(analysis, replays),
@@ -107,7 +109,7 @@ def _results(analysis: Analysis, replays: WhatIf | str) -> list[Result]:
         ),
     ]
     if isinstance(replays, WhatIf):
-        found.append(Result("Smallest GPU", smallest_gpus(replays), "by replay, of the known ones"))
+        found.append(Result("Smallest known GPU", smallest_gpus(replays), "by memory alone, replayed"))
     return found
 
 

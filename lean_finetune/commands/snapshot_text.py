@@ -46,7 +46,7 @@ def snapshot_lines(
     recording, peak = analysis.recording, analysis.peak
     yield labelled("verdict", verdict_text(analysis))
     others = "" if len(devices) < 2 else f"; --device selects another of {', '.join(map(str, devices))}"
-    events = f"{len(recording.events):,} events"
+    events = counted(len(recording.events), "event")
     yield labelled("recording", f"{_shortened(recording.name)}, device {recording.device}, {events}{others}")
     for note in recording.notes:
         yield labelled("note", note)
@@ -62,7 +62,7 @@ def snapshot_lines(
         if category in MEANINGS:
             yield labelled(f"  {CATEGORY_NAMES.get(category, category)}", MEANINGS[category])
     for how, size in peak.by_inference.items():
-        yield labelled("  by inference", f"{readable_size(size)} {how}: {INFERENCES[how]}")
+        yield labelled("  by inference", f"{readable_size(size)} {INFERENCES[how]}")
     yield ""
     yield from _places(analysis)
     yield ""
@@ -80,8 +80,8 @@ def snapshot_lines(
 
 
 INFERENCES = {
-    "by its size": "as large as the loss's largest tensor, and allocated shortly before it",
-    "by its lifetime": "allocated by backward and live after it, as gradients of weights are",
+    "by its size": "counted as logits because as large as the loss's largest tensor and allocated shortly before it",
+    "by its lifetime": "counted as gradients because allocated by backward and live after it",
 }
 
 
@@ -133,7 +133,12 @@ def instant_text(analysis: Analysis) -> str:
         return "when it failed"
     if not analysis.recording.events:
         return "when the snapshot was taken"
-    return f"at the peak, after {analysis.peak.event:,} events"
+    return f"at the peak, after {counted(analysis.peak.event, 'event')}"
+
+
+def counted(count: int, name: str) -> str:
+    """A number with its noun: `1 event`, `2,000 events`."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _places(analysis: Analysis) -> Iterator[str]:
@@ -159,7 +164,7 @@ def _steps(steps: Steps) -> Iterator[str]:
     """What changed from step to step."""
     yield labelled("step to step", steps_text(steps))
     for where, size, blocks in steps.grown[:MOST_GROWN]:
-        yield f"  {readable_size(size):>10} more in {blocks:,} more blocks: {_shortened(where)}"
+        yield f"  {readable_size(size):>10} more in {counted(blocks, 'more block')}: {_shortened(where)}"
 
 
 def steps_text(steps: Steps) -> str:
@@ -190,7 +195,7 @@ def _replays(analysis: Analysis, replays: WhatIf) -> Iterator[str]:
         yield labelled("  not replayed", reason)
     for note in replay_notes(analysis, replays):
         yield labelled("  note", note)
-    yield labelled("  smallest GPU", f"{smallest_gpus(replays)}, of the known ones")
+    yield labelled("  smallest known GPU", f"{smallest_gpus(replays)}, by memory alone")
 
 
 def replay_notes(analysis: Analysis, replays: WhatIf) -> Iterator[str]:
@@ -227,7 +232,8 @@ def on_card_text(recording: Recording, card: Device, outcome: Outcome | None) ->
     usable = f"{readable_size(card.usable_bytes(0))} without the CUDA context"
     if outcome.why is None:
         reserved = readable_size(outcome.peak_reserved_bytes)
-        return f"fits: {reserved} reserved at most, of {usable}; {outcome.retries} retries"
+        emptied = f"the cache was emptied {counted(outcome.retries, 'time')} to make room"
+        return f"fits: {reserved} reserved at most, of {usable}; {emptied}"
     if outcome.failed_event is None:
         return f"fails before the first event: {outcome.why}"
     event = recording.events[outcome.failed_event]
@@ -241,7 +247,7 @@ def _remedies(analysis: Analysis) -> Iterator[str]:
     for category, remedy in analysis.remedies[:MOST_REMEDIES]:
         condition = ", if these are weights" if category == "earlier" else ""
         name = CATEGORY_NAMES.get(category, category)
-        yield f"  {name}{condition}: {remedy.ours}"
+        yield f"  {name}{condition}"
         yield labelled("", f"{remedy.effect}", width=4)
-        for tool, text in remedy.elsewhere.items():
+        for tool, text in {"in lean-finetune": remedy.ours, **remedy.elsewhere}.items():
             yield f"    {tool}: {text}"

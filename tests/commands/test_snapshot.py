@@ -41,8 +41,8 @@ def test_explains_a_run(tmp_path):
         "22 MiB more in 22 more blocks: me/metrics.py:4 log",
         "expandable_segments:True",
         "largest steps first",
-        "smallest GPU",
-        "logits: train.loss_chunk=512",
+        "smallest known GPU",
+        "in lean-finetune: train.loss_chunk=512",
         "Trainer and TRL: use_liger_kernel: true",
     ):
         assert expected in " ".join(text.split()), expected
@@ -79,7 +79,8 @@ def test_impossible_sizes_of_a_failure_are_called_so(request_bytes, free_bytes, 
     snapshot = Snapshot()
     snapshot.reserve(0, 20 * MIB)
     snapshot.fail(request_bytes, free_bytes, MODEL)
-    words = " ".join(run(snapshot.write(tmp_path / "oom.pickle")).split())
+    words = " ".join(run(snapshot.write(tmp_path / "oom.pickle", keep=1)).split())
+    assert "device 0, 1 event " in words
     assert f"unknown: {why}" in words and "fragmentation" not in words and "e+" not in words
 
 

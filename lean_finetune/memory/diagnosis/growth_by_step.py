@@ -13,6 +13,7 @@ from lean_finetune.memory.recording.steps import NoSteps, step_ends
 
 LEAST_STEPS = 2
 LEAST_GROWTH_BYTES = 2**20
+TOO_FEW = "fewer than three optimizer steps end in this recording; three are needed to compare"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,9 @@ def _begins(timeline: Timeline) -> tuple[list[int], str]:
     try:
         if len(ends := step_ends(timeline.recording)) > LEAST_STEPS:
             return ends, "by the ends of optimizer steps"
-        reason = "fewer than three optimizer steps end in it"
+        reason = TOO_FEW
     except NoSteps as error:
-        reason = str(error)
+        reason = TOO_FEW if timeline.recording.stacks else str(error)
     if len(begins := _calls_of_backward(timeline)) > LEAST_STEPS:
         return begins, "by the calls of backward"
     return [], reason

@@ -66,6 +66,7 @@ class Origin:
 
 
 EARLIER = Origin(category="earlier", place="live before the recording, without a stack")
+NO_HISTORY = Origin(category="unknown", place="no stack (recorded without history)")
 NO_STACKS = Origin(category="unknown", place="no stacks were recorded")
 AUTOGRAD_THREAD = Origin(
     category="backward", place="backward, in autograd's threads, without a stack", in_backward=True

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from lean_finetune.memory.diagnosis.origins import Category
 
-TRAINER, AXOLOTL, LLAMA_FACTORY = "Trainer and TRL", "Axolotl", "LLaMA-Factory"
-"""TRL's configurations derive from Hugging Face's TrainingArguments."""
+TRAINER_AND_TRL, TRAINER, TRL = "Trainer and TRL", "Trainer", "TRL"
+"""TRL's configurations derive from Hugging Face's TrainingArguments, and add adapters and quantised weights."""
+AXOLOTL, LLAMA_FACTORY = "Axolotl", "LLaMA-Factory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,25 +24,26 @@ GRAD_CKPT = Remedy(
     ours="train.grad_ckpt=true",
     effect="keeps one tensor a layer and computes the rest again in backward: about a third more time",
     elsewhere={
-        TRAINER: "gradient_checkpointing: true",
+        TRAINER_AND_TRL: "gradient_checkpointing: true",
         AXOLOTL: "gradient_checkpointing: true",
         LLAMA_FACTORY: "disable_gradient_checkpointing: false",
     },
 )
 SMALLER_BATCH = Remedy(
-    ours="bucket.max_tokens, half of it",
+    ours="half of bucket.max_tokens",
     effect="halves the micro-batch; with as many more of them, the step learns the same",
     elsewhere={
-        TRAINER: "per_device_train_batch_size, gradient_accumulation_steps",
-        AXOLOTL: "micro_batch_size, gradient_accumulation_steps",
-        LLAMA_FACTORY: "per_device_train_batch_size, gradient_accumulation_steps",
+        TRAINER_AND_TRL: "halve per_device_train_batch_size, double gradient_accumulation_steps",
+        AXOLOTL: "halve micro_batch_size, double gradient_accumulation_steps",
+        LLAMA_FACTORY: "halve per_device_train_batch_size, double gradient_accumulation_steps",
     },
 )
 QLORA = Remedy(
     ours="train.method=qlora",
     effect="stores frozen weights in 4 bits and trains adapters",
     elsewhere={
-        TRAINER: "load_in_4bit: true, use_peft: true",
+        TRAINER: "BitsAndBytesConfig(load_in_4bit=True) for from_pretrained, and peft's get_peft_model",
+        TRL: "load_in_4bit: true, use_peft: true",
         AXOLOTL: "load_in_4bit: true, adapter: qlora",
         LLAMA_FACTORY: "quantization_bit: 4, finetuning_type: lora",
     },
@@ -52,7 +54,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
             ours="train.loss_chunk=512",
             effect="computes the loss in chunks, so that not all logits exist at once",
             elsewhere={
-                TRAINER: "use_liger_kernel: true",
+                TRAINER_AND_TRL: "use_liger_kernel: true",
                 AXOLOTL: "cut_cross_entropy: true",
                 LLAMA_FACTORY: "enable_liger_kernel: true",
             },
@@ -65,7 +67,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
             ours="train.optimizer=adamw_8bit",
             effect="stores the state in 8 bits, a quarter of fp32; train.offload=optimizer moves it to the host",
             elsewhere={
-                TRAINER: "optim: adamw_bnb_8bit",
+                TRAINER_AND_TRL: "optim: adamw_bnb_8bit",
                 AXOLOTL: "optimizer: adamw_bnb_8bit",
                 LLAMA_FACTORY: "optim: adamw_bnb_8bit",
             },
@@ -76,7 +78,8 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
             ours="train.method=lora",
             effect="only adapters have gradients and optimizer state",
             elsewhere={
-                TRAINER: "use_peft: true",
+                TRAINER: "peft's get_peft_model",
+                TRL: "use_peft: true",
                 AXOLOTL: "adapter: lora",
                 LLAMA_FACTORY: "finetuning_type: lora",
             },

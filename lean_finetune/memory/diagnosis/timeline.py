@@ -13,6 +13,7 @@ from lean_finetune.memory.diagnosis.origins import (
     AUTOGRAD_THREAD,
     CATEGORIES,
     EARLIER,
+    NO_HISTORY,
     NO_STACKS,
     Category,
     Origin,
@@ -105,8 +106,9 @@ def timeline_of(recording: Recording) -> Timeline:
             ends[live.pop(event.address)] = number
     known = {number: origin_of(recording.stacks[number]) for number in set(stacks) if number is not None}
     without = AUTOGRAD_THREAD if any(is_python(frame) for stack in recording.stacks for frame in stack) else NO_STACKS
+    before = EARLIER if recording.events else NO_HISTORY
     origins = tuple(
-        known[stack] if stack is not None else EARLIER if start < 0 else without
+        known[stack] if stack is not None else before if start < 0 else without
         for stack, start in zip(stacks, starts, strict=True)
     )
     found = Timeline(
