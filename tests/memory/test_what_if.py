@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
-from lean_finetune.memory.recording.recording import Annotation, Frame, Recording
+from lean_finetune.memory.recording import what_if as what_if_module
+from lean_finetune.memory.recording.recording import Annotation, Event, Frame, Recording
 from lean_finetune.memory.recording.steps import NoSteps, largest_first, step_ends
 from lean_finetune.memory.recording.what_if import first_failure, requests_of, what_if
 from tests.memory.recorded import Recorder, random_recording
@@ -148,3 +150,13 @@ def test_any_recording_has_answers(expandable):
     found = what_if(recording)
     assert found.outcomes[0].peak_reserved_bytes > 0 and found.begins_anew
     assert all(o.why is None and o.peak_reserved_bytes >= o.peak_allocated_bytes for o in found.outcomes)
+
+
+def test_too_much_work_is_refused(monkeypatch):
+    """A file of 1 MB, with a few thousand segments that are reserved and released, kept the command busy for hours."""
+    events = [Event(action=action, address=0, bytes=2 * MIB) for action in ("segment_alloc", "segment_free")] * 2
+    recording = Recording(name="r.pickle", events=tuple(events))
+    assert what_if(recording).outcomes
+    monkeypatch.setattr(what_if_module, "MOST_WORK", 1)
+    with pytest.raises(UserError, match="r.pickle: too many segments .*up to event 2"):
+        what_if(recording)

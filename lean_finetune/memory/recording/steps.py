@@ -4,7 +4,7 @@ A step ends where an optimizer's `step` ends: an annotation that PyTorch's optim
 function `step` of a file with "optim" in its path.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,8 +65,34 @@ def _is_step(frame: Frame) -> bool:
     return frame.function == "step" and "optim" in frame.file
 
 
-Blocks = dict[tuple[int, int], list[int]]
-"""Addresses of live blocks in the order of their allocation, by size and stream."""
+Key = tuple[int, int]
+"""Size and stream of a block."""
+Blocks = dict[Key, list[int]]
+"""Addresses of live blocks in the order of their allocation."""
+
+
+class _Left:
+    """Blocks that earlier parts left."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers: dict[Key, list[int]] = defaultdict(list)
+        self._by_address: dict[int, tuple[Key, int]] = {}
+
+    def add(self, key: Key, address: int) -> None:
+        """Add the block that was allocated last."""
+        self._count += 1
+        self._numbers[key].append(self._count)
+        self._by_address[address] = key, self._count
+
+    def take(self, address: int) -> tuple[Key, int] | None:
+        """Remove the block at an address; return its key, and its rank among the blocks with this key."""
+        if address not in self._by_address:
+            return None
+        key, number = self._by_address.pop(address)
+        rank = bisect_left(self._numbers[key], number)
+        del self._numbers[key][rank]
+        return key, rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +102,7 @@ class _Part:
     events: Sequence[Event]
     peak_bytes: int
     """The most that it allocates at once, on top of what it finds."""
-    taken_over: Mapping[int, tuple[tuple[int, int], int]]
+    taken_over: Mapping[int, tuple[Key, int]]
     """What it frees of earlier parts, by the event's number: size and stream, and the rank among such blocks."""
 
 
@@ -93,21 +119,20 @@ def largest_first(recording: Recording) -> tuple[Event, ...]:
     ends = step_ends(recording)
     if len(ends) < 3:
         raise NoSteps("there is nothing to sort: the recording has fewer than two optimizer steps after the first")
-    left: Blocks = defaultdict(list)
+    left, begun = _Left(), defaultdict[Key, list[int]](list)
     for segment in recording.segments:
         for block in segment.blocks:
-            left[block.requested_bytes, segment.stream].append(block.address)
-    begun = {key: list(addresses) for key, addresses in left.items()}
+            left.add((block.requested_bytes, segment.stream), block.address)
+            begun[block.requested_bytes, segment.stream].append(block.address)
     bounds = [0, *ends, len(recording.events)]
     parts = [_part(recording.events[start:end], left) for start, end in zip(bounds, bounds[1:], strict=False)]
     ordered = [parts[0], *sorted(parts[1:-1], key=lambda part: -part.peak_bytes), parts[-1]]
     return tuple(_joined(ordered, begun))
 
 
-def _part(events: Sequence[Event], left: Blocks) -> _Part:
+def _part(events: Sequence[Event], left: _Left) -> _Part:
     """Describe a part; `left` has what earlier parts left, and becomes what this part leaves."""
     own: dict[int, Event] = {}
-    keys = {address: key for key, addresses in left.items() for address in addresses}
     taken_over = {}
     now = peak = 0
     for number, event in enumerate(events):
@@ -117,17 +142,14 @@ def _part(events: Sequence[Event], left: Blocks) -> _Part:
             peak = max(peak, now)
         elif event.action == "free_completed" and event.address in own:
             now -= own.pop(event.address).bytes
-        elif event.action == "free_completed" and event.address in keys:
-            key = keys.pop(event.address)
-            rank = left[key].index(event.address)
-            del left[key][rank]
-            taken_over[number] = key, rank
+        elif event.action == "free_completed" and (taken := left.take(event.address)) is not None:
+            taken_over[number] = taken
     for event in own.values():
-        left[event.bytes, event.stream].append(event.address)
+        left.add((event.bytes, event.stream), event.address)
     return _Part(events=events, peak_bytes=peak, taken_over=taken_over)
 
 
-def _joined(parts: Sequence[_Part], begun: Mapping[tuple[int, int], list[int]]) -> Iterator[Event]:
+def _joined(parts: Sequence[_Part], begun: Blocks) -> Iterator[Event]:
     """Join parts in a new order, with addresses that match again.
 
     Raises:

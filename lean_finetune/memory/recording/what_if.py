@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.allocator.caching_allocator import Arena, CachingAllocator, OutOfMemory
 from lean_finetune.memory.allocator.settings import UNIT_BYTES, AllocatorSettings
@@ -17,6 +18,8 @@ from lean_finetune.memory.recording.steps import NoSteps, largest_first, step_en
 REQUESTS = ("alloc", "oom")
 MAX_SPLIT_MB = 128
 """The value of max_split_size_mb that is tried."""
+MOST_WORK = 100_000_000
+"""Segments, summed over the events that reserve or release memory: a replay passes all of them at each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +180,26 @@ def _begin(allocator: CachingAllocator, recording: Recording, *, anew: bool) -> 
     }
 
 
+def _check_work(recording: Recording) -> None:
+    segments, work = len(recording.segments), 0
+    for number, event in enumerate(recording.events):
+        if event.action in (*RESERVES, *RELEASES):
+            segments = max(segments + (1 if event.action in RESERVES else -1), 0)
+            work += segments
+        if work > MOST_WORK:
+            raise UserError(
+                f"{recording.name}: too many segments are reserved and released for a replay (up to event {number:,}); "
+                "record fewer events: max_entries of torch.cuda.memory._record_memory_history"
+            )
+
+
 def what_if(recording: Recording) -> WhatIf:
-    """Replay a recording under the settings that people try when memory runs out."""
+    """Replay a recording under the settings that people try when memory runs out.
+
+    Raises:
+        UserError: a replay would take too long.
+    """
+    _check_work(recording)
     requests, expandable, settings = requests_of(recording), expands(recording), settings_of(recording)
     exact = replay_exactly(recording)
     outcomes = [
