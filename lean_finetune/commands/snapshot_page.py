@@ -65,7 +65,7 @@ def write_page(
         why=[why_it_failed(failure, len(analysis.failures)) for failure in analysis.failures[-1:]],
         results=_results(analysis, replays),
         timeline=timeline_picture(analysis) if recording.events else None,
-        peak=_peak_picture(analysis) if peak.by_category else None,
+        peak=_peak_picture(analysis) if peak.allocated_bytes else None,
         meanings=[f"{_name(name)}: {MEANINGS[name]}" for name in peak.by_category if name in MEANINGS],
         places=Table(("line of code", "bytes", "tensors", "category"), places[:MOST_PLACES]),
         largest=Table(("largest tensors", "bytes", "category"), largest),

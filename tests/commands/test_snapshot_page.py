@@ -132,3 +132,13 @@ def test_the_timeline_is_a_picture_of_its_own(tmp_path: Path):
     assert done.exit_code == 0, done.output
     names = [element.text for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert names[0] == "<b>.pickle: live memory by category, and reserved memory, MiB" and "reserved (line)" in names
+
+
+def test_a_page_without_bytes_has_no_shares(tmp_path: Path):
+    """A tensor of 0 bytes alone when a request failed: a share of nothing ended in a traceback."""
+    found = Snapshot()
+    found.reserve(0, 2 * MIB)
+    found.alloc(0, 0)
+    found.fail(4 * MIB, MIB)
+    found.free(0)
+    assert "Out of memory" in page_of(found, tmp_path)
