@@ -16,18 +16,19 @@ NOT_RUN = {
     "pipeline": "test_pipeline.py runs it on a small pipeline",
     "estimate": "minutes; test_estimate.py and tests/memory/test_families.py check its rows",
     "train": "minutes: its smallest form trains with transformers' Trainer too",
+    "cuda_traces": "test_cuda_traces.py runs it on recordings",
+    "cuda_ops": "test_cuda_ops.py runs it on recordings",
+    "gpu": "test_gpu.py runs it on a CPU",
 }
 """Benchmarks that this test leaves out, and why."""
-SMALLEST = {
-    "staircase": ["--out", "staircase.png"],
-    "gpu.run": ["memory", "--device", "cpu", "--minutes", "0.01", "--out", "."],
-}
+SMALLEST = {"staircase": ["--out", "staircase.png"]}
 
 
 def test_the_page_lists_every_benchmark():
     """A benchmark that nobody finds, or a row whose benchmark is gone."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "benchmark(" in path.read_text()}
-    assert sorted(NAMES) == sorted(modules - {"harness"} | set(SMALLEST))
+    packages = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
+    assert sorted(NAMES) == sorted((modules | packages | set(SMALLEST)) - {"harness", "models"})
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from lean_finetune.core.stage_command import escaped
 from lean_finetune.core.units import GIB, MIB, readable_size
 from tests.memory.snapshots import Snapshot, frame
 from tests.memory.test_recording_analysis import MODEL, training
+from tests.processes import run_bounded
 
 
 def run(*words: object) -> str:
@@ -207,5 +207,5 @@ def test_needs_no_torch():
     """A snapshot from a cluster is read on a laptop: the command must start in under a second."""
     modules = "lean_finetune.commands.snapshot_text, lean_finetune.memory.recording.what_if"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_bounded([sys.executable, "-c", code], check=True)
     assert done.stdout == "False\n"

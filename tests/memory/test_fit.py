@@ -43,7 +43,7 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= COLUMNS and "\x1b" not in result.stdout
     labels = [text[:LABEL_WIDTH].strip() for text in lines if text and not text.startswith(" ")]
-    peaks = ["peak by phase, as a s", "at the peak, in backw"]
+    peaks = ["peak by phase, as a s", "at the peak, in forwa"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
     settings = ["params", "device", "model", "run", "micro-batches", "speed", "attention"]
     assert labels == ["verdict", *peaks, *settings, *limits]
