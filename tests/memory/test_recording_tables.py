@@ -58,7 +58,11 @@ def test_a_table_with_a_fault_is_refused_by_its_line(tmp_path, lines, message):
         read_table(path)
 
 
-@pytest.mark.parametrize("content", [None, b"no gzip", gzip.compress(TABLE.encode())[:60], b"\x1f\x8b\x08" + b"x" * 60])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"no gzip", gzip.compress(TABLE.encode())[:60], b"\x1f\x8b\x08" + b"x" * 60],
+    ids=["missing", "no gzip", "incomplete", "damaged"],
+)
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, content):
     """A missing or damaged file ended in a traceback."""
     path = tmp_path / "r.csv.gz"
