@@ -1,8 +1,9 @@
-"""Rules of params.yaml for runs on several GPUs."""
+"""Rules of params.yaml for runs on several GPUs: one row for each pair of settings that does not work."""
 
 from typing import TYPE_CHECKING
 
 from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.rule import Rule, needs
 
 if TYPE_CHECKING:
@@ -14,15 +15,20 @@ GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
 """Modes in which a layer's full weights exist only while it computes."""
 
 
+def _sharing(params: "Params") -> int:
+    """Number of GPUs that share weights by train.sharding."""
+    return ParallelLayout.from_params(params).sharing
+
+
 def _indivisible(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into groups of shard_group_gpus."""
-    gpus, group = params.hardware.num_gpus, params.train.shard_group_gpus
+    gpus, group = _sharing(params), params.train.shard_group_gpus
     return params.train.sharding == "hsdp" and group is not None and (gpus % group != 0 or not 1 < group < gpus)
 
 
 def _too_few_groups(params: "Params") -> bool:
     """Whether hsdp cannot divide the GPUs into equal groups of any size."""
-    gpus, train = params.hardware.num_gpus, params.train
+    gpus, train = _sharing(params), params.train
     return (
         train.sharding == "hsdp" and train.shard_group_gpus is None and all(gpus % size != 0 for size in range(2, gpus))
     )
@@ -31,13 +37,13 @@ def _too_few_groups(params: "Params") -> bool:
 SHARDING_RULES = [
     Rule(
         "train.sharding",
-        lambda p: p.hardware.num_gpus > 1 and p.train.sharding == "none",
+        lambda p: _sharing(p) > 1 and p.train.sharding == "none",
         "several GPUs need a way to share the run; got none with hardware.num_gpus={hardware.num_gpus}; set it to ddp "
         "(a full copy on every GPU) or zero3 (a shard on each), or set hardware.num_gpus=1",
     ),
     Rule(
         "train.sharding",
-        lambda p: p.hardware.num_gpus == 1 and p.train.sharding != "none",
+        lambda p: _sharing(p) == 1 and p.train.sharding != "none",
         "has an effect only with hardware.num_gpus above 1; got {train.sharding} with 1; set it to none, or raise "
         "hardware.num_gpus",
     ),

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
@@ -76,6 +77,7 @@ class ShardedModel(DataParallelModel):
         device: torch.device,
         mesh: DeviceMesh,
         *,
+        layout: ParallelLayout | None = None,
         reshard: bool,
         sum_every_micro_batch: bool,
         offload_weights: bool = False,
@@ -94,7 +96,7 @@ class ShardedModel(DataParallelModel):
         Raises:
             UserError: FSDP cannot shard the decoder layers one by one.
         """
-        super().__init__(model, rank=world.rank, size=world.size)
+        super().__init__(model, rank=world.rank, size=world.size, layout=layout)
         self._device, self._group = device, mesh.get_group(SHARD)
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.gradient_reduction import GradientReducer
 from lean_finetune.distributed.processes import World
@@ -17,7 +18,15 @@ from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice, name
 class ReplicatedModel(DataParallelModel):
     """A `DataParallelModel` whose processes all have the same weights and the same summed gradients."""
 
-    def __init__(self, model: nn.Module, world: World, device: torch.device, *, owners: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        device: torch.device,
+        *,
+        owners: bool,
+        layout: ParallelLayout | None = None,
+    ):
         """Give every process the weights of the first one.
 
         With `owners`, one process updates each tensor, keeps its optimizer state alone and sends the result to the
@@ -26,7 +35,7 @@ class ReplicatedModel(DataParallelModel):
         Raises:
             UserError: there are fewer trained tensors than owners.
         """
-        super().__init__(model, rank=world.rank, size=world.size)
+        super().__init__(model, rank=world.rank, size=world.size, layout=layout)
         self._trained = named_trained(model)
         check_same_shapes(model, world, device)
         broadcast_weights(model, device)

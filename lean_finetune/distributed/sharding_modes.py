@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lean_finetune.config.field_types import Method, Sharding
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
@@ -40,6 +41,8 @@ class ShardSpec:
     """Sharded modes: each process keeps its shards, their gradients and the update in host memory."""
     timeout_seconds: float | None = None
     """Mode hsdp: longest wait for another process of the group; None = PyTorch's default."""
+    layout: ParallelLayout | None = None
+    """None: all processes train different rows."""
 
     @classmethod
     def from_params(cls, params: "Params") -> "ShardSpec":
@@ -49,12 +52,17 @@ class ShardSpec:
             group_gpus=params.train.shard_group_gpus,
             offload_weights=params.train.offload == "parameters",
             timeout_seconds=params.run.rank_timeout_seconds,
+            layout=ParallelLayout.from_params(params),
         )
 
     @property
-    def layout(self) -> str:
-        """Name of the way in which weights are divided; checkpoints of equal layouts have equal shards."""
+    def division(self) -> str:
+        """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
         return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
+
+    def layout_of(self, world: World) -> ParallelLayout:
+        """The layout of the processes of `world`."""
+        return self.layout or ParallelLayout(data=world.size)
 
 
 def load_parallel(
@@ -82,12 +90,13 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
     if world.size == 1:
         return DataParallelModel(model)
     if spec.mode not in SPLIT_WEIGHTS:
-        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1")
+        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1", layout=spec.layout_of(world))
     return ShardedModel(
         model,
         world,
         device,
         _mesh(world, spec, device),
+        layout=spec.layout_of(world),
         reshard=spec.mode != "zero2",
         offload_weights=spec.offload_weights,
         # Full gradients of all weights would be the largest tensors of all; those of adapters are small.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
@@ -26,7 +27,7 @@ class PlanSettings:
         """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
         bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
-            micro_batches=MicroBatchSettings(**bucket, ranks=p.hardware.num_gpus),
+            micro_batches=MicroBatchSettings(**bucket, ranks=ParallelLayout.from_params(p).data),
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,

@@ -181,11 +181,11 @@ def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_m
 
 
 def refuse_other_ranks(plan: Plan, ranks: int) -> None:
-    """Raise UserError for a plan for another number of GPUs: some rows would never be trained."""
+    """Raise UserError for a plan for another number of GPUs with different rows: some would never be trained."""
     if plan.ranks != ranks:
         raise UserError(
-            f"data/batches/plan.arrow: must be made for as many GPUs as train; got a plan for {plan.ranks} where "
-            f"hardware.num_gpus is {ranks}; run `dvc repro bucket`"
+            f"data/batches/plan.arrow: must be made for as many GPUs as train different rows; got a plan for "
+            f"{plan.ranks} where there are {ranks}; run `dvc repro bucket`"
         )
 
 

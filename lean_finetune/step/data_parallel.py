@@ -1,4 +1,4 @@
-"""Data parallelism (PyTorch's DDP and FSDP): how the processes of a training step share the model."""
+"""How the processes of a training step share the model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
+
+from lean_finetune.config.parallel_layout import ParallelLayout
 
 Result = TypeVar("Result")
 
@@ -28,14 +30,19 @@ class ShardSlice:
 
 
 class DataParallelModel:
-    """A model and the processes that train it on different rows; this base class is a single process.
+    """A model and the processes that train it; this base class is a single process.
 
     Every process makes the same calls in the same order.
     """
 
-    def __init__(self, model: nn.Module, *, rank: int = 0, size: int = 1):
-        """`rank` is this process, from 0, of `size`. If weights are sharded, compute with `model` in `run` alone."""
+    def __init__(self, model: nn.Module, *, rank: int = 0, size: int = 1, layout: ParallelLayout | None = None):
+        """`rank` is this process, from 0, of `size`. If weights are sharded, compute with `model` in `run` alone.
+
+        `layout` is that of all processes; None = all train different rows.
+        """
         self.model, self.rank, self.size = model, rank, size
+        self.layout = layout or ParallelLayout(data=size)
+        self.place = self.layout.coordinates(rank)
         self.owned = model
         """A module whose trained parameters are those that this process updates."""
 
@@ -70,8 +77,8 @@ class DataParallelModel:
         """The summed losses of all micro-batches of a step in the plan's order, from those of this process."""
         if self.size == 1:
             return losses
-        by_micro_batch = torch.zeros(len(losses), self.size, dtype=losses[0].dtype, device=losses[0].device)
-        by_micro_batch[:, self.rank] = torch.stack(losses)  # The others add 0: the sum loses no bit.
+        by_micro_batch = torch.zeros(len(losses), self.layout.data, dtype=losses[0].dtype, device=losses[0].device)
+        by_micro_batch[:, self.place.data] = torch.stack(losses)  # The others add 0: the sum loses no bit.
         return list(self.sum_over_ranks(by_micro_batch).flatten().unbind())
 
     def end_step(self, *, updated: bool) -> None:

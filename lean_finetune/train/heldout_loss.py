@@ -41,14 +41,14 @@ def heldout_loss(
 ) -> float:
     """Return the mean cross-entropy per trained token over held-out batches, without dropout.
 
-    All processes call this with all batches; each computes every `parallel.size`-th one.
+    All processes call this with all batches; each computes those of its index in dimension `data` of the layout.
     """
     parallel.model.eval()
     summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
     tokens = 0
     with model_spec.autocast(device.type):
-        while group := list(islice(batches, parallel.size)):
-            batch = group[parallel.rank] if parallel.rank < len(group) else idle_batch(pad_id)
+        while group := list(islice(batches, parallel.layout.data)):
+            batch = group[parallel.place.data] if parallel.place.data < len(group) else idle_batch(pad_id)
             summed += parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk))
             tokens += len(batch.supervised_index_N)
     parallel.model.train()

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.config.declared_params import tracked_values
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.processes import World
@@ -104,7 +105,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         refuse_merge(directory, spec, experts=spec.lora_experts == "all")
     if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
-    plan, rows = _read_plan(params, spec, world, paths)
+    plan, rows = _read_plan(params, spec, paths)
     lr, lr_note = _lr(params, config, spec)
     predicted = read_json(paths.estimate)
     return TrainJob(
@@ -147,10 +148,10 @@ def _lr(params: Params, config: PretrainedConfig, spec: ModelSpec) -> tuple[floa
     return lr, f"train.lr: auto is {lr:g}: {reason}"
 
 
-def _read_plan(params: Params, spec: ModelSpec, world: World, paths: Paths) -> tuple[Plan, TokenRows]:
+def _read_plan(params: Params, spec: ModelSpec, paths: Paths) -> tuple[Plan, TokenRows]:
     """Read the plan and its rows; refuse a plan for other rows, another number of GPUs or other parameters."""
     plan = read_plan(paths.plan)
-    refuse_other_ranks(plan, world.size)
+    refuse_other_ranks(plan, ParallelLayout.from_params(params).data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
     if params.train.optimizer_in_backward:

@@ -103,7 +103,7 @@ class Trainer:
             job.rows,
             job.plan,
             start_step=self.checkpoints.first_step,
-            rank=job.world.rank,
+            rank=job.sharing.layout_of(job.world).coordinates(job.world.rank).data,
             pad_id=job.pad_id,
             pin_memory=job.device.type == "cuda",
             threads=job.loader_threads,
@@ -151,7 +151,7 @@ class Trainer:
             monitor=self.monitor,
             curves=self.curves,
             device=job.device,
-            sharding=job.sharing.layout,
+            sharding=job.sharing.division,
         )
         return run, load_host
 

@@ -95,7 +95,7 @@ def _run(
                 stop=stop,
                 notify=_notify,
                 channel=channel,
-                sharding=job.sharing.layout,
+                sharding=job.sharing.division,
                 disk_space=_disk_space(params, job, paths),
             )
         )

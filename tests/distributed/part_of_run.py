@@ -125,7 +125,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         seconds=None,
         stop=stop,
         notify=messages.append,
-        layout=layout_of(world.size, sharing_of(part.mode).layout),
+        layout=layout_of(world.size, sharing_of(part.mode).division),
     )
     first_step = checkpoints.first_step
     job = job_of(part, world)

@@ -68,7 +68,7 @@ def test_a_plan_for_another_number_of_gpus_is_refused(tokens):
     refuse_other_ranks(one, 1)
     two = Plan.of([one.micro_batch(number) for number in range(len(one))], ranks=2)
     refuse_other_ranks(two, 2)
-    with pytest.raises(UserError, match=r"plan\.arrow: .* got a plan for 2 where hardware\.num_gpus is 1; run"):
+    with pytest.raises(UserError, match=r"plan\.arrow: .* got a plan for 2 where there are 1; run"):
         refuse_other_ranks(two, 1)
 
 

@@ -68,7 +68,7 @@ class TrainingRun:
     """One row for each finished step."""
     device: torch.device
     sharding: str = "none"
-    """How weights are sharded, `ShardSpec.layout`."""
+    """How weights are sharded, `ShardSpec.division`."""
 
     @property
     def model(self) -> nn.Module:
