@@ -173,7 +173,7 @@ def steps_text(steps: Steps) -> str:
         return f"unknown: {steps.found_by}"
     peaks, live = [row[PEAK] for row in steps.rows], [row[LIVE] for row in steps.rows]
     text = (
-        f"{len(steps.rows)} complete steps, told apart {steps.found_by}: peaks of {readable_size(min(peaks))} to "
+        f"{len(steps.rows)} complete steps, found {steps.found_by}: peaks of {readable_size(min(peaks))} to "
         f"{readable_size(max(peaks))}; {readable_size(live[0])} live after the first, {readable_size(live[-1])} after "
         "the last"
     )

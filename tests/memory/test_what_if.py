@@ -62,11 +62,11 @@ def test_steps_end_with_annotations():
     assert step_ends(replace(plain, events=events, annotations=marks)) == [8, 16]
 
 
-def test_steps_that_cannot_be_told_apart_are_named():
+def test_steps_that_are_not_known_are_named():
     recording = training((24, 40)).recording()
     found = what_if(replace(recording, events=tuple(replace(event, stack=None) for event in recording.events)))
     assert found.not_replayed == tuple(
-        f"{name}: steps cannot be told apart: the recording has neither stacks nor annotations"
+        f"{name}: steps cannot be compared: the recording has neither stacks nor annotations, and two are needed"
         for name in ("cache emptied after each step", "largest steps first")
     )
 

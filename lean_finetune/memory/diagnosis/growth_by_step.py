@@ -21,7 +21,7 @@ class Steps:
     """Where training steps begin, and what they leave behind."""
 
     found_by: str
-    """How the steps are told from each other; why not, if there are none."""
+    """How the steps were found; why not, if there are none."""
     begins: Sequence[int] = ()
     """Numbers of events before each step, ascending."""
     rows: Sequence[dict[str, Any]] = ()

@@ -235,7 +235,7 @@ def _recording(
             + ", ".join(sorted(trace.unknown)[:MAX_UNKNOWN])
         )
     if conflicts := state.conflicts.total() + outside:
-        notes.append(f"{conflicts:,} events do not fit the memory after them: figures are uncertain by these")
+        notes.append(f"events that contradict the memory after them: {conflicts:,}; figures are uncertain by these")
     return Recording(
         name=name,
         device=device,

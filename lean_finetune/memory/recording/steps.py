@@ -14,11 +14,11 @@ from lean_finetune.memory.recording.recording import Event, Frame, Recording
 ANNOTATION = "Optimizer.step#"
 """Prefix of the names under which torch.optim annotates its steps."""
 SCALE = 1 << 48
-"""Moves the addresses of each step apart, so that a step's blocks have names of their own."""
+"""Moves the addresses of each step apart, so that no two steps share an address."""
 
 
 class NoSteps(Exception):
-    """The steps of a recording cannot be told apart, or not sorted; the message says why."""
+    """The steps of a recording are not known, or cannot be sorted; the message says why."""
 
 
 def step_ends(recording: Recording) -> list[int]:
@@ -29,8 +29,8 @@ def step_ends(recording: Recording) -> list[int]:
     """
     ends = _ends_by_annotations(recording) or _ends_by_stacks(recording)
     if len(ends) < 2:
-        why = f"shows {len(ends)} of them" if recording.stacks else "has neither stacks nor annotations"
-        raise NoSteps(f"steps cannot be told apart: the recording {why}")
+        why = f"ends {len(ends)} optimizer steps" if recording.stacks else "has neither stacks nor annotations"
+        raise NoSteps(f"steps cannot be compared: the recording {why}, and two are needed")
     return ends
 
 
@@ -114,7 +114,7 @@ def largest_first(recording: Recording) -> tuple[Event, ...]:
     the same size, and the same rank among those of its size.
 
     Raises:
-        NoSteps: steps cannot be told apart, or one frees what no other leaves.
+        NoSteps: the steps are not known, or one frees what no other leaves.
     """
     ends = step_ends(recording)
     if len(ends) < 3:
