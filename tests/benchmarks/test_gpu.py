@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import sys
 import time
@@ -37,6 +36,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.train.monitor.measured_peak import CpuMeter, CudaMeter
 from tests.conftest import ROOT
@@ -170,7 +170,7 @@ def test_replaced_functions_count_tensors_by_phase_and_record_them(tmp_path):
     assert set(row["phases"]) == {"forward", "backward", "clip", "optimizer"}
     for sizes in row["phases"].values():
         assert 0 < sizes["tensors_measured_bytes"] <= sizes["reserved_measured_bytes"] <= row["reserved_measured_bytes"]
-    (events,) = pickle.loads(snapshot.read_bytes())["device_traces"]
+    (events,) = read_plain_pickle(snapshot)["device_traces"]
     live = 0
     for event in events:
         live += event["size"] if event["action"] == "alloc" else -event["size"]
