@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,9 @@ from lean_finetune.commands.fit import gpu_names
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand, escaped
 from lean_finetune.memory.gpus import Device, named_gpu
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.recording.what_if import Outcome, WhatIf
 
 
 @click.command(cls=StageCommand)
@@ -81,17 +85,23 @@ def snapshot(
         write_page(html, analysis, replays or impossible or "", card, on_card)
     if as_json:
         answer = {**analysis.as_json(), "devices": sorted(found), "contradiction": impossible}
-        answer["what_if"] = None
-        if replays is not None:
-            answer["what_if"] = asdict(replays)
-            answer["what_if"]["outcomes"][0]["name"] = "replayed as recorded"
-        if card is not None:
-            outcome = {"not_replayed": impossible} if on_card is None else asdict(on_card)
-            answer["on_gpu"] = {"gpu": card.name, "usable_bytes": card.usable_bytes(0), **outcome}
+        answer |= _replays_as_json(replays, card, on_card or impossible or "")
         click.echo(json.dumps(answer, indent=2, default=str))
         return
     for line in snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card):
         click.echo(line)
+
+
+def _replays_as_json(replays: "WhatIf | None", card: Device | None, on_card: "Outcome | str") -> dict[str, Any]:
+    """What other settings and a GPU of another size would have done; `on_card` is the reason if it is unknown."""
+    found: dict[str, Any] = {"what_if": None}
+    if replays is not None:
+        found["what_if"] = asdict(replays)
+        found["what_if"]["outcomes"][0]["name"] = "replayed as recorded"
+    if card is not None:
+        outcome = {"not_replayed": on_card} if isinstance(on_card, str) else asdict(on_card)
+        found["on_gpu"] = {"gpu": card.name, "usable_bytes": card.usable_bytes(0), **outcome}
+    return found
 
 
 def _card(gpu: str) -> Device:

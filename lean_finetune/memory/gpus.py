@@ -155,6 +155,7 @@ def gpu_row(
 # Blackwell; AMD MI300X). SXM where a name has several forms. GeForce halves the tensor-core rate with fp32
 # accumulation, which training uses. P4 and GTX-1080-Ti compute fp16 far slower than fp32, so their half rate is fp32's.
 # NVIDIA publishes no dense bf16 rate of H20 in English: 148 comes from resellers.
+# Multiprocessors: the same white papers; A10G: multi_processor_count as PyTorch prints it.
 RTX_PRO_6000_NAMES = tuple(
     f"RTX PRO 6000 Blackwell {form} Edition" for form in ("Workstation", "Max-Q Workstation", "Server")
 )

@@ -93,8 +93,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         "process.json": _process(planned, prediction),
         "what_fits.json": _what_fits(p, planned, run, prediction),
     }
-    fits = {"fits": found.verdict.fits, "verdict": found.verdict.state, "reserved_replayed": replayed}
-    fits |= {"duration": duration}
+    verdict = found.verdict
+    fits = {"fits": verdict.fits, "verdict": verdict.state, "reserved_replayed": replayed, "duration": duration}
     figures = {**_figures(planned, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
     # DVC cannot plot an empty file.
     alone = [{"step": 0, "allocated_gib": round(prediction.peak.bytes / GIB, 6)}]
