@@ -144,6 +144,20 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "hardware.num_gpus=4; train.sharding=hsdp; train.shard_group_gpus=4",
             "train.shard_group_gpus: .* got 4; change it, or use train.sharding=zero3",
         ),
+        (
+            "hardware.num_gpus=4; train.sharding=ddp; train.context_parallel=3",
+            "train.context_parallel: must be a divisor of hardware.num_gpus=4; got 3",
+        ),
+        (
+            "hardware.num_gpus=2; train.sharding=ddp; train.context_parallel=2; train.method=full; "
+            "train.router_aux_loss=0.1",
+            "train.context_parallel: excludes train.router_aux_loss.* got 2 with 0.1; set train.router_aux_loss=0",
+        ),
+        (
+            "hardware.num_gpus=2; train.sharding=ddp; train.context_parallel=2; bucket.mode=packed; "
+            "bucket.constant_shape=true; bucket.max_tokens=4097",
+            "bucket.max_tokens: must be a multiple of train.context_parallel=2 .* got 4097; change it",
+        ),
         ("hardware.num_gpus=2; train.sharding=hsdp", "train.sharding: hsdp needs at least two .*num_gpus=2; use zero3"),
         ("hardware.num_gpus=3; train.sharding=hsdp", "train.sharding: hsdp needs at least two .*num_gpus=3; use zero3"),
         (

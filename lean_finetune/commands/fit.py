@@ -20,6 +20,7 @@ from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.core.units import GIB, round_up
 from lean_finetune.memory.gpus import GPUS, named_gpu
 from lean_finetune.pinning.locate import find_model
+from lean_finetune.plan.planner import pad_multiple
 
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 """Parameters of a usual run."""
@@ -103,7 +104,7 @@ def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:
     """Flags of --length. A micro-batch of the usual run is one row of it; others have at least room for one."""
     if length is None:
         return []
-    padded = round_up(length, p.bucket.pad_multiple)
+    padded = round_up(length, pad_multiple(p))
     room = [f"bucket.max_tokens={padded}"] if usual or padded > p.bucket.max_tokens else []
     return [f"data.max_length={length}", *room]
 

@@ -36,6 +36,23 @@ def _too_few_groups(params: "Params") -> bool:
 
 SHARDING_RULES = [
     Rule(
+        "train.context_parallel",
+        lambda p: p.hardware.num_gpus % p.train.context_parallel != 0,
+        "must be a divisor of hardware.num_gpus={hardware.num_gpus}; got {train.context_parallel}; change one of them",
+    ),
+    Rule(
+        "train.context_parallel",
+        lambda p: p.train.context_parallel > 1 and p.train.router_aux_loss > 0,
+        "excludes train.router_aux_loss, which balances the tokens of complete rows; got {train.context_parallel} with "
+        "{train.router_aux_loss}; set train.router_aux_loss=0, or train.context_parallel=1",
+    ),
+    Rule(
+        "bucket.max_tokens",
+        lambda p: p.bucket.constant_shape and p.bucket.max_tokens % p.train.context_parallel != 0,
+        "must be a multiple of train.context_parallel={train.context_parallel} with bucket.constant_shape=true, so "
+        "that each GPU has an equal part; got {bucket.max_tokens}; change it",
+    ),
+    Rule(
         "train.sharding",
         lambda p: _sharing(p) > 1 and p.train.sharding == "none",
         "several GPUs need a way to share the run; got none with hardware.num_gpus={hardware.num_gpus}; set it to ddp "

@@ -107,6 +107,8 @@ class Train(Section):
     """Which of weights, gradients and optimizer state the GPUs divide among them."""
     shard_group_gpus: PositiveInt | None
     """Sharding hsdp: GPUs that store one copy of the weights. None means the GPUs of a node."""
+    context_parallel: PositiveInt
+    """GPUs that divide every row's tokens among them."""
     lr: PositiveFloat | Literal["auto"]
     """Peak learning rate; auto: by the method and the size of the model."""
     weight_decay: NonNegativeFloat

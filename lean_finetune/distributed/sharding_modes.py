@@ -15,9 +15,11 @@ from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.context_parallel import HeadExchange
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
+from lean_finetune.model.attention import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec
@@ -40,7 +42,7 @@ class ShardSpec:
     offload_weights: bool = False
     """Sharded modes: each process keeps its shards, their gradients and the update in host memory."""
     timeout_seconds: float | None = None
-    """Mode hsdp: longest wait for another process of the group; None = PyTorch's default."""
+    """Longest wait for another process of a group of some processes; None = PyTorch's default."""
     layout: ParallelLayout | None = None
     """None: all processes train different rows."""
 
@@ -59,6 +61,11 @@ class ShardSpec:
     def division(self) -> str:
         """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
         return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """`timeout_seconds` as torch.distributed takes it."""
+        return None if self.timeout_seconds is None else timedelta(seconds=self.timeout_seconds)
 
     def layout_of(self, world: World) -> ParallelLayout:
         """The layout of the processes of `world`."""
@@ -89,6 +96,22 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
     """
     if world.size == 1:
         return DataParallelModel(model)
+    parallel = _shared_model(model, world, spec, device)
+    parallel.exchange = make_exchange(spec.layout_of(world), spec.timeout)
+    return parallel
+
+
+def make_exchange(layout: ParallelLayout, timeout: timedelta | None) -> TokenExchange | None:
+    """The exchange between the processes of dimension `context`; None where there is one. All processes call this."""
+    if layout.context == 1:
+        return None
+    with unset_fake_temporarily():
+        group, _ = dist.new_subgroups_by_enumeration(layout.groups("context"), timeout=timeout)
+    return HeadExchange(group)
+
+
+def _shared_model(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:
+    """The model with its weights shared as `spec.mode` says."""
     if spec.mode not in SPLIT_WEIGHTS:
         return ReplicatedModel(model, world, device, owners=spec.mode == "zero1", layout=spec.layout_of(world))
     return ShardedModel(
@@ -115,10 +138,9 @@ def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
             f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of "
             f"{world.size}; set it, or use train.sharding=zero3 (one group of all) or ddp (groups of one)"
         )
-    timeout = None if spec.timeout_seconds is None else timedelta(seconds=spec.timeout_seconds)
     with unset_fake_temporarily():
         ranks = torch.arange(world.size).view(-1, group)
         # init_device_mesh would give its groups PyTorch's default timeout of 10 to 30 minutes.
-        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
-        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=spec.timeout)
+        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=spec.timeout)
         return DeviceMesh.from_group([replicate, shard], device.type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))

@@ -9,6 +9,7 @@ Shape legend: B rows (1 where they are joined), H query heads, T tokens, D head 
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,22 @@ class JoinedRows:
             offsets=self.offsets.to(device, non_blocking=non_blocking),
             positions_BT=self.positions_BT.to(device, non_blocking=non_blocking),
         )
+
+
+class TokenExchange(ABC):
+    """Exchanges tokens for heads among the processes that each have a part of every row's tokens."""
+
+    def __init__(self, *, parts: int, index: int):
+        """`parts` is the number of processes, and `index` this one, from 0: it has the row's tokens in that place."""
+        self.parts, self.index = parts, index
+
+    @abstractmethod
+    def to_heads(self, heads_BHtD: torch.Tensor) -> torch.Tensor:
+        """All heads of this process's tokens → this process's heads of all tokens, (B, H / parts, T, D)."""
+
+    @abstractmethod
+    def to_tokens(self, out_BTHD: torch.Tensor) -> torch.Tensor:
+        """This process's heads of all tokens → all heads of this process's tokens, (B, T / parts, H, D)."""
 
 
 def takes_flash(query: torch.Tensor, capability: tuple[int, int]) -> bool:
@@ -207,6 +224,50 @@ def _by_scores(
     return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
 
 
+class _LocalHeads:
+    """An attention module whose heads share keys and values in groups of another size."""
+
+    def __init__(self, module: torch.nn.Module, groups: int):
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _exchanging(attention: Kernel) -> Kernel:
+    """Attention that computes this process's heads of complete rows where their tokens are divided."""
+
+    def exchanged(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        exchange: TokenExchange | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if _parts > 1:
+            _got_rows.append(exchange is not None)
+        if exchange is None:
+            return attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+        groups = query.shape[1] // key.shape[1]
+        # The fewest copies of key/value heads that can be divided.
+        copies = next(n for n in range(1, groups + 1) if groups % n == 0 and key.shape[1] * n % exchange.parts == 0)
+        if copies > 1:
+            module = _LocalHeads(module, groups // copies)
+        query, key, value = (
+            exchange.to_heads(heads) for heads in (query, repeat_kv(key, copies), repeat_kv(value, copies))
+        )
+        if s_aux is not None:
+            s_aux = s_aux.chunk(exchange.parts)[exchange.index]
+        out, _ = attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
+        return exchange.to_tokens(out), None
+
+    return exchanged
+
+
 def _capability(query: torch.Tensor) -> tuple[int, int] | None:
     """Compute capability of the GPU that a query is on or traced for; None on a CPU."""
     if query.device.type == "cuda":
@@ -239,46 +300,54 @@ def _all_rows_at_once(
     return out_THD[None, :, :, :D]  # type: ignore[call-overload]
 
 
-def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for plain causal attention, else transformers' mask.
+def _mask(
+    *, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """None for plain causal attention, else transformers' mask, of complete rows where their tokens are divided.
 
     transformers would read tensor values to decide, which fake tensors do not have; deciding from the arguments gives
     real and fake tensors the same mask. BioGPT makes a mask of ones if it gets none; that mask is ignored.
     """
-    window = kwargs.get("local_size")
+    window, q_length, kv_length = kwargs.get("local_size"), q_length * _parts, kv_length * _parts
     if _without_mask:
         attention_mask = None
     if attention_mask is None and (_rows_are_joined or window is None or kv_length < window):
         return None
-    return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
 _without_mask = _rows_are_joined = False
-_got_rows: list[bool] = []  # Whether each call of attention in the forward of joined rows got them.
+_parts = 1  # Processes among which the forward's rows are divided.
+_got_rows: list[bool] = []  # Whether each call of attention in the forward of joined or divided rows got them.
 
 
 def rows_reached_attention() -> bool:
-    """Whether no call of attention in the last forward was without the joined rows."""
+    """Whether no call of attention in the last forward was without the joined rows, or the exchange of divided ones."""
     return all(_got_rows)
 
 
 @contextmanager
-def joined_forward(joined_rows: JoinedRows | None) -> Iterator[dict[str, Any]]:
-    """A context for a decoder's forward without a mask; yields the arguments for joined rows.
+def maskless_forward(
+    joined_rows: JoinedRows | None, positions_BT: torch.Tensor | None = None, exchange: TokenExchange | None = None
+) -> Iterator[dict[str, Any]]:
+    """A context for a decoder's forward without a mask; yields the arguments for joined rows, and for divided ones.
 
-    Rows are an argument, so that recomputation in backward gets them again. Masks are made at the start of the forward,
-    which gets no argument of ours, so a global flag prevents them. transformers would first search the positions for
-    joined rows, and wait for the GPU to see whether there are any.
+    `positions_BT` are those of this process's tokens, with an `exchange`. Rows and exchange are arguments, so that
+    recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of
+    ours, so global flags decide them. transformers would first search the positions for joined rows, and wait for the
+    GPU to see whether there are any.
     """
-    global _without_mask, _rows_are_joined
+    global _without_mask, _rows_are_joined, _parts
     _without_mask, _rows_are_joined = True, joined_rows is not None
+    _parts = 1 if exchange is None else exchange.parts
     _got_rows.clear()
     search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_joined_rows
     try:
-        yield {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
+        rows = {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
+        yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
     finally:
         masking_utils.find_packed_sequence_indices = search
-        _without_mask = _rows_are_joined = False
+        _without_mask, _rows_are_joined, _parts = False, False, 1
 
 
 def _no_joined_rows(position_ids: torch.Tensor) -> None:
@@ -303,5 +372,5 @@ for name, function in {
     EAGER_ATTENTION: _eager_attention,
     FLASH_ATTENTION: _flash_attention,
 }.items():
-    AttentionInterface.register(name, function)
+    AttentionInterface.register(name, _exchanging(function))
     AttentionMaskInterface.register(name, _mask)

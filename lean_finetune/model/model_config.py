@@ -280,6 +280,32 @@ def rows_see_each_other(name: str) -> UserError:
     return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
 
 
+def tokens_seen_outside_attention(name: str) -> UserError:
+    """The refusal of divided rows in a family."""
+    return UserError(
+        "train.context_parallel: needs a model whose tokens see each other in attention alone, at positions that it is "
+        f"given; {name} does not work so; set train.context_parallel=1"
+    )
+
+
+def refuse_divided_rows(config: PretrainedConfig, parts: int) -> None:
+    """Refuse to divide the tokens of rows among `parts` processes if attention cannot be divided by heads.
+
+    Raises:
+        UserError: naming what the model has, and the remedy.
+    """
+    if parts == 1:
+        return
+    if not has_attention(config) or row_loop(config) != "none" or computes_own_attention(config):
+        raise tokens_seen_outside_attention(config.model_type)
+    for heads in layer_settings(config, "num_attention_heads"):
+        if heads % parts:
+            raise UserError(
+                "train.context_parallel: must divide the model's attention heads, of which each GPU computes a part; "
+                f"got {parts} for {heads}; set it to a divisor"
+            )
+
+
 def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     """Refuse to join rows if attention within a row is more than plain causal attention.
 

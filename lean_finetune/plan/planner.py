@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
@@ -9,6 +10,11 @@ from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.row_index import RowIndex, source_weights
+
+
+def pad_multiple(p: Params) -> int:
+    """Padded lengths are multiples of this: of bucket.pad_multiple and of the GPUs that divide each row's tokens."""
+    return lcm(p.bucket.pad_multiple, ParallelLayout.from_params(p).context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +33,9 @@ class PlanSettings:
         """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
         bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
-            micro_batches=MicroBatchSettings(**bucket, ranks=ParallelLayout.from_params(p).data),
+            micro_batches=MicroBatchSettings(
+                **bucket | {"pad_multiple": pad_multiple(p)}, ranks=ParallelLayout.from_params(p).data
+            ),
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,

@@ -4,12 +4,13 @@ Shape legend: B rows of the micro-batch (1 if they are joined), T padded length 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention import JoinedRows
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
@@ -37,7 +38,11 @@ class Batch:
     supervised_index_N: torch.Tensor
     """int64: flat positions b * T + t whose target is not IGNORED, ascending."""
     joined_rows: JoinedRows | None
-    """The rows of a joined sequence; None if rows are padded one by one."""
+    """The rows of a joined sequence; None if rows are padded one by one. Complete ones where rows are divided."""
+    positions_BT: torch.Tensor | None = None
+    """int64 of shape (1, T): positions of a process's part of divided rows; None if rows are complete."""
+    idle: bool = False
+    """Padding for a process without work."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -47,7 +52,22 @@ class Batch:
             targets_BT=self.targets_BT.to(device, non_blocking=pinned),
             supervised_index_N=self.supervised_index_N.to(device, non_blocking=pinned),
             joined_rows=None if self.joined_rows is None else self.joined_rows.to(device, non_blocking=pinned),
+            positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
+            idle=self.idle,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPart:
+    """Which part of every row's tokens a process has: number `index` of `parts` of equal size, in order."""
+
+    index: int
+    parts: int
+
+
+def token_part(layout: ParallelLayout, rank: int) -> TokenPart | None:
+    """The part that a process has; None = all tokens."""
+    return TokenPart(index=layout.coordinates(rank).context, parts=layout.context) if layout.context > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,21 +173,62 @@ IDLE_TOKENS = 8
 """Length of the padding row of a process without work: the shortest that suits every kernel."""
 
 
-def idle_batch(pad_id: int) -> Batch:
+def idle_batch(pad_id: int, part: TokenPart | None = None) -> Batch:
     """One row of padding without targets, for a process without work: its loss is 0, and its collectives match."""
+    first = 0 if part is None else part.index * IDLE_TOKENS
     return Batch(
         input_ids_BT=torch.full((1, IDLE_TOKENS), pad_id, dtype=torch.int64),
         targets_BT=torch.full((1, IDLE_TOKENS), IGNORED, dtype=torch.int64),
         supervised_index_N=torch.empty(0, dtype=torch.int64),
         joined_rows=None,
+        positions_BT=None if part is None else torch.arange(first, first + IDLE_TOKENS)[None],
+        idle=True,
     )
 
 
-def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_memory: bool = False) -> Batch:
-    """The tensors of a planned micro-batch; raises UserError if the plan was made for other tokens."""
+def part_of(batch: Batch, part: TokenPart, *, pin_memory: bool = False) -> Batch:
+    """A process's part of a batch in host memory, whose length is a multiple of `part.parts`."""
+    T = batch.input_ids_BT.shape[1]
+    t = T // part.parts
+    assert t * part.parts == T
+    first = part.index * t
+
+    def own(tensor_BT: torch.Tensor) -> torch.Tensor:
+        return placed(np.ascontiguousarray(tensor_BT.numpy()[:, first : first + t]))
+
+    def placed(values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if pin_memory else tensor
+
+    row_N, position_N = np.divmod(batch.supervised_index_N.numpy(), T)
+    mine_N = position_N // t == part.index
+    joined = batch.joined_rows
+    positions_BT = own(torch.arange(T)[None] if joined is None else joined.positions_BT)
+    return Batch(
+        input_ids_BT=own(batch.input_ids_BT),
+        targets_BT=own(batch.targets_BT),
+        supervised_index_N=placed((row_N * t + position_N - first)[mine_N]),
+        joined_rows=None if joined is None else replace(joined, positions_BT=positions_BT),
+        positions_BT=positions_BT,
+    )
+
+
+def read_batch(
+    tokens: TokenRows,
+    micro_batch: MicroBatch,
+    pad_id: int,
+    *,
+    pin_memory: bool = False,
+    part: TokenPart | None = None,
+) -> Batch:
+    """The tensors of a planned micro-batch, or a part of its tokens.
+
+    Raises:
+        UserError: the plan was made for other tokens.
+    """
     rows = micro_batch.rows
     if not len(rows):
-        return idle_batch(pad_id)
+        return idle_batch(pad_id, part)
     fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
     if fits:
         needed = tokens.lengths[rows].sum() if micro_batch.flat else tokens.lengths[rows].max()
@@ -177,7 +238,9 @@ def read_batch(tokens: TokenRows, micro_batch: MicroBatch, pad_id: int, *, pin_m
             f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "
             "tokens; run `dvc repro bucket`"
         )
-    return collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_memory)
+    pin_complete = pin_memory and part is None
+    batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
+    return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
 def refuse_other_ranks(plan: Plan, ranks: int) -> None:
@@ -206,19 +269,26 @@ def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
     )
 
 
-def empty_batch(shape: BatchShape, device: torch.device | str) -> Batch:
-    """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode."""
+def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -> Batch:
+    """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode.
+
+    With several `parts`, those of a process that has a part of its tokens, with as many trained ones as there can be.
+    """
+    length = -(-shape.length // parts)
 
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    joined = None
+    joined, positions_BT = None, empty(1, length) if parts > 1 or shape.joined_lengths is not None else None
     if shape.joined_lengths is not None:
-        offsets = empty(len(shape.joined_lengths) + 1, dtype=torch.int32)
-        joined = JoinedRows(lengths=shape.joined_lengths, offsets=offsets, positions_BT=empty(1, shape.length))
+        assert positions_BT is not None
+        lengths = joined_lengths(shape.joined_lengths, length * parts)
+        offsets = empty(len(lengths) + 1, dtype=torch.int32)
+        joined = JoinedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
     return Batch(
-        input_ids_BT=empty(shape.rows, shape.length),
-        targets_BT=empty(shape.rows, shape.length),
-        supervised_index_N=empty(shape.supervised),
+        input_ids_BT=empty(shape.rows, length),
+        targets_BT=empty(shape.rows, length),
+        supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         joined_rows=joined,
+        positions_BT=positions_BT if parts > 1 else None,
     )

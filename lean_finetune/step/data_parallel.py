@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.model.attention import TokenExchange
 
 Result = TypeVar("Result")
 
@@ -43,6 +44,8 @@ class DataParallelModel:
         self.model, self.rank, self.size = model, rank, size
         self.layout = layout or ParallelLayout(data=size)
         self.place = self.layout.coordinates(rank)
+        self.exchange: TokenExchange | None = None
+        """Of processes that have a part of each row's tokens; None if rows are complete."""
         self.owned = model
         """A module whose trained parameters are those that this process updates."""
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention import JoinedRows, joined_forward, rows_reached_attention
+from lean_finetune.model.attention import JoinedRows, TokenExchange, maskless_forward, rows_reached_attention
 from lean_finetune.model.experts.router import balancing_loss
 from lean_finetune.model.language_part import left_out
-from lean_finetune.model.model_config import UNPACKED, rows_see_each_other
+from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 from lean_finetune.step.head_loss import Head, summed_head_loss
@@ -41,28 +41,43 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def decoder_hidden(
-    lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None = None
+    lm: PreTrainedModel,
+    input_ids_BT: torch.Tensor,
+    joined_rows: JoinedRows | None = None,
+    positions_BT: torch.Tensor | None = None,
+    exchange: TokenExchange | None = None,
 ) -> torch.Tensor:
-    """The last hidden states (B, T, D), computed without a mask and without a KV cache."""
-    return _decoder_output(lm, input_ids_BT, joined_rows).last_hidden_state
+    """The last hidden states (B, T, D), computed without a mask and without a KV cache.
+
+    With an `exchange`, those of this process's part of the rows' tokens, which are at `positions_BT`.
+    """
+    return _decoder_output(lm, input_ids_BT, joined_rows, positions_BT, exchange).last_hidden_state
 
 
 def _decoder_output(
-    lm: PreTrainedModel, input_ids_BT: torch.Tensor, joined_rows: JoinedRows | None, **more: bool
+    lm: PreTrainedModel,
+    input_ids_BT: torch.Tensor,
+    joined_rows: JoinedRows | None,
+    positions_BT: torch.Tensor | None,
+    exchange: TokenExchange | None,
+    **more: bool,
 ) -> Any:
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
 
     Raises:
-        UserError: the family's code takes no positions, or does not pass the joined rows on to its attention.
+        UserError: the family's code takes no positions, or does not pass the joined rows, or the exchange of divided
+            ones, on to its attention.
     """
-    decoder = lm.get_decoder()
-    if joined_rows is not None and "position_ids" not in inspect.signature(decoder.forward).parameters:
-        name = lm.config.model_type
+    decoder, name = lm.get_decoder(), lm.config.model_type
+    takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+    if exchange is not None and not takes_positions:
+        raise tokens_seen_outside_attention(name)
+    if joined_rows is not None and not takes_positions:
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
-    with joined_forward(joined_rows) as arguments:
+    with maskless_forward(joined_rows, positions_BT, exchange) as arguments:
         output = decoder(input_ids=input_ids_BT, use_cache=False, **arguments, **more)
-    if joined_rows is not None and not rows_reached_attention():
-        raise rows_see_each_other(lm.config.model_type)
+    if not rows_reached_attention():
+        raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
     return output
 
 
@@ -73,6 +88,7 @@ def summed_loss(
     offload: ActivationOffload | None = None,
     router_aux_loss: float = 0.0,
     divisor: float = 1.0,
+    exchange: TokenExchange | None = None,
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
@@ -82,11 +98,12 @@ def summed_loss(
         offload: takes what the decoder saves for backward.
         router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
         divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
+        exchange: with a batch that is a part of the rows' tokens. The result is that of the part's tokens.
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
-        output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, **more)
+        output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, batch.positions_BT, exchange, **more)
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
     loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
@@ -181,6 +198,23 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
     exact = UNSEEN if lm.dtype == torch.float32 else OTHER_ORDER
     if not _close(behind, alone, exact) or not _close(behind, behind_another, UNSEEN):
         raise rows_see_each_other(lm.config.model_type)
+
+
+@torch.no_grad()
+def check_divided_rows(model: nn.Module, exchange: TokenExchange, device: torch.device) -> None:
+    """Raise UserError if a process's part of a row's tokens gets other logits than in the complete row."""
+    lm = causal_lm(model)
+    training = lm.training
+    lm.eval()
+    tokens = PROBE_TOKENS * exchange.parts
+    row = torch.arange(tokens, device=device)[None] % lm.config.get_text_config().vocab_size
+    positions = torch.arange(tokens, device=device)[None]
+    own = slice(PROBE_TOKENS * exchange.index, PROBE_TOKENS * (exchange.index + 1))
+    complete = head_logits(lm, decoder_hidden(lm, row)[:, own])
+    part = head_logits(lm, decoder_hidden(lm, row[:, own], None, positions[:, own], exchange))
+    lm.train(training)
+    if not _close(complete, part, UNSEEN if lm.dtype == torch.float32 else OTHER_ORDER):
+        raise tokens_seen_outside_attention(lm.config.model_type)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, share: float = OTHER_ORDER) -> bool:

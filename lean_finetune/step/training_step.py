@@ -92,8 +92,9 @@ def training_step(
             offload=offload,
             router_aux_loss=model_spec.router_aux_loss,
             divisor=supervised_tokens / loss_scale,
+            exchange=parallel.exchange,
         )
-        counting = counting_rows(idle=not len(batch.supervised_index_N))
+        counting = counting_rows(idle=batch.idle)
         with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
             loss = parallel.run(compute)
         del batch, compute

@@ -18,12 +18,12 @@ from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.merge.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import other_layers, read_config
+from lean_finetune.model.model_config import other_layers, read_config, refuse_divided_rows
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
-from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens
+from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.optimizers import paging_note
 from lean_finetune.step.run_optimizer import OptimSpec
@@ -106,6 +106,8 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     if world.local_rank == 0:  # All processes of a node read the same files.
         verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, paths)
+    layout = ParallelLayout.from_params(params)
+    refuse_divided_rows(config, layout.context)
     lr, lr_note = _lr(params, config, spec)
     predicted = read_json(paths.estimate)
     return TrainJob(
@@ -131,6 +133,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         progress=params.run.progress and world.is_first,
         world=world,
         sharing=ShardSpec.from_params(params),
+        part=token_part(layout, world.rank),
         settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads, "train.lr": lr},
         predicted_peak_bytes=predicted["peak_bytes_predicted"],
         predicted_duration=predicted["duration"],

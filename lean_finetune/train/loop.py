@@ -12,7 +12,7 @@ import torch
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.loss import check_head, check_joined_rows
+from lean_finetune.step.loss import check_divided_rows, check_head, check_joined_rows
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import StepResult, training_step
@@ -107,6 +107,7 @@ class Trainer:
             pad_id=job.pad_id,
             pin_memory=job.device.type == "cuda",
             threads=job.loader_threads,
+            part=job.part,
         )
         with closing(stream), ExitStack() as first_window:
             if self.checkpoints.measures_load:
@@ -139,6 +140,8 @@ class Trainer:
                 parallel.run(partial(check_head, device=job.device))
                 if job.plan.flat:
                     parallel.run(partial(check_joined_rows, device=job.device))
+                if parallel.exchange is not None:
+                    parallel.run(partial(check_divided_rows, exchange=parallel.exchange, device=job.device))
             if job.compiled:
                 compile_layers(parallel.model, scratch_root().parent / "compiled")
             optimizer = build_optimizer(parallel.owned, job.optim_spec)
@@ -245,12 +248,12 @@ class Trainer:
         job = self.job
         budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
         pinned = job.device.type == "cuda"
-        batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id, pin_memory=pinned)
+        batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id, pin_memory=pinned, part=job.part)
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
         chunk = job.step_spec.loss_chunk or budget
         # Held-out losses would compile each layer a second time, without gradients.
         with torch.compiler.set_stance("force_eager") if job.compiled else nullcontext():
-            loss = heldout_loss(run.parallel, batches, job.pad_id, job.model_spec, chunk, job.device)
+            loss = heldout_loss(run.parallel, batches, job.pad_id, job.model_spec, chunk, job.device, job.part)
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

@@ -31,7 +31,7 @@ TRAINING = "lean_finetune.train.train_run"
 """The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
-SHARING = ("sharding", "shard_group_gpus")
+SHARING = ("sharding", "shard_group_gpus", "context_parallel")
 MISSING = "missing"
 MOST_NAMES, MOST_DIGITS = 5, 12
 """In a message: number of names, and digits of a hash."""

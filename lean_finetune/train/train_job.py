@@ -15,6 +15,7 @@ from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload
+from lean_finetune.step.batches import TokenPart
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
@@ -51,6 +52,8 @@ class TrainJob:
     world: World = SINGLE_PROCESS
     sharing: ShardSpec = ShardSpec(mode="none")
     """How the processes of `world` share the model."""
+    part: TokenPart | None = None
+    """This process's part of each row's tokens; None = all of them."""
     settings: Settings = field(default_factory=dict)
     """Parameters of the run by dotted name, for callbacks and advice."""
     predicted_peak_bytes: int | None = None

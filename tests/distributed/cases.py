@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.core.units import round_up
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
-from lean_finetune.step.batches import Batch, collate, idle_batch
+from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
@@ -19,6 +21,8 @@ from lean_finetune.step.training_step import StepSpec, training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 
+MOST_PARTS = 4
+"""Lengths are multiples of this, so that rows that are divided have as much padding as those that are not."""
 PLAIN = {"name": "adamw", "lr": 2e-3, "weight_decay": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
 
 
@@ -30,6 +34,8 @@ class Case:
     """Of the model."""
     mode: str = "ddp"
     group_gpus: int | None = None
+    context: int = 1
+    """Processes that divide each row's tokens."""
     sizes: tuple[int, ...] = (8,)
     """Rows of each micro-batch of a step, eight together."""
     flat: bool = False
@@ -66,30 +72,38 @@ class CountingStore(DiskStore):
         return super().put(values)
 
 
-def divided(case: Case, world: World) -> tuple[list[Batch], int]:
+def divided(case: Case, layout: ParallelLayout, rank: int) -> tuple[list[Batch], int]:
     """The micro-batches of one process, and the trained tokens of all processes."""
-    batches, start = [], 0
+    batches, start, part = [], 0, token_part(layout, rank)
     for size in case.sizes:
         group = rows()[start : start + size]
         lengths = [len(ids) for ids, _ in group]
-        batches.append(collate(group, sum(lengths) + 3 if case.flat else max(lengths), 0, flat=case.flat))
+        length = round_up(sum(lengths) + 3 if case.flat else max(lengths), MOST_PARTS)
+        batches.append(collate(group, length, 0, flat=case.flat))
         start += size
     supervised = sum(len(batch.supervised_index_N) for batch in batches)
-    batches += [idle_batch(0)] * (-len(batches) % world.size)
-    return batches[world.rank :: world.size], supervised
+    own = batches if part is None else [part_of(batch, part) for batch in batches]
+    own += [idle_batch(0, part)] * (-len(own) % layout.data)
+    return own[layout.coordinates(rank).data :: layout.data], supervised
 
 
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
     offload_weights = case.optim.get("offload") == "parameters"
-    sharing = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, offload_weights=offload_weights)  # type: ignore[arg-type]
+    layout = ParallelLayout(data=world.size // case.context, context=case.context)
+    sharing = ShardSpec(
+        mode=case.mode,  # type: ignore[arg-type]
+        group_gpus=case.group_gpus,
+        offload_weights=offload_weights,
+        layout=layout,
+    )
     parallel = load_parallel(Path(case.directory), model_spec, world, sharing, CPU)
     optimizer = build_optimizer(parallel.owned, OptimSpec(**{**PLAIN, **case.optim}))
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
-    batches, supervised = divided(case, world)
+    batches, supervised = divided(case, layout, world.rank)
     results = [
         training_step(
             parallel.owned,

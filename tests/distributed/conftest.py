@@ -1,20 +1,24 @@
 """Groups of processes, and a workspace in which train runs on several processes."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lean_finetune.distributed.processes import SINGLE_PROCESS
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.conftest import ROOT
+from tests.distributed.cases import Case, learn
 from tests.distributed.group import Group, group_of
 from tests.workspace import invoke, lay_out, write_verdict
 
 ROWS = 120
+Single = Callable[[Case], dict[str, Any]]
 
 
 @pytest.fixture(scope="package")
@@ -22,6 +26,30 @@ def pair() -> Iterator[Group]:
     """Two processes."""
     with group_of(2) as group:
         yield group
+
+
+@pytest.fixture(scope="package")
+def four() -> Iterator[Group]:
+    """Four processes."""
+    with group_of(4) as group:
+        yield group
+
+
+@pytest.fixture(scope="package")
+def single() -> Single:
+    """Runs a case in this process; equal cases once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(case: Case) -> dict[str, Any]:
+        key = repr(case)
+        if key not in known:
+            outcome = learn(case, SINGLE_PROCESS)
+            weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
+            loads = {"expert_loads": outcome.expert_loads}
+            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights, **loads}
+        return known[key]
+
+    return of
 
 
 @pytest.fixture(autouse=True)

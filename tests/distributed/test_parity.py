@@ -1,6 +1,6 @@
 """A run shared by several processes learns what one process learns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,6 +13,7 @@ from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.cases import Case, learn
+from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
@@ -28,37 +29,11 @@ METHODS = ("full", "lora", "qlora")
 IDLE = (2, 1, 2, 2, 1)
 """Rows of five micro-batches: one of two processes, or three of four, have no work in the last turn."""
 
-Single = Callable[[Case], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    """Four processes."""
-    with group_of(4) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def single() -> Single:
-    """Runs a case in this process; equal cases once."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def of(case: Case) -> dict[str, Any]:
-        key = repr(case)
-        if key not in known:
-            outcome = learn(case, SINGLE_PROCESS)
-            weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
-            loads = {"expert_loads": outcome.expert_loads}
-            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights, **loads}
-        return known[key]
-
-    return of
-
 
 def plain_of(case: Case) -> Case:
     """The same learning in one process, without what saves memory."""
     model = {key: value for key, value in case.model.items() if "ckpt" not in key}
-    return replace(case, mode="none", sizes=(8,), flat=False, chunk=None, model=model, group_gpus=None)
+    return replace(case, mode="none", sizes=(8,), flat=False, chunk=None, model=model, group_gpus=None, context=1)
 
 
 def same_batches(case: Case) -> Case:

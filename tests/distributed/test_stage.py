@@ -71,6 +71,15 @@ def test_two_processes_write_what_one_writes(copy: Path, tiny_dir: Path):
     assert PeftModel.from_pretrained(base, str(copy / "data/tuned")).peft_config
 
 
+@pytest.mark.parametrize("mode", ["bucketed", "packed"])
+def test_processes_that_divide_each_row_write_what_one_writes(copy: Path, mode: str):
+    """Held-out rows, or rows of an odd length, of which a process has no part; a plan for as many rows as processes."""
+    alone = train_alone(copy, bucket__mode=mode)
+    planned(copy, 4, "zero3", train__context_parallel=2, bucket__mode=mode, bucket__pad_multiple=1)
+    assert run_module("stages.train", cwd=copy, check=True).stderr == ""
+    assert_same_learning(copy, alone)
+
+
 @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
 def test_two_processes_write_a_full_model(copy: Path, sharding: str):
     """Shards instead of weights in data/tuned."""

@@ -14,22 +14,24 @@ import torch.distributed as dist
 
 from benchmarks.estimate_cpu import make_code_books
 from benchmarks.specs import random_batch
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.batches import idle_batch
+from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
-from tests.memory.common import setting_of, shape
+from tests.memory.common import joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 
 STEPS: dict[str, TracedSteps] = {
     "one turn": ((shape(4, 96, 200),), (shape(6, 64, 300),)),
     "two turns": ((shape(4, 96, 200), shape(2, 128, 100)), (shape(6, 64, 300),)),
+    "joined": ((joined((96, 40, 24), 100), joined((64, 64, 32), 150)), (joined((80, 80), 80),)),
 }
 
 
@@ -43,7 +45,7 @@ def as_nccl() -> Iterator[None]:
     gloo makes copies and frees them in its own threads, which the profiler does not observe: its count would grow with
     every layer. Sums and broadcasts are in place; a pause lets those threads free their buffers.
     """
-    add, send = dist.all_reduce, dist.broadcast
+    add, send, swap = dist.all_reduce, dist.broadcast, dist.all_to_all_single
 
     def settled(work: Any) -> Any:
         work.wait()
@@ -68,11 +70,15 @@ def as_nccl() -> Iterator[None]:
         settled(add(input, op=op, group=group, async_op=True))
         output.copy_(input.chunk(group.size())[group.rank()])
 
+    def exchange(output: torch.Tensor, input: torch.Tensor, group: Any) -> None:
+        settled(swap(output, input, group=group, async_op=True))
+
     replaced = {
         "all_reduce": all_reduce,
         "broadcast": broadcast,
         "all_gather_single": gather,
         "reduce_scatter_single": scatter,
+        "all_to_all_single": exchange,
     }
     with ExitStack() as stack:
         for name, collective in replaced.items():
@@ -80,18 +86,34 @@ def as_nccl() -> Iterator[None]:
         yield
 
 
-def shared_setting(mode: str, gpus: int, steps: str, **changes: Any) -> Setting:
-    """A setting shared by some processes; `hsdp` in groups of two."""
-    spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+def shared_setting(mode: str, gpus: int, steps: str, context: int = 1, **changes: Any) -> Setting:
+    """A setting shared by some processes; `hsdp` in groups of two, each row by `context` of them."""
+    layout = ParallelLayout(data=gpus // context, context=context)
+    spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]
     return replace(
         setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, accumulates_gradients=len(STEPS[steps][0]) > 1)
     )
+
+
+def batch_of(shape: BatchShape, part: TokenPart | None) -> Batch:
+    """A random batch, or a part of one with as many trained tokens as there can be."""
+    if part is None:
+        return random_batch(shape, VOCABULARY)
+    length = shape.length // part.parts
+    trained = min(shape.supervised, shape.rows * length)
+    own = random_batch(replace(shape, length=length, supervised=trained, joined_lengths=None), VOCABULARY)
+    complete = random_batch(shape, VOCABULARY).joined_rows
+    positions = torch.arange(shape.length)[None] if complete is None else complete.positions_BT
+    positions = positions.chunk(part.parts, dim=1)[part.index].clone()
+    rows = None if complete is None else replace(complete, positions_BT=positions)
+    return replace(own, joined_rows=rows, positions_BT=positions)
 
 
 def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Load and train under the CPU's meter, as train does; peaks by phase."""
     sharing = setting.sharing
     assert sharing is not None
+    part = token_part(sharing.spec.layout_of(world), world.rank)
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
@@ -104,9 +126,9 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:
-                    yield random_batch(wanted, VOCABULARY)
+                    yield batch_of(wanted, part)
                 if idle:
-                    yield idle_batch(0)
+                    yield idle_batch(0, part)
 
             training_step(
                 parallel.model,

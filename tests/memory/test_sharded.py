@@ -40,7 +40,7 @@ def check(group: Group, size: int, directory: Path, mode: str, steps: str, **cha
 
 
 FAST = [("zero1", "lora"), ("zero3", "qlora")]
-ALL = list(product(MODES, ("full", "lora", "qlora"), STEPS))
+ALL = list(product(MODES, ("full", "lora", "qlora"), ("one turn", "two turns")))
 
 
 @pytest.mark.multiprocess
@@ -76,8 +76,20 @@ def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mo
 def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method):
     """Untraced buffers of reductions between groups."""
     with group_of(4) as four:
-        for steps in STEPS:
+        for steps in ("one turn", "two turns"):
             check(four, 4, small_llama, "hsdp", steps, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(
+    ("mode", "method", "ckpt"),
+    [("ddp", "full", False), ("zero1", "lora", True), ("zero2", "qlora", False), ("zero3", "qlora", True)],
+)
+def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Group, mode, method, ckpt, steps):
+    """Heads of complete rows counted as those of a part, or what is exchanged counted nowhere."""
+    check(pair, 2, small_llama, mode, steps, context=2, method=method, grad_ckpt=ckpt)
 
 
 DEEP = llama(num_hidden_layers=14)

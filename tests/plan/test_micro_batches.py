@@ -39,6 +39,18 @@ def test_settings_and_number_of_gpus_change_no_step(run):
     assert [step[0].epoch for step in plan.steps] == [epoch for epoch, _ in steps]
 
 
+@pytest.mark.parametrize("mode", ["bucketed", "packed"])
+def test_rows_of_a_million_tokens_are_padded_to_equal_parts_alone(mode):
+    """Long rows, divided among 6 GPUs of which two groups train: 32-bit sums, or padding to a power of two."""
+    index = index_of([1_000_001, 999_999, 7, 600_000])
+    planned = batch_settings_of(mode=mode, max_tokens=1_000_002, pad_multiple=6, ranks=2)
+    plan = plan_of(index, planned, tokens_per_step=3_000_000)
+    assert sorted(plan.rows.tolist()) == [0, 1, 2, 3] and not (plan.length % 6).any()
+    tokens = [index.lengths[batch.rows].sum() for batch in all_batches(plan)]
+    waste = plan.padded_tokens - tokens
+    assert plan.length.max() == 1_000_002 and waste.min() >= 0 and (mode != "packed" or waste.max() < 6)
+
+
 @SETTINGS
 @given(runs() | runs(RANKS))
 def test_a_micro_batch_has_room_for_its_rows_and_stays_within_max_tokens(run):

@@ -137,6 +137,7 @@ WITHOUT_ROW = {
     "expandable_segments": "of a GPU's allocator: no kernel sees it",
     "sharding": "of several GPUs: tests/distributed/test_parity.py",
     "shard_group_gpus": "of several GPUs: tests/distributed/test_parity.py",
+    "context_parallel": "of several GPUs: tests/distributed/test_layouts.py",
     **dict.fromkeys(
         ("lr", "weight_decay", "schedule", "warmup_fraction", "epochs", "tokens_per_step"), "what is learnt"
     ),

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import round_up
@@ -33,10 +34,12 @@ from lean_finetune.model.model_config import (
     attention_window,
     max_positions,
     read_config,
+    refuse_divided_rows,
     refuse_joined_rows,
     refuse_long_rows,
 )
 from lean_finetune.pinning.locate import find_model
+from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
@@ -192,13 +195,14 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
     Raises:
         UserError: rows are too long for the model, or it does not support packed rows.
     """
-    length = round_up(p.data.max_length, p.bucket.pad_multiple)
+    length, layout = round_up(p.data.max_length, pad_multiple(p)), ParallelLayout.from_params(p)
     refuse_long_rows(config, length)
+    refuse_divided_rows(config, layout.context)
     if p.bucket.mode == "packed":
         refuse_joined_rows(config, length)
     shape = full_batch(p.bucket.mode, length, max_tokens=p.bucket.max_tokens, fixed_rows=p.bucket.fixed_rows)
     tokens = shape.rows * shape.length
-    several = p.train.tokens_per_step > tokens * p.hardware.num_gpus
+    several = p.train.tokens_per_step > tokens * layout.data
     return Workload(
         config=config,
         setting=Setting.from_params(p, precision, accumulates_gradients=several),
@@ -207,7 +211,7 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
         longest=length,
-        tokens_per_step=max(p.train.tokens_per_step / p.hardware.num_gpus, length),
-        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / p.hardware.num_gpus)),
+        tokens_per_step=max(p.train.tokens_per_step / layout.data, length),
+        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / layout.data)),
         unpadded_tokens_per_step=p.train.tokens_per_step,
     )

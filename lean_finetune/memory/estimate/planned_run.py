@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
@@ -36,6 +37,7 @@ from lean_finetune.model.model_config import (
     attention_window,
     other_layers,
     read_config,
+    refuse_divided_rows,
     refuse_joined_rows,
     refuse_long_rows,
 )
@@ -121,6 +123,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     config = read_config(config_directory(read_json(model_lock)))
     longest = longest_row(plan, lengths)
     refuse_long_rows(config, longest)
+    refuse_divided_rows(config, ParallelLayout.from_params(p).context)
     if plan.flat:
         refuse_joined_rows(config, longest)
     refuse_compiled(p, device.kind, config)

@@ -22,6 +22,7 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.memory.trace.trace_errors import UNTRACEABLE
+from lean_finetune.model.attention import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
@@ -50,13 +51,14 @@ def peak_of_loss(
     setting: Setting,
     shape: BatchShape,
     target: Target,
-    loss: Callable[[nn.Module, Batch], torch.Tensor],
+    loss: Callable[[nn.Module, Batch, TokenExchange | None], torch.Tensor],
 ) -> Peak:
     """Peak of computing the loss of one batch in evaluation mode."""
 
     def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            parallel.run(lambda model: loss(model, empty_batch(shape, CPU)))
+            parts = parallel.layout.context
+            parallel.run(lambda model: loss(model, empty_batch(shape, CPU, parts), parallel.exchange))
 
     return _peak_of_use(config, setting, target, use)
 

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from lean_finetune.core.units import readable_size
@@ -36,9 +37,10 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
+from lean_finetune.model.attention import TokenExchange
 from lean_finetune.model.files.quantized_checkpoint import stored_format, without_quantisation
 from lean_finetune.model.files.quantized_weights import UNPACKED
-from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 
@@ -154,7 +156,11 @@ def _heldout(
     """Peak of held-out losses during training."""
     shape = around.in_training
     chunk = setting.loss_chunk or shape.rows * shape.length  # As in the training loop.
-    loss = peak_of_loss(config, setting, shape, target, lambda model, batch: summed_loss(model, batch, chunk))
+
+    def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
+        return summed_loss(model, batch, chunk, exchange=exchange)
+
+    loss = peak_of_loss(config, setting, shape, target, loss_of)
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 
@@ -171,9 +177,11 @@ def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases,
 def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
     plain = replace(setting, model=replace(setting.model, attention="auto"))  # As in stage evaluate.
-    loss = peak_of_loss(
-        config, plain, around.evaluation, target, lambda model, batch: token_losses(model, batch, around.logits_chunk)
-    )
+
+    def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
+        return token_losses(model, batch, around.logits_chunk)
+
+    loss = peak_of_loss(config, plain, around.evaluation, target, loss_of)
     answers = [peak_of_answers(config, plain, shape, target) for shape in around.generation]
     return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 

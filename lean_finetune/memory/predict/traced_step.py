@@ -19,7 +19,7 @@ from lean_finetune.memory.trace.static_state import register_rng_states, registe
 from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.batches import Batch, empty_batch, idle_batch
+from lean_finetune.step.batches import Batch, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -77,18 +77,19 @@ def _run_steps(
     offload = None if setting.offload_activations == "none" else ActivationOffload(store)
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and model.autocast_dtype is not None
+    parts = 1 if setting.sharing is None else setting.sharing.context
     accumulates_gradients = setting.sharing is not None and setting.sharing.accumulates_gradients
 
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU)
+            yield empty_batch(shape, CPU, parts)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.
         if accumulates_gradients and len(steps[step]) == 1:
-            yield idle_batch(0)
+            yield idle_batch(0, TokenPart(index=0, parts=parts) if parts > 1 else None)
 
     with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):

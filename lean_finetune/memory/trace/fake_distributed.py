@@ -26,7 +26,7 @@ from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, replicated
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
+from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_spec import ModelSpec
@@ -67,6 +67,11 @@ class Sharing:
         if self.spec.mode == "zero1":
             return self.gpus if category == OPTIMIZER else 1
         return self.holders if category in SHARDED else 1
+
+    @property
+    def context(self) -> int:
+        """Number of GPUs that divide each row's tokens."""
+        return self.spec.layout.context if self.spec.layout else 1
 
     @property
     def holders(self) -> int:
@@ -119,6 +124,7 @@ def shared(
                     parallel = make_parallel(model, world, sharing.spec, device)
                 else:
                     parallel = _ShallowOwner(model, world, device, sharing.owned, trace)
+                    parallel.exchange = make_exchange(sharing.spec.layout_of(world), None)
             yield parallel
     finally:
         dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torch import nn
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batch_loader import load, own_micro_batches
-from lean_finetune.step.batches import Batch
+from lean_finetune.step.batches import Batch, TokenPart
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.oom.oom_errors import is_out_of_memory
 from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition
@@ -31,11 +31,22 @@ class BatchStream:
     """The batches of one process, step by step in order. Close it to end its reader threads."""
 
     def __init__(
-        self, rows: TokenRows, plan: Plan, *, start_step: int, rank: int, pad_id: int, pin_memory: bool, threads: int
+        self,
+        rows: TokenRows,
+        plan: Plan,
+        *,
+        start_step: int,
+        rank: int,
+        pad_id: int,
+        pin_memory: bool,
+        threads: int,
+        part: TokenPart | None = None,
     ):
         """Start reading ahead at a step; arguments as `load`."""
         self._rows, self._plan, self._rank = rows, plan, rank
-        self._load = partial(load, rows, plan, rank=rank, pad_id=pad_id, pin_memory=pin_memory, threads=threads)
+        self._load = partial(
+            load, rows, plan, rank=rank, pad_id=pad_id, pin_memory=pin_memory, threads=threads, part=part
+        )
         self._batches: Generator[Batch] = self._load(start_step=start_step)
         self._max_tokens: int | None = None
 
