@@ -107,6 +107,14 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.offload=optimizer; train.optimizer=paged_adamw_8bit",
             "train.optimizer: a paged optimizer .*; use adamw_8bit, or train.offload=none",
         ),
+        (
+            "train.offload_to=disk",
+            "train.offload_to: has an effect only with train.offload=optimizer or parameters; got",
+        ),
+        (
+            "train.offload=optimizer; train.offload_to=disk; train.optimizer=adafactor",
+            "train.offload_to: disk .* but adafactor needs sums over a tensor .*; use cpu, or ",
+        ),
         ("train.offload=parameters", "train.offload: .*got parameters with train.sharding=none; .*, or use optimizer$"),
         (f"{IN_BACKWARD}; hardware.num_gpus=2", "train.optimizer_in_backward: .*num_gpus=2; set .*=false, or"),
         (IN_BACKWARD, "train.optimizer_in_backward: .*=qlora; .* use train.method=full"),

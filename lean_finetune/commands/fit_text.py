@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lean_finetune.core.labelled_text import COLUMNS, bar_line, labelled
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import readable_size, readable_time
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy
@@ -86,6 +86,12 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
         per_gpu = " on each GPU, less where GPUs wait for each other" if p.hardware.num_gpus > 1 else ""
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
+    if p.train.offload_to == "disk" and (parts := run.step_seconds) is not None:
+        by_time = sorted(parts.items(), key=lambda item: -item[1])
+        slowest = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in by_time if seconds >= 0.1)
+        yield labelled("step", f"{readable_time(sum(parts.values()))} by the data sheet: {slowest}")
+        rate = f"{p.hardware.disk_gb_per_second:g} GB/s (hardware.disk_gb_per_second)"
+        yield labelled("disk", f"a step reads and writes all of its state, at {rate}")
     yield labelled("attention", run.attention)
     load_bytes = run.load_bytes(prediction)
     if (weights := format_text(run.config)) is not None:

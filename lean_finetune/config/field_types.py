@@ -9,6 +9,7 @@ QuantType = Literal["nf4", "fp4"]
 AttentionName = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex"]
 OffloadActivations = Literal["none", "cpu", "disk"]
 OffloadState = Literal["none", "optimizer", "parameters"]
+OffloadTo = Literal["cpu", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str

@@ -48,6 +48,11 @@ class OptimizerEntry:
         return sum(self.state.values())
 
     @property
+    def updates_by_value(self) -> bool:
+        """Whether a part of a tensor can be updated alone, with its own part of each state tensor."""
+        return not self.factored and not self.foreach and all(count == 1 for count in self.state.values())
+
+    @property
     def has_state(self) -> bool:
         """Whether it has any state."""
         return bool(self.state) or self.factored

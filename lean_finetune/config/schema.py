@@ -41,6 +41,8 @@ class Hardware(Section):
     """`auto`, the name of a known GPU, or a size such as `24GiB`."""
     num_gpus: PositiveInt
     """GPUs that share every optimizer step. Each gets an equal share of its micro-batches."""
+    disk_gb_per_second: PositiveFloat
+    """Rate at which scratch/ is read and written (GB = 1e9 bytes), for the predicted time of what is on disk."""
 
 
 class Estimate(Section):
@@ -94,6 +96,8 @@ class Run(Section):
     """What train does when a step runs out of memory: stop, or split the step's micro-batches and repeat it."""
     memory_snapshot: MemorySnapshot
     """When train writes the history of CUDA's allocator: never | when memory runs out | also after the first steps."""
+    offload_buffer_mib: Annotated[int, Field(ge=64)]
+    """Host memory that optimizer state on disk passes through (train.offload_to=disk), for each GPU."""
     loader_threads: Annotated[int, Field(ge=0)]
     """Threads that read batches ahead of training. 0 reads them in the training thread. The batches are the same."""
     checkpoint_seconds: PositiveFloat | None

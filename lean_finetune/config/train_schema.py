@@ -15,6 +15,7 @@ from lean_finetune.config.field_types import (
     Method,
     OffloadActivations,
     OffloadState,
+    OffloadTo,
     QuantType,
     Router,
     Sharding,
@@ -101,6 +102,8 @@ class Train(Section):
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState
     """Move to host memory: nothing, the optimizer and its update, or also weights and gradients."""
+    offload_to: OffloadTo
+    """Where offloaded master weights and optimizer state are: in host memory, or in a file in scratch/."""
     optimizer_in_backward: bool
     """Method full, steps of one micro-batch: update each weight in the backward pass and free its gradient."""
     sharding: Sharding
@@ -179,6 +182,13 @@ TRAIN_RULES = [
             "a paged optimizer moves its state to the host itself; got {train.optimizer} with "
             f"train.offload={{train.offload}}; use {_optimizer(p).use_instead}, or train.offload=none"
         ),
+    ),
+    needs("train.offload_to", "cpu", "train.offload", "optimizer", "parameters"),
+    Rule(
+        "train.offload_to",
+        lambda p: p.train.offload_to == "disk" and not _optimizer(p).updates_by_value,
+        "disk updates a tensor in parts, but {train.optimizer} needs sums over a tensor or stacks two moments in one; "
+        "got disk; use cpu, or train.optimizer=adamw_8bit",
     ),
     Rule(
         IN_BACKWARD,

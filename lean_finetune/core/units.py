@@ -22,6 +22,12 @@ def readable_size(count: int) -> str:
     return f"{count / divisor:.4g} {unit}"
 
 
+def readable_time(seconds: float) -> str:
+    """Seconds with two digits: `1.5 h`."""
+    size, unit = next((time for time in TIMES if seconds >= 2 * time[0]), TIMES[-1])
+    return f"{seconds / size:.2g} {unit}"
+
+
 def readable_times(low: float, high: float) -> str:
     """A range of seconds with two digits in one unit: `1.5 to 5.2 h`."""
     size, unit = next((time for time in TIMES if high >= 2 * time[0]), TIMES[-1])

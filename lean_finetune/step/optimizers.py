@@ -11,7 +11,7 @@ from torch import nn
 
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.step.master_weights import MasterWeights
+from lean_finetune.step.offload.master_weights import MasterWeights
 
 PAGED_VALUES = 100_000
 """Tensors with fewer values are not paged (bitsandbytes' get_state_buffer)."""

@@ -3,6 +3,8 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,8 +13,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lean_finetune.config.field_types import OffloadState, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.step.host_transfer import HostContext, HostTransfer
-from lean_finetune.step.master_weights import MasterWeights
+from lean_finetune.core.units import MIB
+from lean_finetune.step.offload.disk_weights import DiskMasterWeights
+from lean_finetune.step.offload.host_transfer import HostContext, HostTransfer
+from lean_finetune.step.offload.master_weights import MasterWeights
+from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.step.optimizers import make_optimizer, make_state
 
 if TYPE_CHECKING:
@@ -32,11 +37,14 @@ class OptimSpec:
     """Update fp32 copies of 16-bit weights."""
     offload: OffloadState = "none"
     """Whether state and update are on the host; with `parameters`, trained parameters are there already."""
+    disk: DiskPlace | None = None
+    """With offload: where master weights and state are on a disk instead of in host memory."""
 
     @classmethod
-    def from_params(cls, params: "Params", lr: float) -> "OptimSpec":
-        """Read the `train` section; `lr` is what train.lr means."""
+    def from_params(cls, params: "Params", lr: float, scratch: Path) -> "OptimSpec":
+        """Read the `train` section; `lr` is what train.lr means, a file of state is in `scratch`."""
         train = params.train
+        place = DiskPlace(directory=scratch, buffer_bytes=params.run.offload_buffer_mib * MIB)
         return cls(
             name=train.optimizer,
             lr=lr,
@@ -45,6 +53,7 @@ class OptimSpec:
             warmup_fraction=train.warmup_fraction,
             master_weights=train.master_weights,
             offload=train.offload,
+            disk=place if train.offload_to == "disk" else None,
         )
 
 
@@ -70,12 +79,16 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nu
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
             optimizer = make_optimizer(entry, given, spec.lr)
-        make_state(optimizer, entry)
+        if spec.disk is None:
+            make_state(optimizer, entry)
         return optimizer
 
+    dtype = torch.float32 if spec.master_weights else None
+    if spec.disk is not None:
+        state = partial(make_state, entry=entry)
+        return DiskMasterWeights(groups, spec.lr, build, dtype=dtype, make_state=state, entry=entry, place=spec.disk)
     if not spec.master_weights and spec.offload != "optimizer":
         return build(groups)
-    dtype = torch.float32 if spec.master_weights else None
     link = HostTransfer(trained, dtype, on_host) if spec.offload == "optimizer" else None
     return MasterWeights(groups, spec.lr, build, dtype=dtype, link=link)
 

@@ -29,7 +29,13 @@ from lean_finetune.step.optimizers import paging_note
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
-from lean_finetune.train.process.training_device import check_attention, check_device, check_host, check_offload
+from lean_finetune.train.process.training_device import (
+    check_attention,
+    check_device,
+    check_disk,
+    check_host,
+    check_offload,
+)
 from lean_finetune.train.train_job import TrainJob, measured_steps
 from lean_finetune.train.usual_lr import usual_lr
 
@@ -84,7 +90,9 @@ def prepare_device(
     refuse_unpredicted(params.train.compile, device.type, enforce=verdict["enforce"])
     check_device(device, spec, verdict, predicted, world.local_size)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
-    check_host(params.train.offload, device, predicted, params.train.sharding)
+    check_host(params.train.offload, device, predicted, params.train.sharding, params.train.offload_to)
+    if params.train.offload_to == "disk":
+        check_disk(predicted["disk_bytes_predicted"] * world.local_size, SCRATCH)
     for note in (segments, paging_note(params.train.optimizer, device)):
         if note is not None:
             notify(f"note: {note}")
@@ -117,7 +125,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         heldout=TokenRows(paths.tokens, "heldout"),
         pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
         model_spec=spec,
-        optim_spec=OptimSpec.from_params(params, lr),
+        optim_spec=OptimSpec.from_params(params, lr, SCRATCH),
         step_spec=StepSpec(
             loss_chunk=params.train.loss_chunk,
             max_grad_norm=params.train.max_grad_norm,

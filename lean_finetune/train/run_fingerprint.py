@@ -31,7 +31,8 @@ TRAINING = "lean_finetune.train.train_run"
 """The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
-SHARING = ("sharding", "shard_group_gpus", "context_parallel")
+SHARING = ("sharding", "shard_group_gpus", "context_parallel", "offload_to")
+"""Parameters of `train` that say where weights and state are."""
 MISSING = "missing"
 MOST_NAMES, MOST_DIGITS = 5, 12
 """In a message: number of names, and digits of a hash."""
@@ -39,7 +40,7 @@ MOST_NAMES, MOST_DIGITS = 5, 12
 Fingerprint = Mapping[str, Mapping[str, Any]]
 """Kind (parameters, data, model, code, device, threads, versions, sharing) → name → value or hash."""
 NOT_RESUMED = {"sharing"}
-"""Kinds that may change when a run is resumed: how GPUs share a step changes the result by rounding only."""
+"""Kinds that may change when a run is resumed: they change the result by rounding only, or not at all."""
 PER_PROCESS = {"device", "threads"}
 """Kinds that may differ between the processes of a run."""
 

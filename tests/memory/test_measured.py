@@ -11,14 +11,15 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.memory.predict.offloaded_states import host_lines
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.state_formulas import host_lines, model_shapes
+from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace import static_state
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.master_weights import MasterWeights
+from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.optimizers import device_state
 from tests.memory.common import CPU_TARGET, llama, setting_of
 

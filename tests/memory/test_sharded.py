@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.advice.switches import weights_on_host
+from lean_finetune.memory.predict.offloaded_states import closed_form
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.state_formulas import closed_form, model_shapes
+from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.predict.traced_step import trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.models.small import tiny_config
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.units import GIB
+from lean_finetune.memory.predict.offloaded_states import host_lines
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import (
-    host_lines,
     model_shapes,
     state_bytes,
     state_lines,
@@ -20,7 +20,7 @@ from lean_finetune.memory.predict.state_formulas import (
 from lean_finetune.model.load_model import fake_model, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.master_weights import MasterWeights
+from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, llama, setting_of, shape

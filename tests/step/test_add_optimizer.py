@@ -28,7 +28,7 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> OptimSpec:
     monkeypatch.setitem(OPTIMIZERS, "nesterov", MOMENTUM)
     values = YAML(typ="safe").load(ROOT / "params.yaml")
     values["train"] |= {"optimizer": "nesterov", "weight_decay": 0.0}
-    return OptimSpec.from_params(parse_params(values), lr=0.05)
+    return OptimSpec.from_params(parse_params(values), 0.05, Path("scratch"))
 
 
 def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec):

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step import host_transfer
-from lean_finetune.step.host_transfer import HostTransfer, refuse_offloaded_state
+from lean_finetune.step.offload import host_transfer
+from lean_finetune.step.offload.host_transfer import HostTransfer, refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -131,10 +131,10 @@ def test_a_second_micro_batch_cannot_update_in_backward(small_llama):
 
 def test_settings_that_cannot_take_effect_are_refused():
     """A switch accepted without an effect, or with another one."""
-    refuse_offloaded_state("none", "cpu")
-    refuse_offloaded_state("optimizer", "cuda")
+    refuse_offloaded_state("none", "cpu", "cpu")
+    refuse_offloaded_state("optimizer", "cpu", "cuda")
     with pytest.raises(UserError, match=r"^train\.offload: .*got optimizer where training runs on the CPU; use none$"):
-        refuse_offloaded_state("optimizer", "cpu")
+        refuse_offloaded_state("optimizer", "cpu", "cpu")
     refuse_in_backward(spec_of(method="full"), [1, 1, 1])
     with pytest.raises(
         UserError, match=r"^train\.optimizer_in_backward: .* step 1 has 3; lower train\.tokens_per_step"

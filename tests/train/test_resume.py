@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
+from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -176,3 +178,41 @@ def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: 
     interrupt(job, tmp_path / "checkpoints", stop_after=2)
     assert "the checkpoint of optimizer step 2 is kept" in (text := diverge(Breaking(tmp_path / "checkpoints")))
     assert "fails here again; changed parameters start at the first step" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_run_with_its_state_on_disk_goes_on_in_memory_and_the_reverse(small_llama, tmp_path: Path, optimizer: str):
+    """A checkpoint of state on disk that is stale, incomplete or named otherwise."""
+    moved = {"name": optimizer, "offload": "optimizer"}
+    place = DiskPlace(directory=tmp_path / "scratch", buffer_bytes=64 * 2**20)
+    in_memory = small_job(small_llama, tmp_path / "tokens", method="full", optim=moved)
+    on_disk = replace(in_memory, optim_spec=replace(in_memory.optim_spec, disk=place))
+    expected = finish(in_memory)
+    for number, (first, second) in enumerate([(on_disk, in_memory), (in_memory, on_disk), (on_disk, on_disk)]):
+        interrupt(first, tmp_path / str(number), stop_after=3)
+        found = finish(second, Breaking(tmp_path / str(number)))
+        assert (found.weights, found.curves) == (expected.weights, expected.curves)
+
+
+@pytest.mark.slow
+def test_a_disk_that_refuses_state_ends_the_run_with_what_is_kept(small_llama, tmp_path: Path, monkeypatch):
+    """A traceback from a thread, or a checkpoint of state that was half written."""
+    place = DiskPlace(directory=tmp_path / "scratch", buffer_bytes=64 * 2**20)
+    moved = {"offload": "optimizer", "disk": place}
+    job = small_job(small_llama, tmp_path / "tokens", method="full", optim=moved)
+    interrupt(job, tmp_path / "checkpoints", stop_after=2)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            UserError,
+            match=r"^train\.offload_to: .*No space left.*; the checkpoint of optimizer step 2 is kept: the same",
+        ),
+    ):
+        patch.setattr(os, "pwritev", full)
+        finish(job, Breaking(tmp_path / "checkpoints"))
+    assert finish(job, Breaking(tmp_path / "checkpoints")).weights == finish(job).weights

@@ -136,6 +136,7 @@ WITHOUT_ROW = {
     "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",
     "expandable_segments": "of a GPU's allocator: no kernel sees it",
     "sharding": "of several GPUs: tests/distributed/test_parity.py",
+    "offload_to": "bit-equal with every optimizer: tests/step/test_disk_state.py",
     "shard_group_gpus": "of several GPUs: tests/distributed/test_parity.py",
     "context_parallel": "of several GPUs: tests/distributed/test_layouts.py",
     **dict.fromkeys(

@@ -1,7 +1,7 @@
 """Whether a run fits a GPU, from a config.json alone: what the command `lean-finetune fit` answers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,17 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import round_up
 from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
-from lean_finetune.memory.advice.step_cost import tokens_per_second
+from lean_finetune.memory.advice.step_cost import step_seconds, tokens_per_second
 from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.compiled_layers import headroom_percent, memory_note, refuse_compiled
+from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.state_formulas import host_state_bytes
+from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes
@@ -41,7 +42,7 @@ from lean_finetune.model.model_config import (
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.activation_offload import refuse_offload
-from lean_finetune.step.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 
@@ -95,6 +96,13 @@ class FitRun:
         """Lowest and highest speed of one GPU by its data sheet; None if it is not known."""
         return tokens_per_second(self.workload, self.device)
 
+    @property
+    def step_seconds(self) -> Mapping[str, float] | None:
+        """Seconds of each part of a step on one GPU by its data sheet; None if its speed is not known."""
+        if self.device.speed is None:
+            return None
+        return step_seconds(self.workload, model_shapes(self.config), self.device.speed)
+
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted, and layers without adapters."""
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
@@ -120,6 +128,8 @@ class FitRun:
             yield "activations", where, prediction.offloaded_bytes
         if optimizer_bytes := host_state_bytes(self.config, self.workload.setting):
             yield "optimizer", "in host memory", optimizer_bytes
+        if disk_bytes := disk_state_bytes(self.config, self.workload.setting):
+            yield "optimizer", "on disk", disk_bytes
 
     def judge(self, prediction: Prediction) -> Verdict:
         """Whether it fits, without a search for what would."""
@@ -165,7 +175,7 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(p.hardware.gpu)
     refuse_offload(p.train.offload_activations, device.kind)
-    refuse_offloaded_state(p.train.offload, device.kind)
+    refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
     refuse_compiled(p, device.kind, config)
     positions, stored = max_positions(config), stored_dtype(config)
@@ -214,4 +224,5 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         tokens_per_step=max(p.train.tokens_per_step / layout.data, length),
         micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / layout.data)),
         unpadded_tokens_per_step=p.train.tokens_per_step,
+        disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
     )

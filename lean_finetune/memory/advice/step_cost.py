@@ -14,6 +14,8 @@ from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
+from lean_finetune.memory.predict.offloaded_states import disk_lines
+from lean_finetune.memory.predict.process_memory import GPUS_OF_A_NODE
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     ModelShapes,
@@ -23,7 +25,7 @@ from lean_finetune.memory.predict.state_formulas import (
     trained_values,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
-from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
+from lean_finetune.memory.trace.memory_trace import GRADIENTS, OPTIMIZER, WEIGHTS
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 from lean_finetune.model.model_spec import ModelSpec
 
@@ -35,8 +37,6 @@ BANDWIDTH_SHARE = 0.8
 """Assumed share of peak bandwidth that element-wise kernels reach."""
 LINK_SHARE = 0.8
 """Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
-DISK_BYTES_PER_SECOND = 2 * GIGA
-"""Assumed rate of a solid-state disk for writing and reading activations."""
 SELECTIVE_SHARE = 0.1
 """Assumed share of a forward pass that policy selective recomputes: all but matmuls and attention."""
 HOST_BYTES_PER_SECOND = 20 * GIGA
@@ -156,14 +156,14 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     offloaded = _offloaded_bytes(run)
     trained = trained_values(shapes, model)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
-    on_disk = run.setting.offload_activations == "disk"
+    update = _update_seconds(run.setting, trained, element_bytes, bandwidth)
     return {
         "products": FLOP_PER_PRODUCT * passes * parameters * tokens / flops,
         "attention": scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops,
         "weights": (element_bytes + weight_bytes) * parameters * passes * micro_batches / bandwidth,
-        "update": _update_seconds(run.setting, trained, element_bytes, bandwidth),
+        "update": update,
         "link": link_bytes / (speed.link_bytes_per_second * LINK_SHARE),
-        "disk": 2 * offloaded / DISK_BYTES_PER_SECOND if on_disk else 0.0,
+        "disk": _disk_seconds(run, shapes, offloaded, update),
     }
 
 
@@ -187,6 +187,17 @@ def _offloaded_bytes(run: Workload) -> int:
     values = recomputed + (1 - recomputed) * SAVED_VALUES
     element_bytes = (model.autocast_dtype or model.dtype).itemsize
     return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+
+
+def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: int, update: float) -> float:
+    """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
+    setting = run.setting
+    activations = offloaded if setting.offload_activations == "disk" else 0
+    sharing = setting.sharing
+    state = sum(line.total_bytes(1) for line in disk_lines(shapes, setting))
+    if sharing is not None:  # The GPUs of a node share its disk.
+        state = state // sharing.holders_of(OPTIMIZER) * min(sharing.gpus, GPUS_OF_A_NODE)
+    return (2 * activations + max(0.0, 2 * state - update * run.disk_bytes_per_second)) / run.disk_bytes_per_second
 
 
 def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidth: float) -> float:

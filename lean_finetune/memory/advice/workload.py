@@ -33,6 +33,8 @@ class Workload:
     micro_batches_per_step: float
     unpadded_tokens_per_step: int
     """train.tokens_per_step: of all GPUs."""
+    disk_bytes_per_second: float = 2e9
+    """hardware.disk_gb_per_second."""
 
 
 def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:

@@ -19,7 +19,9 @@ from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
+from lean_finetune.memory.gpus import GIGA
 from lean_finetune.memory.predict.compiled_layers import headroom_percent
+from lean_finetune.memory.predict.offloaded_states import closed_form, disk_state_bytes
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
     OtherPhases,
@@ -32,7 +34,6 @@ from lean_finetune.memory.predict.other_phases import (
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, trace_origins
 from lean_finetune.memory.predict.process_memory import as_json, on_host
-from lean_finetune.memory.predict.state_formulas import closed_form
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.allocator_settings import environment_notes
@@ -135,6 +136,7 @@ def _workload(p: Params, planned: PlannedRun, prediction: Prediction) -> Workloa
         tokens_per_step=float(plan.padded_tokens.sum()) / steps,
         micro_batches_per_step=len(plan) / steps,
         unpadded_tokens_per_step=p.train.tokens_per_step,
+        disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
     )
 
 
@@ -207,6 +209,7 @@ def _figures(
         "peak_bytes_predicted": prediction.peak.bytes,
         "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
         "offloaded_bytes_predicted": prediction.offloaded_bytes,
+        "disk_bytes_predicted": disk_state_bytes(planned.config, planned.setting),
         "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
         "worst_phase": prediction.worst_phase,
         "layers_traced": prediction.layers_traced,

@@ -47,7 +47,7 @@ from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.batches import refuse_other_tokens
-from lean_finetune.step.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.token_rows import read_lengths
 
@@ -128,7 +128,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
         refuse_joined_rows(config, longest)
     refuse_compiled(p, device.kind, config)
     refuse_offload(p.train.offload_activations, device.kind)
-    refuse_offloaded_state(p.train.offload, device.kind)
+    refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()

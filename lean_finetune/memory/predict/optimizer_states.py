@@ -21,6 +21,10 @@ CODE_BOOKS = 2
 PAGED = "paged_optimizer"
 """Category of optimizer state in CUDA managed memory, outside of the device's allocator."""
 
+STEP_COUNTS, CODE_BOOK_TABLES = "a step count per tensor, fp32", "code books, fp32"
+IN_RAM = {STEP_COUNTS, CODE_BOOK_TABLES}
+"""Descriptions of state that stays in memory where the rest is on disk."""
+
 Shape = tuple[int, ...]
 
 
@@ -97,7 +101,7 @@ def _moments(trained: Sequence[Trained], kind: OptimizerEntry, name: OptimizerNa
         chosen = [one for one in trained if is_paged(name, one.values, cuda=cuda) == (category == PAGED)]
         yield from by_type(category, what, chosen, tuple(kind.state.values()))
     if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
-        yield Line.of(OPTIMIZER, "a step count per tensor, fp32", (FP32_BYTES for _ in trained))
+        yield Line.of(OPTIMIZER, STEP_COUNTS, (FP32_BYTES for _ in trained))
 
 
 def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:
@@ -114,7 +118,7 @@ def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerNa
     tensors = f"{_count(kind)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
     yield Line.of(OPTIMIZER, tensors, (n * FP32_BYTES * part for n in small for part in parts))
     books = min(CODE_BOOKS, len(parts)) * bool(large) if cuda else CODE_BOOKS
-    yield Line.of(OPTIMIZER, "code books, fp32", (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
+    yield Line.of(OPTIMIZER, CODE_BOOK_TABLES, (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
 
 
 def _factored(trained: Sequence[Shape]) -> Iterator[Line]:

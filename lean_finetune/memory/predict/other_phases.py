@@ -135,7 +135,7 @@ def load_and_save(
     """Peaks of loading and of saving; `stored` is the type of the weights in their files, `update` as above."""
     shapes, sharing = model_shapes(config), setting.sharing
     if sharing is None:
-        on_device = replace(setting, offload="none", optimizer_in_backward=False)
+        on_device = replace(setting, optimizer_in_backward=False)
         lines = state_lines(shapes, on_device, cuda=target.foreach)
         states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
         states.pop(GRADIENTS)

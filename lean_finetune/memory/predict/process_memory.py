@@ -14,8 +14,9 @@ from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import MIB
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device, Figure
+from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.state_formulas import host_state_bytes, model_shapes, trained_values, weight_lines
+from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
 from lean_finetune.step.batch_loader import BATCHES_AHEAD
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import OffloadActivations, OffloadState, OptimizerName, Precision
+from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, OptimizerName, Precision
+from lean_finetune.core.units import MIB
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.run_optimizer import OptimSpec
@@ -25,6 +26,10 @@ class Setting:
     master_weights: bool = False
     offload_activations: OffloadActivations = "none"
     offload: OffloadState = "none"
+    offload_to: OffloadTo = "cpu"
+    """Decides memory of the host alone: a trace is the same."""
+    offload_buffer_bytes: int = 0
+    """Host memory that state on disk passes through."""
     optimizer_in_backward: bool = False
     sharing: Sharing | None = None
     """How several GPUs share the run; None = one GPU."""
@@ -45,6 +50,8 @@ class Setting:
             master_weights=train.master_weights,
             offload_activations=train.offload_activations,
             offload=train.offload,
+            offload_to=train.offload_to,
+            offload_buffer_bytes=params.run.offload_buffer_mib * MIB,
             optimizer_in_backward=train.optimizer_in_backward,
             sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
         )

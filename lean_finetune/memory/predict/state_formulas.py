@@ -6,8 +6,7 @@ trace, which counts the same bytes tensor by tensor. Their lines explain why a c
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import kept_in_fp32, meta_model
@@ -28,10 +26,7 @@ from lean_finetune.model.experts.router import router_parameters
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge.stored_experts import stored_by_expert
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.host_transfer import STAGING_BYTES
 
-ON_HOST = "host_optimizer"
-"""Category of optimizer state and weights in host memory (train.offload)."""
 PACKED_BITS: Mapping[str, int] = {"qlora": 4, "int8_lora": 8}
 """Bits of a quantised weight, by method."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -130,13 +125,13 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
 def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
     """What the device's allocator holds at the end of backward, without activations; lines without tensors left out.
 
-    Paged optimizer state is in `paged_lines`, what train.offload moves to the host in `host_lines`.
+    Paged optimizer state is in `paged_lines`, what train.offload moves is in `offloaded_states`.
     """
     spec, masters = setting.model, setting.master_weights
     if setting.offload == "parameters":
         return tuple(line for line in (*_quantisation_lines(shapes, spec), _buffers(shapes)) if line.tensor_bytes)
     lines = weight_lines(shapes, spec)
-    trained, updated = _trained(shapes, spec), _trained(shapes, spec, masters=masters)
+    trained, updated = trained_tensors(shapes, spec), trained_tensors(shapes, spec, masters=masters)
     if spec.method != "full":
         kind = "DoRA" if spec.lora_dora else "LoRA"
         lines += by_type(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {{type}}", trained)
@@ -152,36 +147,19 @@ def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
     return tuple(line for line in lines if line.tensor_bytes)
 
 
-def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
-    """What train.offload moves to the host's memory."""
-    if setting.offload == "parameters":
-        everything = state_lines(shapes, replace(setting, offload="none", optimizer_in_backward=False), cuda=False)
-        on_device = state_lines(shapes, setting, cuda=False)
-        return tuple(replace(line, category=ON_HOST) for line in everything if line not in on_device)
-    copies = _trained(shapes, setting.model, masters=setting.master_weights)
-    states = optimizer_tensors(copies, setting.optimizer, cuda=False)
-    staging = min(STAGING_BYTES, max(tensor.bytes for tensor in _trained(shapes, setting.model)))
-    return (
-        *by_type(ON_HOST, "copies of the weights, {type}", copies),
-        *(replace(line, category=ON_HOST) for line in states if line.tensor_bytes),
-        Line.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),)),
-        Line.of(ON_HOST, "buffer on the way, page-locked", (staging,)),
-    )
-
-
 def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
-    updated = _trained(shapes, setting.model, masters=setting.master_weights)
+    updated = trained_tensors(shapes, setting.model, masters=setting.master_weights)
     states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
     return tuple(line for line in states if line.category == PAGED and line.tensor_bytes)
 
 
 def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
     """Number of trained values."""
-    return sum(tensor.values for tensor in _trained(shapes, spec))
+    return sum(tensor.values for tensor in trained_tensors(shapes, spec))
 
 
-def _trained(shapes: ModelShapes, spec: ModelSpec, *, masters: bool = False) -> list[Trained]:
+def trained_tensors(shapes: ModelShapes, spec: ModelSpec, *, masters: bool = False) -> list[Trained]:
     """The trained tensors, or their fp32 copies."""
     if spec.method == "full":
         trained = (p for p in shapes.parameters if not p.frozen and (spec.router == "trained" or not p.router))
@@ -197,30 +175,6 @@ def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str
     for line in lines:
         totals[line.category] = totals.get(line.category, 0) + line.total_bytes(granularity_bytes)
     return totals
-
-
-def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
-    """State on a GPU from step to step: category, why, number of tensors, bytes; managed or host memory is last.
-
-    A sharded tensor counts with an equal part per GPU: uneven divisions are ignored.
-    """
-    shapes, cuda = model_shapes(config), target.foreach
-    on_device = state_lines(shapes, setting, cuda=cuda)
-    outside = paged_lines(shapes, setting, cuda=cuda) if setting.offload == "none" else host_lines(shapes, setting)
-    for line in (*on_device, *outside):
-        category = OPTIMIZER if line in outside else line.category
-        parts = setting.sharing.holders_of(category) if setting.sharing and line.divides else 1
-        why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
-        size = line.total_bytes(target.granularity_bytes, parts)
-        yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
-
-
-def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
-    """Host memory that train.offload takes in one process."""
-    if setting.offload == "none":
-        return 0
-    holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    return sum(line.total_bytes(1, holders) for line in host_lines(model_shapes(config), setting))
 
 
 def _buffers(shapes: ModelShapes) -> Line:

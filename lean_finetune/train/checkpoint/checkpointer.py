@@ -17,6 +17,7 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
+from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
 from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
@@ -128,7 +129,8 @@ class Checkpointer(CheckpointHooks):
 
         Raises:
             Stopped: a signal came.
-            UserError: a loss, gradient or weight was not finite, or memory ran out; with the last checkpoint's step.
+            UserError: a loss, gradient or weight was not finite, memory ran out, or a disk refused; with the last
+                checkpoint's step.
         """
         try:
             with self._stop.deferred():
@@ -137,6 +139,8 @@ class Checkpointer(CheckpointHooks):
         except Stopped:
             self._save_last(run)
             raise
+        except DiskFault as error:
+            raise UserError(f"{error}; {self.resume_hint()}") from None
         except Diverged as error:
             hint = "and fails here again; changed parameters start at the first step"
             raise UserError(f"{error}; {self.resume_hint()} {hint}") from None

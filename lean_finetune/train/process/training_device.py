@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import OffloadActivations, OffloadState, Sharding
+from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import readable_size
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
 
 
 def training_device() -> torch.device:
@@ -79,7 +79,11 @@ def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelS
 
 
 def check_host(
-    choice: OffloadState, device: torch.device, predicted: Mapping[str, Any], sharding: Sharding = "none"
+    choice: OffloadState,
+    device: torch.device,
+    predicted: Mapping[str, Any],
+    sharding: Sharding = "none",
+    place: OffloadTo = "cpu",
 ) -> None:
     """Refuse offloading or sharding for which the host has too little memory.
 
@@ -88,7 +92,7 @@ def check_host(
     Raises:
         UserError: naming needed and free bytes, or that there is no GPU.
     """
-    refuse_offloaded_state(choice, device.type)
+    refuse_offloaded_state(choice, place, device.type)
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
     if choice != "none":
         what = f"train.offload: {choice} needs room in the host's memory"
@@ -108,9 +112,24 @@ def check_offload(choice: OffloadActivations, needed_bytes: int, scratch: Path) 
     """
     if choice == "none":
         return
-    free, where = free_host_bytes()
-    if choice == "disk":
-        scratch.mkdir(parents=True, exist_ok=True)
-        free, where = shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
+    free, where = free_disk_bytes(scratch) if choice == "disk" else free_host_bytes()
     what = f"train.offload_activations: {choice} needs room for activations"
     _check_free(needed_bytes, free, what, where, "set train.grad_ckpt=true, or use none")
+
+
+def check_disk(needed_bytes: int, scratch: Path) -> None:
+    """Refuse optimizer state on a disk with too little room.
+
+    `needed_bytes` is predicted, of all processes on this machine; files are below `scratch`.
+
+    Raises:
+        UserError: naming needed and free bytes.
+    """
+    what = "train.offload_to: disk needs room for master weights and optimizer state"
+    _check_free(needed_bytes, *free_disk_bytes(scratch), what, "use train.optimizer=adamw_8bit, or cpu")
+
+
+def free_disk_bytes(scratch: Path) -> tuple[int, str]:
+    """Free bytes of the disk of a directory, and where that is; the directory is created."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"

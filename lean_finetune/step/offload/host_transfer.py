@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lean_finetune.config.field_types import OffloadState
+from lean_finetune.config.field_types import OffloadState, OffloadTo
 from lean_finetune.core.errors import UserError
 
 STAGING_BYTES = 64 * 2**20
@@ -23,16 +23,23 @@ class HostTransfer:
     """
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], dtype: torch.dtype | None, on_host: HostContext = nullcontext
+        self,
+        parameters: Iterable[torch.Tensor],
+        dtype: torch.dtype | None,
+        on_host: HostContext = nullcontext,
+        room: torch.Tensor | None = None,
     ):
-        """Allocate space for the gradients of `parameters`; `dtype` is the type of their copies, None for their own."""
+        """Allocate space for the gradients of `parameters`; `dtype` is the type of their copies, None for their own.
+
+        `room` is memory (bytes) for the largest part of a gradient that is copied at once; None: for all of it.
+        """
         self.on_host = on_host
         tensors = list(parameters)
         gradient = max(tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors)
         staging = min(STAGING_BYTES, max(tensor.nbytes for tensor in tensors))
         pinned = tensors[0].device.type == "cuda"
         with on_host():
-            self._gradient = torch.empty(gradient, dtype=torch.uint8, device="cpu")
+            self._gradient = torch.empty(gradient, dtype=torch.uint8, device="cpu") if room is None else room
             self._staging = torch.empty(staging, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     @property
@@ -61,8 +68,8 @@ class HostTransfer:
         return self._staging[: len(self._staging) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-def refuse_offloaded_state(choice: OffloadState, device_type: str) -> None:
+def refuse_offloaded_state(choice: OffloadState, place: OffloadTo, device_type: str) -> None:
     """Raise UserError if training on a CPU would offload to the host what is already there."""
-    if choice != "none" and device_type == "cpu":
+    if device_type == "cpu" and choice != "none" and (choice, place) != ("optimizer", "disk"):
         what = "optimizer takes its state" if choice == "optimizer" else "parameters takes weights"
         raise UserError(f"train.offload: {what} off a GPU; got {choice} where training runs on the CPU; use none")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lean_finetune.step.host_transfer import HostTransfer
+from lean_finetune.step.offload.host_transfer import HostTransfer
 
 Groups = list[dict[str, Any]]
 
