@@ -103,7 +103,9 @@ class Session:
 
     def predict(self, case: MemoryCase) -> Row:
         """Predict a case where no GPU is visible."""
-        gpu = {name: getattr(self.gpu, name) for name in ("name", "memory_bytes", "compute_capability")}
+        gpu = {
+            name: getattr(self.gpu, name) for name in ("name", "memory_bytes", "compute_capability", "multiprocessors")
+        }
         command = [*self.command("predict", case), "--gpu", json.dumps(gpu)]
         return self.last_line(command, case, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
 

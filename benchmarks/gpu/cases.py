@@ -142,6 +142,14 @@ FIRST = (
     MemoryCase(model="Llama-3.2-3B", method="int8_lora", layout="falling"),
 )
 """Every method with and without checkpointing, over rows of one length, of several lengths, and joined."""
+FUSED = (
+    _llama(method="lora", layout="1 x 2048", grad_ckpt=False, more=(("fused_kernels", "liger"),)),
+    MemoryCase(
+        model="Qwen2.5-1.5B", method="full", layout="1 x 2048", grad_ckpt=False, more=(("fused_kernels", "liger"),)
+    ),
+    _llama(method="qlora", layout="joined", more=(("fused_kernels", "liger"),)),
+)
+"""Cases of FIRST with Liger-Kernel, which the machine needs."""
 EXPERTS = (
     MemoryCase(model="Qwen3-30B-A3B, 4 layers", method="lora", layout="1 x 2048"),
     MemoryCase(model="Qwen3-30B-A3B, 4 layers", method="lora", layout="1 x 2048", more=(("lora_experts", "all"),)),
@@ -211,6 +219,8 @@ class SpeedCase:
     grad_ckpt: bool = True
     loss_chunk: int = 512
     offload: bool = False
+    fused: bool = False
+    """Liger-Kernel's operations."""
     """Activations go to pinned host memory."""
 
     @property
@@ -227,7 +237,7 @@ class SpeedCase:
     def setting(self) -> Setting:
         """The setting that is trained."""
         return Setting(
-            model=model_spec(self.method, grad_ckpt=self.grad_ckpt),
+            model=model_spec(self.method, grad_ckpt=self.grad_ckpt, fused_kernels="liger" if self.fused else "none"),
             optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
@@ -244,6 +254,10 @@ SPEED_CASES = (
     SpeedCase(name="QLoRA, 1 x 8192", method="qlora", rows=1, length=8192),
     SpeedCase(name="full bf16, 2 x 2048", method="full", rows=2, length=2048),
 )
+FUSED_SPEED = SpeedCase(
+    name=f"{LORA_4096}, Liger", method="lora", rows=1, length=4096, optimizer="adamw", grad_ckpt=False, fused=True
+)
+"""The first of them with Liger-Kernel."""
 _small = partial(SpeedCase, model="tiny, untied", rows=2, length=64, loss_chunk=32)
 SMALL_SPEED_CASES = (
     _small(name="LoRA, 2 x 64", method="lora", optimizer="adamw", grad_ckpt=False),
@@ -295,7 +309,7 @@ def gpu_cases() -> list[Case]:
     """All cases of a GPU, in order of worth."""
     speed = [case for speed in SPEED_CASES for case in (speed, TrlCase(speed=speed))]
     loading = [LoadCase(model="Llama-3.2-3B", method=method) for method in ("full", "qlora", "int8_lora")]
-    return [*FIRST, *speed, *EXPERTS, *OFFLOAD, *SEGMENTS, TestsCase(), *loading, *_rest()]
+    return [*FIRST, *speed, *FUSED, FUSED_SPEED, *EXPERTS, *OFFLOAD, *SEGMENTS, TestsCase(), *loading, *_rest()]
 
 
 def fake_cases() -> list[Case]:

@@ -11,6 +11,7 @@ OffloadActivations = Literal["none", "cpu", "disk"]
 OffloadState = Literal["none", "optimizer", "parameters"]
 OffloadTo = Literal["cpu", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+FusedKernels = Literal["none", "liger"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""

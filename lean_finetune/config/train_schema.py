@@ -10,6 +10,7 @@ from lean_finetune.config.field_types import (
     ALL_LINEAR,
     AnyPrecision,
     AttentionName,
+    FusedKernels,
     GradCkptPolicy,
     LoraExperts,
     Method,
@@ -98,6 +99,8 @@ class Train(Section):
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
     compile: bool
     """Compile each decoder layer with torch.compile. The predicted peak is that of layers that are not compiled."""
+    fused_kernels: FusedKernels
+    """Rotary embedding, RMSNorm and SwiGLU: those of the model's own code, or Liger-Kernel's. For GPUs."""
     optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState
@@ -271,6 +274,24 @@ TRAIN_RULES = [
         "train.compile",
         lambda p: p.train.compile and p.hardware.num_gpus > 1,
         "is supported on one GPU only; got true with hardware.num_gpus={hardware.num_gpus}; set it to false",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and p.train.compile,
+        "and train.compile both replace the code of layers; got {train.fused_kernels} with train.compile=true; set it "
+        "to none, or train.compile=false",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and p.train.grad_ckpt_policy == "selective",
+        "overwrites outputs of products with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
+        "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and p.hardware.num_gpus > 1,
+        "is checked on one GPU only; got {train.fused_kernels} with hardware.num_gpus={hardware.num_gpus}; set it to "
+        "none",
     ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]

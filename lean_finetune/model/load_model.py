@@ -28,6 +28,7 @@ from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
 from lean_finetune.model.experts.router import prepare_routers
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
+from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
@@ -60,6 +61,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
     else:
         prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
+    fuse_kernels(model, spec.fused_kernels)
     return adapted.train()
 
 
@@ -168,6 +170,7 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
         if spec.method == "full":
             prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
+    fuse_kernels(model, spec.fused_kernels)
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, spec, device)
     return adapted.train()

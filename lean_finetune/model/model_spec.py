@@ -9,6 +9,7 @@ from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import (
     ALL_LINEAR,
     AttentionName,
+    FusedKernels,
     GradCkptPolicy,
     LoraExperts,
     LoraInit,
@@ -100,6 +101,7 @@ class ModelSpec(WeightsSpec):
     """Read with policy every_n."""
     attention: AttentionName = "auto"
     """Value of train.attention; the device decides the kernels (lean_finetune.model.attention_choice)."""
+    fused_kernels: FusedKernels = "none"
     lora_rank: int
     lora_alpha: int
     lora_dropout: float
@@ -123,6 +125,7 @@ class ModelSpec(WeightsSpec):
             **vars(WeightsSpec.from_params(params, precision)),
             grad_ckpt=train.grad_ckpt,
             attention=train.attention,
+            fused_kernels=train.fused_kernels,
             grad_ckpt_policy=train.grad_ckpt_policy,
             grad_ckpt_every=train.grad_ckpt_every,
             lora_rank=lora.rank,

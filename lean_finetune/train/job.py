@@ -17,6 +17,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config, refuse_divided_rows
 from lean_finetune.model.model_spec import ModelSpec
@@ -109,6 +110,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     directory = model_directory(lock)
     config = read_config(directory)
     check_attention(device, config, spec)
+    refuse_fused(spec.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
     if params.train.merge:
         refuse_merge(directory, spec, experts=spec.lora_experts == "all")
     if world.local_rank == 0:  # All processes of a node read the same files.

@@ -53,6 +53,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     """
     values = tracked_values(params)
     cuda = device.type == "cuda"
+    kernels = ("liger-kernel",) if params.train.fused_kernels == "liger" else ()
     parameters = {
         "seed": values["seed"],
         "train": {name: value for name, value in values["train"].items() if name not in SHARING},
@@ -70,7 +71,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
         "code": code_hashes(TRAINING),
         "device": {"name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()},
         "threads": {"run.cpu_threads": threads},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in (*LIBRARIES, *kernels)}},
         "sharing": {"hardware.num_gpus": params.hardware.num_gpus, **sharing, "plan": sha256_file(paths.plan)},
     }
 

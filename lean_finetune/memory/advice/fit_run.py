@@ -27,6 +27,7 @@ from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.empty_model import meta_model
@@ -108,9 +109,9 @@ class FitRun:
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
         if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
             notes.append(f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)")
-        if (compiled := memory_note(self.params.train.compile, self.device.kind)) is not None:
-            notes.append(compiled)
-        return notes
+        train = self.params.train
+        of_switches = (memory_note(train.compile, self.device.kind), fused_kernels.memory_note(train.fused_kernels))
+        return [*notes, *filter(None, of_switches)]
 
     def predict(self) -> Prediction:
         """Peaks by phase. Takes several seconds."""
@@ -178,6 +179,7 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
     refuse_compiled(p, device.kind, config)
+    fused_kernels.refuse_fused(p.train.fused_kernels, device.kind, config, enforce=p.estimate.enforce)
     positions, stored = max_positions(config), stored_dtype(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])

@@ -5,6 +5,7 @@ table in docs/memory-switches.md, switches.csv and the advice of estimate and `l
 """
 
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
@@ -60,6 +61,14 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
     if not setting.model.grad_ckpt:
         return [{"train.grad_ckpt": True}]
     return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
+
+
+def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
+    """Liger's kernels where they are installed; a family that they do not support is refused when it is traced."""
+    if setting.model.fused_kernels != "none":
+        yield {"train.fused_kernels": "none"}
+    elif support.cuda and find_spec("liger_kernel") and setting.model.grad_ckpt_policy != "selective":
+        yield {"train.fused_kernels": "liger"}
 
 
 def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
@@ -164,6 +173,14 @@ SWITCHES = [
         saves=ACTIVATIONS,
         changes_states=False,
         other_memory="same",
+    ),
+    Switch(
+        name="fused_kernels",
+        parameters={"train.fused_kernels": "model.fused_kernels"},
+        lighter=lambda setting, support: (),  # No advice: no GPU has measured it.
+        shown=_shown_fused_kernels,
+        effect=ROUNDED,
+        ease=3,
     ),
     Switch(
         name="loss_chunk",

@@ -44,7 +44,7 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
-MODEL_REASONS = ("attention", "compiled", "experts", "not_loaded", "weights")
+MODEL_REASONS = ("attention", "compiled", "experts", "fused_kernels", "not_loaded", "weights")
 """Texts of `PlannedRun.reasons` about the model that are figures too."""
 
 
@@ -63,7 +63,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     if "not_loaded" in planned.reasons:
         click.echo(f"not loaded: {planned.reasons['not_loaded']}")
     notes = environment_notes(p.train.expandable_segments) if device.kind == "cuda" else []
-    for note in filter(None, (*notes, planned.reasons.get("compiled"))):
+    for note in filter(None, (*notes, planned.reasons.get("compiled"), planned.reasons.get("fused_kernels"))):
         click.echo(f"note: {note}", err=True)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)

@@ -28,6 +28,7 @@ from lean_finetune.memory.predict.peak_explanation import Explanation, predict_e
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.model import fused_kernels
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.empty_model import meta_model
@@ -127,6 +128,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     if plan.flat:
         refuse_joined_rows(config, longest)
     refuse_compiled(p, device.kind, config)
+    fused_kernels.refuse_fused(p.train.fused_kernels, device.kind, config, enforce=p.estimate.enforce)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
     setting = Setting.from_params(p, precision, accumulates_gradients=accumulates_gradients(plan))
@@ -134,6 +136,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     segments = segments_from_environment()
     of_model = {
         "compiled": memory_note(p.train.compile, device.kind),
+        "fused_kernels": fused_kernels.memory_note(p.train.fused_kernels),
         "experts": experts_on(device, config, setting.model),
         "not_loaded": left_out_text(meta_model(config)),
         "weights": format_text(config),

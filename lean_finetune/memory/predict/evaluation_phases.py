@@ -20,6 +20,7 @@ from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import local, shared
+from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.memory.trace.trace_errors import UNTRACEABLE
 from lean_finetune.model.attention import TokenExchange
@@ -110,6 +111,7 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
     with (
         CachedFakeMode(),
         target.attention(),
+        without_launches(setting.model.fused_kernels, target.multiprocessors),
         shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
     ):
         model = parallel.model.eval()

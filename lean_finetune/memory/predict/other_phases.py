@@ -176,7 +176,8 @@ def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases,
 
 def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
-    plain = replace(setting, model=replace(setting.model, attention="auto"))  # As in stage evaluate.
+    # As in stage evaluate.
+    plain = replace(setting, model=replace(setting.model, attention="auto", fused_kernels="none"))
 
     def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return token_losses(model, batch, around.logits_chunk)

@@ -14,6 +14,7 @@ from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import shared
+from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
 from lean_finetune.memory.trace.static_state import register_rng_states, register_state
 from lean_finetune.memory.trace.trace_errors import refuse_untraceable
@@ -52,6 +53,7 @@ def trace_steps(
         refuse_untraceable(config),
         CachedFakeMode(),
         target.attention(),
+        without_launches(setting.model.fused_kernels, target.multiprocessors),
         shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
     ):
         return trace, _run_steps(parallel, trace, setting, steps, target)

@@ -65,6 +65,7 @@ class Target:
     """Whether PyTorch uses multi-tensor kernels."""
     capability: tuple[int, int] | None
     """Compute capability of a GPU; None for a CPU."""
+    multiprocessors: int = 1
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -101,6 +102,7 @@ def target_of(device: Device) -> Target:
         constant_bytes=CUBLAS_HANDLES * workspace,
         foreach=True,
         capability=device.compute_capability,
+        multiprocessors=device.multiprocessors,
     )
 
 

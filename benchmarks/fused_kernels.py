@@ -1,0 +1,146 @@
+"""Liger-Kernel's operations (train.fused_kernels) against a model's own, in Triton's interpreter on a CPU.
+
+Rows: a step's loss and gradients with and without them, and the peaks of steps predicted and counted. 16-bit gradients
+are compared with those of fp32. It computes what the kernels compute, but no GPU runs them, and their speed is unknown.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
+from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
+from benchmarks.interpreted_triton import interpreted_kernels
+from benchmarks.specs import model_spec, padded, random_batch
+from lean_finetune.config.field_types import Method, Precision
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.model.fused_kernels import FAMILIES
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.loss import summed_loss
+
+STEPS: TracedSteps = ((padded(2, 12, 16), padded(1, 16, 10)), (padded(3, 8, 16),))
+SCALARS_BYTES = 128
+"""What the trace does not count: a few scalars."""
+Gradients = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how it is trained."""
+
+    family: str
+    method: Method
+    precision: Precision = "fp32"
+    grad_ckpt: bool = False
+
+    def spec(self, **changes: Any) -> ModelSpec:
+        """The model with Liger's operations, but for the changes."""
+        spec = model_spec(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt, fused_kernels="liger")
+        return replace(spec, **changes)
+
+
+CASES = (
+    Case(family="llama", method="lora"),
+    Case(family="llama", method="full", grad_ckpt=True),
+    Case(family="llama", method="qlora", grad_ckpt=True),
+    Case(family="llama", method="int8_lora"),
+    *(
+        Case(family="llama", method=method, precision=precision)
+        for method in ("lora", "full")
+        for precision in ("bf16", "fp16")
+    ),
+    *(Case(family=family, method="full") for family in FAMILIES),
+)
+
+
+def measure(quick: bool) -> Measured:
+    """Compare every case, or the first two."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Read when a new process imports Triton.
+    rows = in_new_processes(compare, CASES[:2] if quick else CASES)
+    exact = [row for row in rows if row["precision"] == "fp32"]
+    bars = [
+        at_most("fp32: worst difference of a loss", max(row["loss_difference"] for row in exact), 1e-6),
+        at_most("fp32: worst difference of all gradients", max(row["gradient_difference"] for row in exact), 1e-5),
+        at_most("worst error of a phase's peak", max(row["worst_phase_error"] for row in rows), 1e-3),
+        *(
+            at_most(
+                f"16 bits: error of all gradients, {row['method']} in {row['precision']}, with / without", ratio, 1.25
+            )
+            for row in rows
+            if (ratio := row["gradient_error_ratio"]) is not None
+        ),
+    ]
+    return Measured(rows=rows, bars=bars)
+
+
+def compare(case: Case) -> Row:
+    """One row."""
+    torch.set_num_threads(1)
+    make_code_books()
+    with interpreted_kernels(), without_onednn(), tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(case.family, **SMALL, rope_parameters={**ROPE})
+        ).save_pretrained(directory)
+        loss, gradients = differentiate(directory, case.spec())
+        plain_loss, plain = differentiate(directory, case.spec(fused_kernels="none"))
+        ratio = None
+        if case.precision != "fp32":
+            _, exact = differentiate(directory, case.spec(fused_kernels="none", precision="fp32"))
+            ratio = difference(gradients, exact) / difference(plain, exact)
+        return {
+            **vars(case),
+            "loss_difference": abs(loss - plain_loss) / plain_loss,
+            "gradient_difference": difference(gradients, plain),
+            "gradient_error_ratio": ratio,
+            **peaks(directory, case.spec()),
+        }
+
+
+def differentiate(directory: Path, spec: ModelSpec) -> tuple[float, Gradients]:
+    """Loss and gradients of one micro-batch of padded rows."""
+    model = load_model(directory, spec, CPU)
+    torch.manual_seed(1)
+    batch = random_batch(STEPS[0][0], VOCABULARY)
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for name, tensor in trained.items():
+        if "lora_B" in name:  # Adapters start at zero, which would hide their inputs' gradients.
+            torch.nn.init.normal_(tensor, std=0.05)
+    with spec.autocast("cpu"):
+        loss = summed_loss(model, batch, 8)
+    loss.backward()
+    return loss.item(), {name: tensor.grad.float() for name, tensor in trained.items() if tensor.grad is not None}
+
+
+def difference(found: Gradients, expected: Gradients) -> float:
+    """Norm of the difference of all gradients, relative to that of the expected ones."""
+    squares = ((found[name] - value).square().sum() for name, value in expected.items())
+    return float((sum(squares) / sum(value.square().sum() for value in expected.values())) ** 0.5)
+
+
+def peaks(directory: Path, spec: ModelSpec) -> Row:
+    """Peaks of a few steps, predicted and counted by PyTorch's allocator."""
+    setting = Setting(model=spec, optimizer="adamw", loss_chunk=8, max_grad_norm=1.0)
+    predicted = predict(read_config(directory), setting, STEPS, CPU_TARGET)
+    counted = count(directory, setting, STEPS).peak_bytes_by_phase
+    errors = {phase: abs(peak.bytes - counted[phase]) for phase, peak in predicted.by_phase.items()}
+    return {
+        "peak_predicted_kib": predicted.peak.bytes / 1024,
+        "peak_counted_kib": max(counted[phase] for phase in errors) / 1024,
+        "worst_phase_error": max(max(0, error - SCALARS_BYTES) / counted[phase] for phase, error in errors.items()),
+    }
+
+
+if __name__ == "__main__":
+    benchmark("fused_kernels", measure)()
