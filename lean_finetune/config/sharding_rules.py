@@ -47,6 +47,12 @@ SHARDING_RULES = [
         "{train.router_aux_loss}; set train.router_aux_loss=0, or train.context_parallel=1",
     ),
     Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and ParallelLayout.from_params(p).data < p.hardware.num_gpus,
+        "was tried only where all GPUs take different rows (train.sharding); got {train.fused_kernels} with rows or "
+        "layers divided among GPUs; set it to none",
+    ),
+    Rule(
         "bucket.max_tokens",
         lambda p: p.bucket.constant_shape and p.bucket.max_tokens % p.train.context_parallel != 0,
         "must be a multiple of train.context_parallel={train.context_parallel} with bucket.constant_shape=true, so "

@@ -287,11 +287,5 @@ TRAIN_RULES = [
         "overwrites outputs of products with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
         "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
     ),
-    Rule(
-        "train.fused_kernels",
-        lambda p: p.train.fused_kernels != "none" and p.hardware.num_gpus > 1,
-        "is checked on one GPU only; got {train.fused_kernels} with hardware.num_gpus={hardware.num_gpus}; set it to "
-        "none",
-    ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]

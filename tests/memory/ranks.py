@@ -20,6 +20,7 @@ from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -147,7 +148,8 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
 
 def do_peaks(world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Peaks by phase, of each the largest of all processes."""
-    found = count(world, model, setting, steps)
+    with without_launches(setting.model.fused_kernels, 1):  # Triton has no kernels for a CPU.
+        found = count(world, model, setting, steps)
     names = sorted(found)
     peaks = torch.tensor([found[name] for name in names])
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)

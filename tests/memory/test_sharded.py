@@ -57,6 +57,17 @@ def test_prediction_equals_what_processes_count(small_llama: Path, pair: Group, 
     check(pair, 2, small_llama, mode, steps, method=method)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "method"), [("ddp", "full"), ("zero2", "lora"), ("zero3", "full"), ("zero3", "qlora")]
+)
+def test_fused_kernels_are_predicted_as_processes_count_them(small_llama: Path, pair: Group, mode, method):
+    """Weights of norms that Liger saves for backward, counted twice or beyond their layer."""
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel: pip install -e .[liger]", exc_type=ImportError)
+    check(pair, 2, small_llama, mode, "two turns", method=method, grad_ckpt=method == "qlora", fused_kernels="liger")
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("mode", "changes"),

@@ -33,7 +33,7 @@ MISSING = "needs liger-kernel: pip install -e .[liger]"
     [
         ("train.compile=true", "train.compile=true"),
         ("train.grad_ckpt=true train.grad_ckpt_policy=selective", "use full or every_n"),
-        ("hardware.num_gpus=2 train.sharding=ddp", "one GPU"),
+        ("hardware.num_gpus=2 train.sharding=ddp train.context_parallel=2", "different rows"),
     ],
 )
 def test_settings_that_exclude_it_are_refused(flags: str, named: str):
