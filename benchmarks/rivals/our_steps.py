@@ -20,8 +20,7 @@ import torch
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.distributed.processes import SINGLE_PROCESS
-from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.model.precision import precision_of
+from lean_finetune.model.model_spec import ModelSpec, precision_of
 from lean_finetune.step.batch_loader import load
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss

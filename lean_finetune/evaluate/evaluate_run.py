@@ -18,8 +18,7 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_
 from lean_finetune.evaluate.row_losses import spread_rows
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.model_spec import WeightsSpec
-from lean_finetune.model.precision import precision_of
+from lean_finetune.model.model_spec import WeightsSpec, precision_of
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows

@@ -11,8 +11,7 @@ from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_products import has_grouped_kernel
-from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.model.precision import choose_precision
+from lean_finetune.model.model_spec import ModelSpec, choose_precision
 
 
 def resolve_gpu(value: str) -> tuple[Device, str]:

@@ -17,8 +17,7 @@ from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.launch import EndProcess, report_faults_once
 from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
-from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.model.precision import precision_of
+from lean_finetune.model.model_spec import ModelSpec, precision_of
 from lean_finetune.train.callbacks.registry import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace

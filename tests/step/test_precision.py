@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.precision import choose_precision
+from lean_finetune.model.model_spec import choose_precision
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.small_model import CPU, spec_of
