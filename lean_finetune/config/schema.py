@@ -108,6 +108,14 @@ class Run(Section):
     """Which unfinished run to resume: only an equal one | also one with other versions of code or libraries."""
     rank_timeout_seconds: PositiveFloat
     """Seconds that the process of one GPU waits for others without progress before it ends the run."""
+    nodes: PositiveInt
+    """Machines that train together; each has hardware.num_gpus / nodes GPUs."""
+    node_rank: Annotated[int, Field(ge=0)] | None
+    """Number of this machine, from 0. None means that of torchrun's (PET_NODE_RANK) or SLURM's environment."""
+    rendezvous: Text | None
+    """HOST or HOST:PORT of node 0. None means this machine, or that of torchrun's or SLURM's environment."""
+    max_restarts: Annotated[int, Field(ge=0)]
+    """How often torchrun starts crashed processes again, which then resume from the last checkpoint."""
     trackers: list[TrackerName]
     """Libraries for experiment tracking that receive the figures of each optimizer step."""
 

@@ -58,6 +58,24 @@ SECTION_RULES = [
         "it to none, or train.optimizer_in_backward=false",
     ),
     Rule(
+        "run.nodes",
+        lambda p: p.hardware.num_gpus % p.run.nodes != 0,
+        "must be a divisor of hardware.num_gpus={hardware.num_gpus}, which counts the GPUs of all nodes; got "
+        "{run.nodes}; set hardware.num_gpus to nodes x GPUs of each",
+    ),
+    Rule(
+        "run.node_rank",
+        lambda p: p.run.nodes == 1 and (p.run.node_rank, p.run.rendezvous) != (None, None),
+        "and run.rendezvous have an effect only with run.nodes above 1; got {run.node_rank} and {run.rendezvous}; "
+        "leave both blank, or set run.nodes",
+    ),
+    Rule(
+        "run.max_restarts",
+        lambda p: p.run.max_restarts > 0 and p.hardware.num_gpus == 1,
+        "restarts processes that torchrun starts, for several GPUs; got {run.max_restarts} with hardware.num_gpus=1; "
+        "set it to 0",
+    ),
+    Rule(
         "run.trackers",
         lambda p: len(set(p.run.trackers)) < len(p.run.trackers),
         "must name each tracker once; got {run.trackers}; remove the repeated one",

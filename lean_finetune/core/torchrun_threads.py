@@ -1,5 +1,6 @@
-"""Undo `OMP_NUM_THREADS=1`, which torchrun sets unless the user set it. Import this before torch.
+"""Environment variables that torch reads once: import this before torch.
 
+Undo `OMP_NUM_THREADS=1`, which torchrun sets unless the user set it.
 With one thread per process, 4-bit quantization and updates on the host are many times slower. The entry divides the
 cores among the processes of a machine instead (`run.cpu_threads`). A value that the user set stays.
 """
@@ -24,3 +25,5 @@ def _set_by_torchrun() -> bool:
 
 if _set_by_torchrun():
     del os.environ[VARIABLE]
+# Else each process logs how the others ended, and that a machine's name is not known.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""Run one command in several processes under torchrun's agent, with one output and one error message."""
+"""Run one command in several processes under torchrun's agents, one for each node: one output and one error message."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -23,7 +23,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.parent_death import LAUNCHER
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
-from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.faults import HOSTS, ConnectionLost, Ending, EndProcess, WaitTimedOut
+from lean_finetune.distributed.nodes import LOCAL, Node, NodeGroup
+from lean_finetune.distributed.processes import World, attempt
 
 RANKS_DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Environment variable: the directory of this launch's processes; absent if the user started torchrun."""
@@ -38,28 +40,42 @@ REPORTED = ".reported"
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one of
 them, and in versions of torch without this variable, they have 30 seconds."""
+RUN_ID = "lean-finetune"
+"""Of torchrun: the same on all nodes."""
 LOST_SECONDS = 2
 """How long a process whose connection broke waits for another one to report the cause."""
-LOCAL = "127.0.0.1"
-LOOPBACK = "lo"
-"""Linux' name of the loopback interface."""
+ONE_NODE = Node()
 
 
-def launch(module: str, arguments: Sequence[str], *, processes: int, directory: Path, grace_seconds: float) -> None:
-    """Run `python -m module` in several processes on this node until all have ended.
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    directory: Path,
+    grace_seconds: float,
+    node: Node = ONE_NODE,
+    max_restarts: int = 0,
+) -> None:
+    """Run `python -m module` in several processes on this node until those of all nodes have ended.
 
     Rank 0 writes to the terminal. The output of the others, and every traceback, goes to `<rank>.log` in a directory of
     this launch below `directory`; directories of earlier launches are removed.
 
-    `grace_seconds` is the time for the processes to end after a signal.
+    Args (those that their types do not explain):
+        processes: on each node.
+        grace_seconds: for the processes to end after a signal, and for nodes to come.
+        max_restarts: how often torchrun's agent starts the processes again after a crash.
 
     Raises:
-        UserError: a process failed; with its own message, or the path of its traceback.
+        UserError: a process failed, on any node; with its own message, or the path of its traceback.
         Interrupted: a signal came and was forwarded to all processes.
-        SystemExit: with the code of a signal that rank 0 has reported.
+        SystemExit: with the code of a signal that a process has reported.
     """
-    with _locked(directory, uuid4().hex[:8], shared=False) as launch_directory:
-        _launch(module, arguments, processes, launch_directory, grace_seconds)
+    name = uuid4().hex[:8] if node.count == 1 else f"node{node.rank}-{uuid4().hex[:8]}"
+    with _locked(directory, name, shared=False) as launch_directory:
+        group = NodeGroup(node, grace_seconds, lambda line: print(line, file=sys.stderr, flush=True))
+        _launch(module, arguments, processes, launch_directory, grace_seconds, group, max_restarts)
 
 
 @contextmanager
@@ -87,34 +103,48 @@ def _agent_directory(directory: Path) -> AbstractContextManager[Path]:
     return _locked(directory, name[:8], shared=True)
 
 
-def _launch(module: str, arguments: Sequence[str], processes: int, directory: Path, grace_seconds: float) -> None:
+def _launch(
+    module: str,
+    arguments: Sequence[str],
+    processes: int,
+    directory: Path,
+    grace_seconds: float,
+    group: NodeGroup,
+    max_restarts: int,
+) -> None:
     """Run torchrun's agent; processes leave their logs and markers in `directory`."""
+    node = group.node
     os.environ[RANKS_DIRECTORY], os.environ[LAUNCHER] = str(directory.resolve()), str(os.getpid())
+    os.environ[HOSTS] = ",".join(group.hosts)
     os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # Else each process logs how the others ended.
     if sys.platform == "linux":
         # Else gloo resolves this host's name, which may be unknown.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", group.interface)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=node.count,
+        max_nodes=node.count,
         nproc_per_node=processes,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOCAL}:0",
+        run_id=RUN_ID,
+        # Unlike "c10d", it gives node_rank its ranks, and exchanges no pickles.
+        rdzv_backend="static",
+        rdzv_endpoint=f"{node.host}:{group.port}",
+        rdzv_configs={"rank": node.rank, "timeout": math.ceil(grace_seconds)},
         local_addr=LOCAL,
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     logging.disable(logging.CRITICAL)  # The agent's own messages; ours are below.
     try:
         elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
+        group.leave()
     except ChildFailedError as error:
-        reported, code = (directory / f"0{REPORTED}").exists(), error.get_first_failure()[1].exitcode
-        if reported and code > FIRST_OF_SIGNALS:  # A signal reached one process, and all have stopped cleanly.
+        code = error.get_first_failure()[1].exitcode
+        if code > FIRST_OF_SIGNALS and list(directory.glob(f"*{REPORTED}")):
+            group.leave()  # A signal reached one process, and all have stopped cleanly.
             raise SystemExit(code) from None
-        raise (_first_fault(directory, processes) or UserError(_how_it_ended(error, directory))) from None
+        raise group.end(_ending(error, directory), processes, max_restarts) from None
     except SignalException as stopped:
+        group.leave()
         if (directory / f"0{REPORTED}").exists():
             raise SystemExit(FIRST_OF_SIGNALS + stopped.sigval) from None
         raise Interrupted(stopped.sigval) from None
@@ -122,47 +152,28 @@ def _launch(module: str, arguments: Sequence[str], processes: int, directory: Pa
         logging.disable(logging.NOTSET)
 
 
-def _first_fault(directory: Path, processes: int) -> UserError | None:
-    """The first error message of a process, preferring one whose cause is not waiting for another process."""
+def _ending(error: ChildFailedError, directory: Path) -> Ending:
+    """Why the processes of this node ended: a process's own error before one whose cause is waiting for another."""
     faults = sorted(directory.glob(f"*{FAULT}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    if not faults:
-        return None
     causes = [path for path in faults if not path.with_suffix(TIMED_OUT).exists()]
-    message, *details = (causes or faults)[0].read_text(encoding="utf-8").splitlines()
-    waited = {path.stem for path in (*faults, *directory.glob(f"*{LOST}"))}
-    absent = [str(rank) for rank in range(processes) if str(rank) not in waited]
-    if absent and not causes and DID_NOT_COME not in message:
-        message += DID_NOT_COME + ", ".join(absent)
-    return UserError(message, *details)
-
-
-def _how_it_ended(error: ChildFailedError, directory: Path) -> str:
-    """The message for a process that ended without one."""
-    rank, failure = error.get_first_failure()
+    waited = sorted({int(path.stem) for suffix in (TIMED_OUT, LOST) for path in directory.glob(f"*{suffix}")})
+    if faults:
+        message, *details = (causes or faults)[0].read_text(encoding="utf-8").splitlines()
+        return Ending(kind="cause" if causes else "waited", message=message, details=details, waited=waited)
+    crashed = {rank: failure for rank, failure in error.failures.items() if rank not in waited}
+    if not crashed:
+        return Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=waited)
+    rank, failure = ChildFailedError(error.name, crashed).get_first_failure()
     code = failure.exitcode
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     log = directory / f"{rank}.log"
     output = f"see {log}" if log.exists() and log.stat().st_size else "it printed nothing"
-    return f"hardware.num_gpus: process {rank} ended {how}; {output}; {RESUMES}"
+    message = f"hardware.num_gpus: process {rank} ended {how}; {output}; {RESUMES}"
+    return Ending(kind="cause", message=message, waited=waited)
 
 
-DID_NOT_COME = "; the one that did not come: process "
+BROKEN = "hardware.num_gpus: the connection to other processes broke"
 RESUMES = "the same command resumes from the last checkpoint, if there is one"
-
-
-class WaitTimedOut(UserError):
-    """This process waited too long for others, which are the ones at fault."""
-
-    def __init__(self, message: str, *, absent: Sequence[int] = ()):
-        super().__init__(message + (DID_NOT_COME + ", ".join(map(str, absent)) if absent else ""))
-
-
-class ConnectionLost(Exception):
-    """The connection broke while this process waited for others: one of them is at fault."""
-
-
-EndProcess = Callable[[Exception], None]
-"""Ends this process from any thread, as if its main thread had raised the fault."""
 
 
 @contextmanager
@@ -181,6 +192,7 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
         return
     given = os.environ.get(RANKS_DIRECTORY)
     with _agent_directory(launches) if given is None else nullcontext(Path(given)) as directory:
+        _forget_waiting(directory, world)
         terminal = os.dup(2)
         if not world.is_first:
             handle = os.open(directory / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -200,6 +212,21 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
             os.close(terminal)
 
 
+def _forget_waiting(directory: Path, world: World) -> None:
+    """Remove what this process's last attempt left, if torchrun has started it again.
+
+    Raises SystemExit if an attempt ended by a signal or by an error that it would meet again.
+    """
+    if not attempt():
+        return
+    for reported in directory.glob(f"*{REPORTED}"):
+        sys.exit(int(reported.read_text()))
+    if any(not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
+        sys.exit(1)
+    for suffix in (FAULT, TIMED_OUT, LOST):
+        (directory / str(world.rank)).with_suffix(suffix).unlink(missing_ok=True)
+
+
 @contextmanager
 def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
     """Leave files that record how this process ended; print the fault if no `launch` will. Raises SystemExit."""
@@ -212,8 +239,8 @@ def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
         if launched:  # `launch` prints it.
             sys.exit(ending.exit_code)
         raise
-    except SystemExit:
-        marker.with_suffix(REPORTED).touch()
+    except SystemExit as ending:
+        marker.with_suffix(REPORTED).write_text(str(ending.code))
         raise
     except UserError as fault:
         temporary = directory / f".{world.rank}"
@@ -238,10 +265,7 @@ def _print_fault(world: World, directory: Path, terminal: int) -> None:
         lines = marker.with_suffix(FAULT).read_text(encoding="utf-8").splitlines()
     elif marker.with_suffix(LOST).exists():
         time.sleep(LOST_SECONDS)
-        lines = [
-            "hardware.num_gpus: the connection to the other processes broke, since one of them ended; see the output "
-            f"on the other machines and {directory}; {RESUMES}"
-        ]
+        lines = [f"{BROKEN}, since one of them ended; see the output on the other machines and {directory}; {RESUMES}"]
     else:
         lines = [f"hardware.num_gpus: process {world.rank} failed; see {marker.with_suffix('.log')}; {RESUMES}"]
     with suppress(OSError):  # Another process printed, or the terminal is closed.

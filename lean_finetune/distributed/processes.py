@@ -50,6 +50,16 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def attempt() -> int:
+    """How often torchrun's agent has started the processes of this run again (run.max_restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def ended_key(attempt: int) -> str:
+    """Key of the store of torchrun's agent that exists once a node's processes of an attempt have ended."""
+    return f"attempts/{attempt}/ended"
+
+
 def check_size(world: World, num_gpus: int) -> None:
     """Raise UserError if the number of processes is not the planned one."""
     if world.size != num_gpus:
@@ -64,7 +74,7 @@ def check_devices(processes: int) -> None:
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise UserError(
             f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
-            "hardware.num_gpus, or start torchrun on several nodes"
+            "hardware.num_gpus, or use several machines (run.nodes)"
         )
 
 
@@ -81,10 +91,18 @@ def process_group(world: World, device: torch.device, timeout_seconds: float) ->
     if gpu:  # The least time between a fault that NCCL's watchdog finds and its SIGABRT.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
     # Waiting ignores signals, and the others would wait for a process that a signal ends.
+    timeout = timedelta(seconds=timeout_seconds)
     with default_signal_actions():
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        if attempt():  # Ends those of the one before that still run, on other nodes.
+            store.set(ended_key(attempt() - 1), "")
         dist.init_process_group(
             "nccl" if gpu else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
+            # The store of torchrun's agent has the addresses of processes that a restart has replaced.
+            store=dist.PrefixStore(f"attempts/{attempt()}/group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
             device_id=device if gpu else None,
         )
     with progress_barrier(world.rank, world.size, timeout_seconds):

@@ -14,7 +14,8 @@ from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params, Run
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.launch import EndProcess, report_faults_once
+from lean_finetune.distributed.faults import EndProcess
+from lean_finetune.distributed.launch import report_faults_once
 from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec, precision_of
@@ -40,6 +41,7 @@ from lean_finetune.train.process.ranks import (
     nccl_errors,
     nccl_fault,
     watch_nccl,
+    watch_other_nodes,
 )
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
@@ -58,11 +60,15 @@ def run_stage(**paths: Path) -> None:
         params = read_params()
         refuse_missing_trackers(params.run.trackers)
         timeout = params.run.rank_timeout_seconds
-        if launch_ranks(params.hardware.num_gpus, launches, timeout):
+        if launch_ranks(params, launches):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = claim_device(world, params.run.cpu_threads)
-        with explain_timeouts(world, timeout), process_group(world, device, timeout):
+        with (
+            watch_other_nodes(world, timeout, end),
+            explain_timeouts(world, timeout),
+            process_group(world, device, timeout),
+        ):
             _run(params, world, device, threads, Paths(**paths), end)
 
 

@@ -1,6 +1,7 @@
 """Processes of a distributed run: start them, choose their devices, explain their timeouts, combine their peaks."""
 
 import json
+import os
 import re
 import sys
 import threading
@@ -12,9 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lean_finetune.config.schema import Params
 from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.launch import ConnectionLost, WaitTimedOut, launch
-from lean_finetune.distributed.processes import World, check_devices, under_torchrun
+from lean_finetune.distributed.faults import HOSTS, ConnectionLost, EndProcess, WaitTimedOut
+from lean_finetune.distributed.launch import launch
+from lean_finetune.distributed.nodes import Node
+from lean_finetune.distributed.processes import World, attempt, check_devices, ended_key, under_torchrun
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
@@ -27,19 +31,29 @@ CONNECTION_LOST = re.compile(
 )
 
 
-def launch_ranks(num_gpus: int, directory: Path, grace_seconds: float) -> bool:
-    """Run this command in one process per GPU, if there are several; return True once they have ended.
+def launch_ranks(params: Params, directory: Path) -> bool:
+    """Run this command in one process per GPU of this node, if there are several; return True once all have ended.
 
-    Processes exchange messages about their end in `directory`, and have `grace_seconds` to finish a step and write a
-    checkpoint after a signal.
+    Processes exchange messages about their end in `directory`, and have `run.rank_timeout_seconds` to finish a step and
+    write a checkpoint after a signal.
 
     Raises:
-        UserError: one of them failed.
+        UserError: one of them failed, or other nodes did not come.
     """
+    num_gpus, run = params.hardware.num_gpus, params.run
     if num_gpus == 1 or under_torchrun():
         return False
-    check_devices(num_gpus)
-    launch("stages.train", sys.argv[1:], processes=num_gpus, directory=directory, grace_seconds=grace_seconds)
+    processes = num_gpus // run.nodes
+    check_devices(processes)
+    launch(
+        "stages.train",
+        sys.argv[1:],
+        processes=processes,
+        directory=directory,
+        grace_seconds=run.rank_timeout_seconds,
+        node=Node.here(params),
+        max_restarts=run.max_restarts,
+    )
     return True
 
 
@@ -74,11 +88,14 @@ def explain_timeouts(
         raise WaitTimedOut(
             f"run.rank_timeout_seconds: limits how long a process waits for the others; process {world.rank} of "
             f"{world.size} waited {seconds:g} s {where()}; raise it if one process may take longer",
+            world,
             absent=error.ranks if isinstance(error, BarrierTimeout) else (),
         ) from error
 
 
 POLL_SECONDS = 1.0
+ENDED_SECONDS = 2.0
+"""Time for a process to end because its connection broke, and report that, before it is ended."""
 NO_ERROR = "SUCCESS"
 TIMEOUT = "TIMEOUT"
 
@@ -123,6 +140,38 @@ def watch_nccl(errors: Errors | None, end: Callable[[str], None]) -> Iterator[No
     finally:
         finished.set()
         thread.join()
+
+
+@contextmanager
+def watch_other_nodes(world: World, seconds: float, end: EndProcess | None) -> Iterator[None]:
+    """End this process soon after those of another node have ended, or after `seconds` without an answer of node 0.
+
+    Otherwise NCCL's collectives would wait until their timeout, and calls of the store for a quarter of an hour.
+    """
+    if end is None or "," not in os.environ.get(HOSTS, ""):
+        yield
+        return
+    finished = threading.Event()
+    silent = WaitTimedOut(f"run.rank_timeout_seconds: node 0 did not answer for {seconds:g} s", world, absent=[0])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+    def poll() -> None:
+        while not finished.wait(POLL_SECONDS):
+            timer = threading.Timer(seconds, end, [silent])
+            timer.start()
+            try:
+                ended = store.check([ended_key(attempt())])
+            except RuntimeError:
+                ended = True
+            timer.cancel()
+            if ended and not finished.wait(ENDED_SECONDS):
+                end(ConnectionLost("the processes of another node have ended"))
+
+    threading.Thread(target=poll, name="node_watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        finished.set()
 
 
 def nccl_fault(error: str, world: World, seconds: float, where: Callable[[], str]) -> Exception:

@@ -1,0 +1,68 @@
+"""Faults of a run on several processes and nodes: those that only waited for others, and the one line for all."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.processes import World
+
+HOSTS = "LEAN_FINETUNE_HOSTS"
+"""Environment variable of processes: the names of all nodes, with commas."""
+DID_NOT_COME = "; the one that did not come: "
+
+
+class WaitTimedOut(UserError):
+    """This process waited too long for others, which are the ones at fault."""
+
+    def __init__(self, message: str, world: World, *, absent: Sequence[int] = ()):
+        hosts = os.environ.get(HOSTS, "").split(",")
+        super().__init__(message + (DID_NOT_COME + named_ranks(absent, world.local_size, hosts) if absent else ""))
+
+
+class ConnectionLost(Exception):
+    """The connection broke while this process waited for others: one of them is at fault."""
+
+
+EndProcess = Callable[[Exception], None]
+"""Ends this process from any thread, as if its main thread had raised the fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Why the processes of one node ended."""
+
+    kind: Literal["cause", "waited", "lost"]
+    """A fault of its own | a process waited too long for others | the connection to others broke."""
+    message: str
+    details: Sequence[str] = ()
+    waited: Sequence[int] = ()
+    """Ranks that waited for others, or lost the connection to them."""
+
+
+def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], processes: int) -> UserError:
+    """The error of the run: a cause if a node had one, else a wait that timed out, with those that did not come."""
+    kinds = ("cause", "waited", "lost")
+    rank = min(endings, key=lambda node: (kinds.index(endings[node].kind), node))
+    ending = endings[rank]
+    message = ending.message
+    if ending.kind == "cause":
+        same = len({one.message for one in endings.values()}) == 1 and len(endings) == len(hosts)
+        where = "" if len(hosts) == 1 or same else f" (on node {rank}, {hosts[rank]})"
+        return UserError(message + where, *ending.details)
+    waited = {one for each in endings.values() for one in each.waited}
+    absent = [one for one in range(processes * len(hosts)) if one not in waited]
+    if absent and DID_NOT_COME not in message:
+        message += DID_NOT_COME + named_ranks(absent, processes, hosts)
+    return UserError(message, *ending.details)
+
+
+def named_ranks(ranks: Sequence[int], per_node: int, hosts: Sequence[str]) -> str:
+    """Ranks in a message, with their nodes if there are several."""
+    if len(hosts) < 2:
+        return f"process {', '.join(map(str, ranks))}"
+    by_node: dict[int, list[str]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank // per_node, []).append(str(rank))
+    return ", ".join(f"process {', '.join(own)} on node {node} ({hosts[node]})" for node, own in by_node.items())
