@@ -14,7 +14,8 @@ class ControlChannel:
     def __init__(self, world: World = SINGLE_PROCESS, device: torch.device = torch.device("cpu")):  # noqa: B008 - immutable
         """`device` is where the backend's tensors must be: a GPU for NCCL."""
         self.rank, self.size = world.rank, world.size
-        self._device = device
+        self.node = world.rank // world.local_size
+        self.device = device
 
     @property
     def is_first(self) -> bool:
@@ -27,7 +28,7 @@ class ControlChannel:
             return [list(numbers)]
         table = torch.zeros(self.size, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers)
-        table = table.to(self._device)
+        table = table.to(self.device)
         dist.all_reduce(table)  # The others add 0.
         return table.tolist()
 

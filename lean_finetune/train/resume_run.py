@@ -17,6 +17,7 @@ from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.node_disks import find_disk
 from lean_finetune.train.checkpoint.scratch_dir import (
     FINISHED,
     RECORD,
@@ -138,7 +139,7 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
     """Lock a run's directory and yield its checkpointer; the directory is cleared if the block succeeds.
 
-    All processes of a run call this; the first one locks.
+    All processes of a run call this; the first one of each disk locks.
 
     Raises:
         UserError: another run works there, or the disk refused.
@@ -150,8 +151,15 @@ def open_checkpointer(
             stack.enter_context(lock_run_directory(where.directory, notify, where.record))
             stack.enter_context(lock_earlier_run(where.earlier))
         channel.gather_after_work(0)  # From here on the first process has the lock.
+        disk = find_disk(where.directory, channel)
+        if not disk.is_shared:
+            record = json.loads(channel.gather_text(json.dumps(where.record))[0])
+            if disk.is_led_here and not channel.is_first:
+                stack.enter_context(lock_run_directory(where.directory, notify, record))
+                stack.enter_context(lock_earlier_run(where.earlier))
+            channel.gather_after_work(0)
         checkpoints = Checkpointer(
-            CheckpointStore(where.directory, run.keep_checkpoints, notify, channel),
+            CheckpointStore(where.directory, run.keep_checkpoints, notify, channel, disk),
             seconds=run.checkpoint_seconds,
             stop=stop,
             notify=notify,

@@ -22,7 +22,7 @@ from lean_finetune.model.model_spec import ModelSpec, precision_of
 from lean_finetune.train.callbacks.registry import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, mark_finished, scratch_root
+from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -138,8 +138,7 @@ def _train_and_publish(
         figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.optim_spec.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
-    if job.world.is_first and "DVC_STAGE" in os.environ:
-        mark_finished(where.directory, paths.metrics)
+    checkpoints.mark_finished(paths.metrics if job.world.is_first and "DVC_STAGE" in os.environ else None)
 
 
 def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:

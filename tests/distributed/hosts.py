@@ -1,20 +1,33 @@
 """Two hosts on one machine: network namespaces joined by a veth pair, each with an address and a hostname of its own.
 
-They need Linux, root and the commands `ip` and `unshare`; `tc` too for a slow link. Removed at the end of the block,
-also after a failure, with all processes inside.
+They need Linux, root and the commands `ip` and `unshare`. Removed at the end of the block, also after a failure, with
+all processes inside. A slow link is two TUN devices between which a thread carries the packets: many kernels have no
+netem, which delays packets for `tc`.
 """
 
+import fcntl
 import os
+import random
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
+
+DELAY_SECONDS, LOSS = 0.05, 0.01
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+"""Of Linux' if_tun.h."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,9 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-def skip_without_hosts(*commands: str) -> None:
+def skip_without_hosts() -> None:
     """Skip the test where there are no network namespaces."""
-    missing = [name for name in ("ip", "unshare", *commands) if shutil.which(name) is None]
+    missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
     if sys.platform != "linux" or os.geteuid() != 0 or missing:
         pytest.skip(f"two hosts need Linux, root, and the commands ip and unshare; missing: {missing or 'root'}")
     probe = f"lf-{uuid4().hex[:6]}"
@@ -55,27 +68,70 @@ def skip_without_hosts(*commands: str) -> None:
 
 
 @contextmanager
-def two_hosts(*, delay: Sequence[str] = ()) -> Iterator[tuple[Host, Host]]:
-    """Hosts `node-a` and `node-b`; `delay` are arguments of tc's netem, such as `delay 50ms loss 1%`, for both."""
-    skip_without_hosts(*(["tc"] if delay else []))
+def two_hosts(*, slow: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Hosts `node-a` and `node-b`; a `slow` link delays packets by `DELAY_SECONDS` and loses some of them."""
     mark = uuid4().hex[:6]
     a = Host(f"lf-{mark}-a", "node-a", "10.213.0.1", f"lf{mark}a")
     b = Host(f"lf-{mark}-b", "node-b", "10.213.0.2", f"lf{mark}b")
-    try:
+    with ExitStack() as stack:
         for host in (a, b):
+            stack.callback(_remove, host)
             _ip("netns", "add", host.namespace)
-        _ip("link", "add", a.device, "netns", a.namespace, "type", "veth", "peer", b.device, "netns", b.namespace)
+        if slow:
+            stack.enter_context(_slow_link(a, b))
+        else:
+            _ip("link", "add", a.device, "netns", a.namespace, "type", "veth", "peer", b.device, "netns", b.namespace)
         for host in (a, b):
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.device)
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             host.set_link("up")
-            if delay:
-                _ip("netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", host.device, "root", "netem", *delay)
+            names = Path("/etc/netns", host.namespace)  # `ip netns exec` lays its files over those of /etc.
+            names.mkdir(parents=True)
+            (names / "hosts").write_text(f"127.0.0.1 localhost\n{a.address} {a.name}\n{b.address} {b.name}\n")
         yield a, b
+
+
+def _remove(host: Host) -> None:
+    inside = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout
+    for process in inside.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+    shutil.rmtree(Path("/etc/netns", host.namespace), ignore_errors=True)
+
+
+@contextmanager
+def _slow_link(a: Host, b: Host) -> Iterator[None]:
+    """Join the hosts by two TUN devices and a thread."""
+    ends = []
+    for host in (a, b):
+        ends.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+        fcntl.ioctl(ends[-1], TUNSETIFF, struct.pack("16sH", host.device.encode(), IFF_TUN | IFF_NO_PI))
+        _ip("link", "set", host.device, "netns", host.namespace)
+    finished = threading.Event()
+    thread = threading.Thread(target=_carry, args=(ends, finished))
+    thread.start()
+    try:
+        yield
     finally:
-        for host in (a, b):
-            inside = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout
-            for process in inside.split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
+        finished.set()
+        thread.join()
+        for end in ends:
+            os.close(end)
+
+
+def _carry(ends: list[int], finished: threading.Event) -> None:
+    """Carry packets from each device to the other one, late; lose `LOSS` of them."""
+    waiting: deque[tuple[float, int, bytes]] = deque()
+    chance = random.Random(0)
+    while not finished.is_set():
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, end, packet = waiting.popleft()
+            with suppress(OSError):  # The device is down.
+                os.write(end, packet)
+        for end in select.select(ends, [], [], 0.001)[0]:
+            with suppress(OSError):
+                packet = os.read(end, 65536)
+                if chance.random() >= LOSS:
+                    waiting.append((now + DELAY_SECONDS, ends[1 - ends.index(end)], packet))

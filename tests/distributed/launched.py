@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.processes import write_params
 from stages.bucket import main as bucket
 from tests.conftest import ROOT
+from tests.distributed.hosts import Host
 from tests.processes import kill_group, killed_after
 from tests.workspace import invoke
 
@@ -32,13 +33,16 @@ def curve(root: Path) -> list[dict[str, str]]:
 
 
 @contextmanager
-def running(root: Path, *command: str, **environment: object) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    root: Path, *command: str, host: Host | None = None, **environment: object
+) -> Iterator[subprocess.Popen[bytes]]:
     """A run, or Python with other arguments, which is killed at the end of the block; `errors_of` has its errors."""
     given: dict[str, object] = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, **environment}
     given.pop("DVC_STAGE", None)
-    with open(root / "stderr", "w") as errors:
+    words = [sys.executable, *(command or ("-m", "stages.train"))]
+    with open(_errors_file(root, host), "w") as errors:
         process = subprocess.Popen(
-            [sys.executable, *(command or ("-m", "stages.train"))],
+            words if host is None else host.command(*words),
             cwd=root,
             env={name: str(value) for name, value in given.items()},
             stdin=subprocess.DEVNULL,
@@ -53,9 +57,13 @@ def running(root: Path, *command: str, **environment: object) -> Iterator[subpro
             kill_group(process)
 
 
-def errors_of(root: Path) -> list[str]:
+def errors_of(root: Path, host: Host | None = None) -> list[str]:
     """Lines on standard error of the last run."""
-    return (root / "stderr").read_text().splitlines()
+    return _errors_file(root, host).read_text().splitlines()
+
+
+def _errors_file(root: Path, host: Host | None) -> Path:
+    return root / ("stderr" if host is None else f"stderr-{host.name}")
 
 
 def only_error_of(root: Path) -> str:

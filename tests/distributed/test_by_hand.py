@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_nodes_with_different_settings_are_refused(copy: Path):
     change(other, train__lr=1e-3, train__weight_decay=0.5)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GLOO_SOCKET_IFNAME": "lo"}
+    shared: dict[str, Any] = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "by-hand"}
     with ExitStack() as stack:
         nodes = [stack.enter_context(running(root, RANK=rank, **shared)) for rank, root in enumerate((copy, other))]

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.faults import ConnectionLost, WaitTimedOut, fault_of
 from lean_finetune.distributed.launch import (
     LOST,
     RANKS_DIRECTORY,
-    ConnectionLost,
-    WaitTimedOut,
-    _first_fault,
+    _ending,
     _locked,
     report_faults_once,
 )
@@ -20,6 +19,7 @@ from lean_finetune.train.process.ranks import explain_timeouts
 GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5123"
 GLOO_LATE = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
 STORE_LATE = "wait timeout after 12000ms, keys: /default_pg/0//cpu//0/1"
+KILLED = ChildFailedError("train", {1: ProcessFailure(1, 12345, -9, "")})
 
 
 def world(rank: int) -> World:
@@ -32,7 +32,8 @@ def test_logs_of_a_launch_stay_while_it_runs_and_until_the_next(tmp_path: Path):
         (first / "1.log").write_text("a traceback")
         with _locked(tmp_path / "ranks", "second", shared=False) as second:
             (second / "0.fault").write_text("one process at a time may train the same run")
-            assert _first_fault(first, 2) is None and (first / "1.log").exists()
+            assert _ending(KILLED, first).message.startswith("hardware.num_gpus: process 1 ended by SIGKILL; ")
+            assert (first / "1.log").exists()
     assert (first / "1.log").exists(), "users read it after the end"
     with _locked(tmp_path / "ranks", "third", shared=False) as third:
         assert list((tmp_path / "ranks").iterdir()) == [third]
@@ -61,7 +62,7 @@ def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: py
         with pytest.raises(SystemExit), report_faults_once(world(rank), tmp_path), explain_timeouts(world(rank), 12.0):
             raise RuntimeError(message)
     (tmp_path / f"0{LOST}").touch()
-    fault = _first_fault(tmp_path, 4)
-    assert isinstance(fault, UserError) and str(fault).endswith("; the one that did not come: process 3")
+    fault = fault_of({0: _ending(KILLED, tmp_path)}, ["here"], 4)
+    assert str(fault).endswith("; the one that did not come: process 3")
     assert "process 2 of 4 waited 12 s before or after its steps" in str(fault)
     assert GLOO_CLOSED in (tmp_path / "1.log").read_text()

@@ -11,7 +11,7 @@ import pytest
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished
+from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished, metrics_digest
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import StopRequest
@@ -161,13 +161,13 @@ def test_finished_run_keeps_its_last_checkpoint_until_the_next_run(
         with opened_for(choice, messages) as checkpoints:
             assert checkpoints.first_step == first_step
             ended = weights_of(job, checkpoints)
-            mark_finished(choice.directory, tmp_path / "train.json")
+            mark_finished(choice.directory, metrics_digest(tmp_path / "train.json"))
     assert weights_of(job) == ended
     DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")  # MD5 of {}: DVC has recorded the outputs.
     with opened_for(choose_directory(root, PARTS, "exact", print), messages) as checkpoints:
         assert checkpoints.first_step == 0
         weights_of(job, checkpoints)
-        mark_finished(choice.directory, tmp_path / "train.json")
+        mark_finished(choice.directory, metrics_digest(tmp_path / "train.json"))
     messages.clear()
     with opened_for(choose_directory(root, parts_with(parameters={"seed": 1}), "exact", messages.append), messages):
         assert not choice.directory.exists() and messages == []

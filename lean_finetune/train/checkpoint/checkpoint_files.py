@@ -1,7 +1,7 @@
 """Checkpoint files: written atomically, verified by checksum when read; the newest few are kept.
 
 Each process writes its own files, in safetensors and JSON. PyTorch's distributed checkpoints store their index in a
-pickle, which runs code when it is opened. The first process writes to the checkpoint's directory itself.
+pickle, which runs code when it is opened. Rank 0 writes to the checkpoint's directory itself.
 """
 
 import json
@@ -19,12 +19,22 @@ from lean_finetune.core.atomic_files import atomic_directory, partial_directory,
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.model.files.safetensors_files import StoredTensor, stored_tensors, write_loaded
+from lean_finetune.train.checkpoint.node_disks import (
+    PARTS,
+    RANKS,
+    VALUES,
+    Disk,
+    find_disk,
+    parts_and_hosts,
+    rank_directory,
+    send_missing_parts,
+)
 
-TENSORS, VALUES, SUMS = "tensors.safetensors", "values.json", "sha256.json"
+TENSORS, SUMS = "tensors.safetensors", "sha256.json"
 NAME = "step-{:09d}"
 """A checkpoint's directory, by the number of finished optimizer steps."""
-ROW_RANGES, RANKS = "row_ranges", "ranks"
-"""Keys of values.json: first row and full shape of sharded tensors; number of processes that wrote."""
+ROW_RANGES = "row_ranges"
+"""Key of values.json: first row and full shape of sharded tensors."""
 
 RowRanges = Mapping[str, tuple[int, tuple[int, ...]]]
 
@@ -90,11 +100,6 @@ class Checkpoint:
         return found
 
 
-def rank_directory(path: Path, rank: int) -> Path:
-    """Return the directory of one process's files in a checkpoint."""
-    return path / str(rank) if rank else path
-
-
 class _Dropped(Exception):
     """Leaves a context without an error for the user."""
 
@@ -115,12 +120,12 @@ class PendingCheckpoint:
                 sync(self._directory / name)
 
     def publish(self) -> None:
-        """Rename it once all processes have finished, then remove the oldest. For the first process."""
+        """Rename it once all processes have finished, then remove the oldest. For the first process of each disk."""
         self._rename.close()
         self._store.remove_old()
 
     def drop(self) -> None:
-        """Remove it. For the first process."""
+        """Remove it. For the first process of each disk."""
         with suppress(_Dropped), self._rename:
             raise _Dropped
 
@@ -132,14 +137,20 @@ class PendingCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in a directory that all its processes share."""
+    """The checkpoints of one run, in a directory that its processes share, or those of each node."""
 
     def __init__(
-        self, directory: Path, keep: int, notify: Callable[[str], None], channel: ControlChannel | None = None
+        self,
+        directory: Path,
+        keep: int,
+        notify: Callable[[str], None],
+        channel: ControlChannel | None = None,
+        disk: Disk | None = None,
     ):
         """Keep the newest `keep`; `notify` gets a line for each damaged one; `channel` connects the processes."""
         self.directory, self.keep, self._notify = directory, keep, notify
         self.channel = channel or ControlChannel()
+        self.disk = disk or find_disk(directory, self.channel)
 
     def write(
         self,
@@ -159,21 +170,21 @@ class CheckpointStore:
         with ExitStack() as stack:
             directory = rank_directory(partial_directory(path) / path.name, self.channel.rank)
             refused: UserError | None = None
-            if self.channel.is_first:
+            if self.disk.is_led_here:
                 try:
                     stack.enter_context(atomic_directory(path))
                 except UserError as error:  # Raised once the others, which wait for the directory, know.
                     refused = error
             else:
                 stack.enter_context(write_errors(directory))
-            if self.channel.from_first(int(refused is not None)) == [1]:
-                raise refused or UserError(f"{path}: cannot be written by the first process; see its log")
+            if failed := _ranks_with_error(self.channel, refused is not None):
+                raise refused or UserError(f"{path}: cannot be written by process {failed[0]}; see its log")
+            more = {ROW_RANGES: row_ranges or {}, **parts_and_hosts(self.disk, self.channel)}
             with self._fail_together():
                 directory.mkdir(exist_ok=self.channel.is_first)
                 write_loaded(directory / TENSORS, tensors)
                 saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-                more = {ROW_RANGES: row_ranges or {}, RANKS: self.channel.size, "saved_at": saved_at}
-                (directory / VALUES).write_text(json.dumps({**values, **more}))
+                (directory / VALUES).write_text(json.dumps({**values, **more, "saved_at": saved_at}))
             return PendingCheckpoint(self, directory, stack.pop_all())
 
     @contextmanager
@@ -199,7 +210,7 @@ class CheckpointStore:
         Raises:
             UserError: the disk refused.
         """
-        leads = self.channel.is_first
+        leads = self.disk.is_led_here
         with write_errors(self.directory):
             if leads:
                 for unfinished in self.directory.glob(".*"):
@@ -207,10 +218,13 @@ class CheckpointStore:
                     shutil.rmtree(unfinished)
             while True:
                 (step,) = self.channel.from_first(-1 if (last := self.last_step()) is None else last)
+                if leads:  # Other nodes' disks may have a part of one that the first did not finish.
+                    self.remove_newer(step)
                 if step < 0:
                     return None
                 path = self.directory / NAME.format(step)
-                fault = _fault(path, self.channel)
+                send_missing_parts(path, (TENSORS, SUMS), self.disk, self.channel)
+                fault = _fault(path, self.disk)
                 damaged = _ranks_with_error(self.channel, fault is not None)
                 if not damaged:
                     return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
@@ -218,6 +232,12 @@ class CheckpointStore:
                     what = fault or f"found by process {damaged[0]}"
                     self._notify(f"{path}: checkpoint is damaged ({what}); using the one before it")
                     shutil.rmtree(path)
+
+    def remove_newer(self, step: int) -> None:
+        """Remove checkpoints after `step` steps."""
+        for newer in steps_in(self.directory):
+            if newer > step:
+                shutil.rmtree(self.directory / NAME.format(newer))
 
     def has_step(self, step: int) -> bool:
         """Whether there is a checkpoint after `step` steps."""
@@ -244,23 +264,24 @@ def _ranks_with_error(channel: ControlChannel, error: bool) -> list[int]:
 
 
 def _rename_if_finished(partial: Path) -> None:
-    """Give a checkpoint in a temporary directory its name, if every process had finished its files."""
+    """Give a checkpoint in a temporary directory its name, if every process of this disk had finished its files."""
     path = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
     written = partial / path.name
     try:
-        for rank in range(json.loads((written / VALUES).read_text())[RANKS]):
+        one = next(written.rglob(VALUES))
+        for rank in json.loads(one.read_text())[PARTS]:
             json.loads((rank_directory(written, rank) / SUMS).read_text())
-    except (OSError, KeyError, TypeError, ValueError):  # Unfinished: a file is missing or truncated.
+    except (OSError, KeyError, TypeError, ValueError, StopIteration):  # Unfinished: a file is missing or truncated.
         return
     if not path.exists():
         written.rename(path)
 
 
-def _fault(path: Path, channel: ControlChannel) -> str | None:
+def _fault(path: Path, disk: Disk) -> str | None:
     """Verify this process's share of a checkpoint's files; return what is wrong, or None."""
     try:
         ranks = json.loads((path / VALUES).read_text())[RANKS]
-        for rank in range(channel.rank, ranks, channel.size):
+        for rank in disk.share(range(ranks)):
             directory = rank_directory(path, rank)
             sums = json.loads((directory / SUMS).read_text())
             if not isinstance(sums, dict) or set(sums) != {TENSORS, VALUES}:

@@ -21,6 +21,7 @@ from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
 from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
+from lean_finetune.train.checkpoint.scratch_dir import mark_finished, metrics_digest
 from lean_finetune.train.checkpoint.training_state import (
     TrainingRun,
     layout_of,
@@ -72,7 +73,7 @@ class Checkpointer(CheckpointHooks):
         self.directories = (store.directory,) if earlier is None else (store.directory, earlier)
         self._found = store.newest()
         if self._found is None and earlier is not None:
-            self._found = CheckpointStore(earlier, store.keep, notify, store.channel).newest()
+            self._found = CheckpointStore(earlier, store.keep, notify, store.channel, store.disk).newest()
         self.first_step = 0 if self._found is None else self._found.values["step"]
         self.measures_load = self._found is None or self._found.values["layout"] != layout
         self._thread: threading.Thread | None = None
@@ -167,10 +168,16 @@ class Checkpointer(CheckpointHooks):
         self._check_stop()
         return starts
 
+    def mark_finished(self, metrics: Path | None) -> None:
+        """Keep the last checkpoint until DVC has recorded the metrics, a file that the first process gives, or None."""
+        digest = self._channel.gather_text("" if metrics is None else metrics_digest(metrics))[0]
+        if digest and self._store.disk.is_led_here:
+            mark_finished(self._store.directory, digest)
+
     def after_last_step(self, run: TrainingRun) -> None:
         """Keep only the end of training: a kill or a full disk while publishing then costs no step."""
         self._save_last(run)
-        if self._channel.is_first and self._store.has_step(run.step):
+        if self._store.disk.is_led_here and self._store.has_step(run.step):
             self._store.remove_old(keep=1)
 
     def is_due(self) -> bool:
@@ -245,13 +252,13 @@ class Checkpointer(CheckpointHooks):
         self._record_cost(self._spent + time.thread_time() - start)
 
     def _settle(self) -> None:
-        """Wait until all processes have finished; the first one then publishes the checkpoint or drops it."""
+        """Wait until all have finished; the first process of each disk then publishes the checkpoint or drops it."""
         self.wait()
         if not self._unsettled:
             return
         failed = [rank for rank, (bad,) in enumerate(self._channel.gather_after_work(int(self._failed))) if bad]
         pending, self._pending, self._unsettled = self._pending, None, False
-        if not self._channel.is_first or pending is None:
+        if not self._store.disk.is_led_here or pending is None:
             return
         if not failed:
             try:

@@ -87,10 +87,14 @@ def lock_earlier_run(directory: Path | None) -> Iterator[None]:
         unlock_directory(directory, lock)
 
 
-def mark_finished(directory: Path, metrics: Path) -> None:
-    """Keep the directory's checkpoint until the next training starts."""
+def metrics_digest(metrics: Path) -> str:
+    """The MD5 of a run's metrics file, as in dvc.lock."""
+    return hashlib.md5(metrics.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def mark_finished(directory: Path, digest: str) -> None:
+    """Keep the directory's checkpoint until the next training starts; `digest` is that of the run's metrics."""
     with write_errors(directory):
-        digest = hashlib.md5(metrics.read_bytes(), usedforsecurity=False).hexdigest()  # As in dvc.lock.
         (directory / FINISHED).write_text(digest, encoding="ascii")
 
 

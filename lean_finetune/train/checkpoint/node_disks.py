@@ -1,0 +1,155 @@
+"""Checkpoints on the disks of several nodes, which may be one shared disk, or one of each node.
+
+Processes write their parts of a checkpoint to the disk that their node has. Before a run resumes, parts that a disk
+lacks are sent to it, so that any process can read any part.
+"""
+
+import json
+import platform
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lean_finetune.core.atomic_files import write_errors
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.progress_barrier import wait_for_all
+
+CHUNK_BYTES = 16 * 2**20
+"""Sent at a time: 10 ms at 10 Gbit/s."""
+PROBE = "disk"
+VALUES = "values.json"
+RANKS, PARTS, HOSTS = "ranks", "parts", "hosts"
+"""Keys of it: number of processes that wrote; those whose parts are on this disk; the machine of each."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a run's directory, as one process sees it."""
+
+    rank: int
+    ranks: Sequence[int]
+    """Processes that share it, in order."""
+    size: int
+    """Number of all processes."""
+
+    @property
+    def is_led_here(self) -> bool:
+        """Whether this process locks and renames for those that share the disk."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes of the run share it."""
+        return len(self.ranks) == self.size
+
+    def share(self, parts: Sequence[int]) -> Sequence[int]:
+        """Those of `parts` that this process verifies, where each process on the disk verifies some."""
+        return parts[self.ranks.index(self.rank) :: len(self.ranks)]
+
+
+def find_disk(directory: Path, channel: ControlChannel) -> Disk:
+    """Find out which processes share the disk of a directory: those that see what the first one writes there.
+
+    Of nodes that do not, each is taken to have a disk of its own. All processes call this.
+
+    Raises:
+        UserError: the first process cannot write there.
+    """
+    if channel.size == 1:
+        return Disk(0, (0,), 1)
+    token, probe = uuid4().hex, directory / PROBE
+    if channel.is_first:
+        with write_errors(probe):
+            directory.mkdir(parents=True, exist_ok=True)
+            probe.write_text(token)
+    expected = channel.gather_text(token if channel.is_first else "")[0]
+    sees = probe.is_file() and probe.read_text() == expected
+    found = channel.gather(-1 if sees else channel.node)
+    if channel.is_first:
+        probe.unlink()
+    mine = found[channel.rank]
+    return Disk(channel.rank, [rank for rank, one in enumerate(found) if one == mine], channel.size)
+
+
+def parts_and_hosts(disk: Disk, channel: ControlChannel) -> dict[str, Any]:
+    """For a checkpoint's values: the number of processes, those with parts on this disk, and each one's machine."""
+    return {RANKS: channel.size, PARTS: list(disk.ranks), HOSTS: channel.gather_text(platform.node())}
+
+
+def rank_directory(path: Path, rank: int) -> Path:
+    """Return the directory of one process's files in a checkpoint."""
+    return path / str(rank) if rank else path
+
+
+def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: ControlChannel) -> None:
+    """Copy each part of a checkpoint to the disks that lack it; all processes call this.
+
+    A part has the files `VALUES` and `names`; the last one marks it as complete.
+
+    Raises:
+        UserError: no disk has a part, or one is full.
+    """
+    written: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # Damaged: reported when checksums are compared.
+        written = json.loads((path / VALUES).read_text())
+    known = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
+    ranks, parts, hosts = json.loads(channel.gather_text(known)[0])
+    if parts is None or len(parts) == ranks:
+        return
+    directories = [rank_directory(path, rank) for rank in range(ranks)]
+    present = channel.gather(*(int((directory / names[-1]).exists()) for directory in directories))
+    absent = [part for part in range(len(directories)) if not any(row[part] for row in present)]
+    if absent:
+        machines = ", ".join(dict.fromkeys(hosts[part] for part in absent))
+        raise UserError(
+            f"{path}: lacks what process {', '.join(map(str, absent))} wrote to the disk of {machines}; start that "
+            f"machine with the others, copy the files of its {path} here, or delete {path.parent} on all machines to "
+            "start at the first step"
+        )
+    refused: OSError | None = None
+    for part, directory in enumerate(directories):
+        source = next(rank for rank, row in enumerate(present) if row[part])
+        writes = disk.is_led_here and not present[channel.rank][part]
+        for name in (VALUES, *names) if not all(row[part] for row in present) else ():
+            refused = _send_file(directory / name, source, channel, writes=writes and refused is None) or refused
+    if failed := [rank for rank, (bad,) in enumerate(channel.gather_after_work(int(refused is not None))) if bad]:
+        raise UserError(
+            f"{path}: process {failed[0]} cannot write parts of it ({refused or 'see its log'}); free space"
+        )
+
+
+def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool) -> OSError | None:
+    """Send a file of process `source` to those that write it; return why this one could not."""
+    wait_for_all()
+    size = channel.gather(path.stat().st_size if channel.rank == source else 0)[source][0]
+    with ExitStack() as stack:
+        file: BinaryIO | None = None
+        refused: OSError | None = None
+        try:
+            if writes:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if writes or channel.rank == source:
+                file = cast(BinaryIO, stack.enter_context(open(path, "wb" if writes else "rb")))
+        except OSError as error:
+            refused = error
+        for start in range(0, size, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if file is not None and not writes:
+                chunk.numpy()[:] = np.frombuffer(file.read(len(chunk)), np.uint8)
+            sent = chunk.to(channel.device)
+            dist.broadcast(sent, src=source)
+            try:
+                if file is not None and writes:
+                    file.write(sent.cpu().numpy().tobytes())
+                    file.flush()
+            except OSError as error:
+                refused, file = error, None
+    return refused

@@ -1,0 +1,104 @@
+"""Training on two machines, as a user starts it: two network namespaces are the machines."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
+from tests.distributed.launched import errors_of, planned, running
+from tests.processes import wait_for
+from tests.workspace import run_module
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+TIMEOUT_SECONDS = 8
+ENDS_SECONDS = 60
+"""Within which both nodes have ended after the link is down: the timeout, their wait for each other, a busy CPU."""
+
+
+@pytest.fixture(autouse=True)
+def hosts_are_possible() -> None:
+    skip_without_hosts()
+
+
+def other_machine(root: Path) -> Path:
+    """A copy of the checkout, as on a second machine's own disk."""
+    other = root / "other-machine"
+    shutil.copytree(root, other, symlinks=True, ignore=shutil.ignore_patterns("scratch"))
+    return other
+
+
+def on_nodes(stack: ExitStack, hosts: tuple[Host, Host], roots: tuple[Path, Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the run's nodes one by one."""
+    for rank, (host, root) in enumerate(zip(hosts, roots, strict=True)):
+        rendezvous = {} if rank == 0 else {"PET_RDZV_ENDPOINT": hosts[0].address}
+        yield stack.enter_context(running(root, host=host, PET_NODE_RANK=rank, **rendezvous))
+
+
+def weights(root: Path) -> bytes:
+    return (root / "data/tuned/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "gpus", "slow"),
+    [("ddp", 2, True), ("zero3", 2, False), ("hsdp", 4, False)],
+    ids=["ddp-slow-link", "zero3", "hsdp"],
+)
+def test_two_machines_train_what_one_trains(copy: Path, sharding: str, gpus: int, slow: bool):
+    """Other weights, outputs of both machines, or a hang."""
+    groups = {"train__shard_group_gpus": 2} if sharding == "hsdp" else {}
+    planned(copy, gpus, sharding, run__rank_timeout_seconds=60, **groups)
+    run_module("stages.train", cwd=copy, check=True)
+    alone = weights(copy)
+    for output in ("data/tuned", "data/train", "metrics"):
+        shutil.rmtree(copy / output)
+    planned(copy, gpus, sharding, run__nodes=2)
+    other = other_machine(copy)
+    with two_hosts(slow=slow) as hosts, ExitStack() as stack:
+        nodes = list(on_nodes(stack, hosts, (copy, other)))
+        assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
+    assert weights(copy) == alone
+    assert not (other / "data/tuned").exists() and not (other / "metrics").exists()
+    logs = {
+        f"{log.parent.name[:6]}{log.name}" for root in (copy, other) for log in root.glob("scratch/train/ranks/*/*.log")
+    }
+    half = gpus // 2
+    assert logs == {f"node{rank // half}-{rank}.log" for rank in range(1, gpus)}
+
+
+def made_a_step(root: Path) -> bool:
+    files = list(root.glob("scratch/train/running/*/last_step.json"))
+    return any(json.loads(file.read_text())["step"] for file in files)
+
+
+def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: Path):
+    """The other would wait forever. The machines share the disk of checkpoints; the second comes late."""
+    planned(copy, 2, "zero3", train__epochs=4, run__checkpoint_seconds=1e-6)
+    run_module("stages.train", cwd=copy, check=True)
+    alone = weights(copy)
+    planned(copy, 2, "zero3", run__nodes=2, run__rank_timeout_seconds=TIMEOUT_SECONDS)
+    with two_hosts() as hosts:
+        with ExitStack() as stack:
+            nodes = list(on_nodes(stack, hosts, (copy, copy)))
+            wait_for(lambda: made_a_step(copy), nodes[0])
+            hosts[1].set_link("down")
+            assert [node.wait(ENDS_SECONDS) for node in nodes] == [1, 1]
+        for host, absent in zip(hosts, ("1 on node 1 (node-b)", "0 on node 0 (node-a)"), strict=True):
+            faults = [line for line in errors_of(copy, host) if line.startswith("error: ")]
+            assert len(faults) == 1 and faults[0].startswith("error: run.rank_timeout_seconds: ")
+            assert faults[0].endswith(f"; the one that did not come: process {absent}")
+        hosts[1].set_link("up")
+        with ExitStack() as stack:
+            nodes = []
+            for node in on_nodes(stack, hosts, (copy, copy)):
+                nodes.append(node)
+                time.sleep(3)
+            assert [node.wait() for node in nodes] == [0, 0], errors_of(copy, hosts[0])
+        assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
+    assert weights(copy) == alone
