@@ -10,6 +10,7 @@ from lean_finetune.core.units import readable_size, readable_time
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy
+from lean_finetune.memory.advice.traffic import network_lines, traffic_of
 from lean_finetune.memory.advice.verdict import describe
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
@@ -92,6 +93,8 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         yield labelled("step", f"{readable_time(sum(parts.values()))} by the data sheet: {slowest}")
         rate = f"{p.hardware.disk_gb_per_second:g} GB/s (hardware.disk_gb_per_second)"
         yield labelled("disk", f"a step reads and writes all of its state, at {rate}")
+    for label, text in network_lines(run.workload, run.device, p.run.nodes):
+        yield labelled(label, text)
     yield labelled("attention", run.attention)
     load_bytes = run.load_bytes(prediction)
     if (weights := format_text(run.config)) is not None:
@@ -149,6 +152,7 @@ def fit_json(run: FitRun) -> dict[str, Any]:
         "model": {"name": run.model, "type": run.config.model_type},
         "precision": run.workload.setting.model.precision,
         "tokens_per_second": run.tokens_per_second,
+        "traffic": (traffic := traffic_of(run.workload)) and traffic.as_json(run.params.run.nodes),
         "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
         "would_fit": [
             {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}

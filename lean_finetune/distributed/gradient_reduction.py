@@ -95,7 +95,7 @@ class _Bucket:
 
 def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
     """Parameters grouped into buckets, about in the order of backward: the last layer first."""
-    for _, layer in groupby(reversed(trained), key=lambda named: _layer(named[0])):
+    for _, layer in groupby(reversed(trained), key=lambda named: layer_of(named[0])):
         small: dict[torch.dtype, NamedParameters] = {}
         for name, parameter in layer:
             if parameter.nbytes > PACKED_BYTES:
@@ -105,7 +105,7 @@ def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
         yield from small.values()
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """The part of a parameter's name up to its layer's number; empty for parameters outside of layers."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""

@@ -15,6 +15,7 @@ from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
+from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
@@ -95,7 +96,14 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         "what_fits.json": _what_fits(p, planned, run, prediction),
     }
     verdict = found.verdict
-    fits = {"fits": verdict.fits, "verdict": verdict.state, "reserved_replayed": replayed, "duration": duration}
+    fits: dict[str, Any] = {
+        "fits": verdict.fits,
+        "verdict": verdict.state,
+        "reserved_replayed": replayed,
+        "duration": duration,
+    }
+    if (traffic := traffic_of(run)) is not None:
+        fits |= {name: size for name, size in traffic.as_json(1).items() if "node" not in name}
     figures = {**_figures(planned, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
     # DVC cannot plot an empty file.
     alone = [{"step": 0, "allocated_gib": round(prediction.peak.bytes / GIB, 6)}]

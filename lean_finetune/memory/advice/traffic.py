@@ -1,0 +1,107 @@
+"""Bytes that GPUs send in an optimizer step, and through the network between nodes, from shapes alone.
+
+Collectives are counted as NCCL's rings send them: to gather or to reduce S bytes over N GPUs, each GPU sends
+S × (N − 1) / N bytes, and an all-reduce is both (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). A ring
+leaves each node once. Small messages are left out: norms, losses, held-out rows, and context parallelism's.
+"""
+
+from dataclasses import dataclass, replace
+
+from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.core.units import readable_size
+from lean_finetune.distributed.gradient_reduction import layer_of
+from lean_finetune.memory.advice.step_cost import DURATION_RANGE, step_seconds
+from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.gpus import GIGA, Device
+from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
+from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a GPU sends in an optimizer step."""
+
+    gpus: int
+    group: int
+    """GPUs that share weights or gradients in one ring: all, or a group of hsdp."""
+    in_group_bytes: int
+    between_groups_bytes: int
+    """hsdp: gradients of equal shards."""
+
+    def network_bytes(self, gpus_per_node: int) -> int:
+        """What a node sends to others: a ring that spans nodes leaves each node once."""
+        in_group = self.in_group_bytes if self.group > gpus_per_node else 0
+        return in_group + self.between_groups_bytes * min(self.group, gpus_per_node)
+
+    def as_json(self, nodes: int) -> dict[str, int]:
+        """Bytes in a step: of a GPU in its group and between groups, and of one of `nodes` nodes."""
+        network = self.network_bytes(self.gpus // nodes) if nodes > 1 else 0
+        return {
+            "sent_in_group_bytes": self.in_group_bytes,
+            "sent_between_groups_bytes": self.between_groups_bytes,
+            "sent_by_node_bytes": network,
+        }
+
+
+def traffic_of(run: Workload) -> Traffic | None:
+    """What a GPU of a run sends; None for one GPU."""
+    sharing = run.setting.sharing
+    return None if sharing is None else _traffic(run, sharing, model_shapes(run.config))
+
+
+def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
+    mode, gpus, spec = sharing.spec.mode, sharing.gpus, run.setting.model
+    micro_batches = max(1, round(run.micro_batches_per_step))
+    # Offload moves states, not what is sent.
+    lines = state_lines(shapes, replace(run.setting, offload="none", optimizer_in_backward=False), cuda=True)
+    gradients = sum(sum(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
+    if mode not in SPLIT_WEIGHTS:
+        sent = 2 * gradients + (gradients if mode == "zero1" else 0)  # zero1: owners send updated weights too.
+        return Traffic(gpus=gpus, group=gpus, in_group_bytes=sent * (gpus - 1) // gpus, between_groups_bytes=0)
+    weights = sum(sum(line.tensor_bytes) for line in lines if line.category in (WEIGHTS, ADAPTERS) and line.divides)
+    root = sum(p.values for p in shapes.parameters if not layer_of(p.name)) * spec.dtype.itemsize
+    # Layers are gathered for forward and again for backward; embedding, last norm and head once.
+    gathered = 2 * weights - root if mode in GATHERED_LAYERS else weights
+    reductions = micro_batches if spec.method == "full" else 1
+    group = sharing.holders
+    replicas = gpus // group
+    return Traffic(
+        gpus=gpus,
+        group=group,
+        in_group_bytes=(gathered * micro_batches + gradients * reductions) * (group - 1) // group,
+        between_groups_bytes=2 * gradients // group * (replicas - 1) // replicas,
+    )
+
+
+def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, str]]:
+    """For people: what GPUs send, how fast a network hides it behind computing, and modes that send less."""
+    sharing = run.setting.sharing
+    if sharing is None:
+        return []
+    shapes = model_shapes(run.config)
+    traffic = _traffic(run, sharing, shapes)
+    between = traffic.between_groups_bytes
+    each = readable_size(traffic.in_group_bytes) + (f", and {readable_size(between)} between groups" if between else "")
+    lines = [("sent in a step", f"{each}, by each GPU")]
+    if nodes == 1:
+        return lines
+    per_node = sharing.gpus // nodes
+    seconds = None if device.speed is None else sum(step_seconds(run, shapes, device.speed).values())
+
+    def network(one: Traffic) -> str:
+        sent = one.network_bytes(per_node)
+        gigabits = sent * 8 / GIGA / ((seconds or 1) * DURATION_RANGE[0])
+        speed = f", hidden behind computing from {float(f'{gigabits:.2g}'):,.6g} Gbit/s" if seconds else ""
+        return f"{readable_size(sent)}{speed}"
+
+    lines.append(("by each node", f"{network(traffic)} (run.nodes={nodes})"))
+    others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if 1 < per_node < sharing.gpus else []
+    for mode, group in (*others, ("ddp", None)):
+        spec = replace(sharing.spec, mode=mode, group_gpus=group)
+        other = _traffic(run, replace(sharing, spec=spec), shapes)
+        if other.network_bytes(per_node) < traffic.network_bytes(per_node):
+            groups = f"in groups of {group}: " if group else ""
+            lines.append((f"with {mode}", f"{groups}{network(other)}; better on a slower network, if it fits"))
+    return lines
