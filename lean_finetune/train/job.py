@@ -1,5 +1,6 @@
 """Create the training job from parameters, locks and plan, and check it against the device."""
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
@@ -62,6 +64,17 @@ class Paths:
     def plan(self) -> Path:
         """The plan's file."""
         return self.batches / "plan.arrow"
+
+
+def refuse_missing_inputs(paths: Paths, world: World) -> None:
+    """Raise UserError if this node, which DVC does not run on, lacks what earlier stages wrote."""
+    node = world.rank // world.local_size
+    needed = (paths.tokens, paths.plan, paths.verdict, paths.estimate, paths.model_lock, paths.tokenizer_lock)
+    if node and (missing := [path for path in needed if not path.exists()]):
+        raise UserError(
+            f"{missing[0]}: is not on node {node} ({platform.node()}); run `dvc pull tokenize bucket estimate` there "
+            "after `dvc push` on node 0, or `dvc repro estimate`, which writes the same bytes; or use a shared disk"
+        )
 
 
 def dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

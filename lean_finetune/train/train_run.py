@@ -23,7 +23,7 @@ from lean_finetune.train.callbacks.registry import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
-from lean_finetune.train.job import Paths, make_job, prepare_device
+from lean_finetune.train.job import Paths, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_snapshot import OOM_FILE, MemorySnapshots
@@ -77,6 +77,7 @@ def _run(
 ) -> None:
     """Run the stage in one process of `world`; `threads` is the number of CPU threads of this machine."""
     channel = ControlChannel(world, device)
+    refuse_missing_inputs(paths, world)
     fingerprint = run_fingerprint(params, paths, device, threads)
     refuse_different_runs(fingerprint, channel)
     check_size(world, params.hardware.num_gpus)

@@ -4,8 +4,8 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from benchmarks.processes import write_params
@@ -32,14 +32,26 @@ def curve(root: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@contextmanager
 def running(
     root: Path, *command: str, host: Host | None = None, **environment: object
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """A run, or Python with other arguments, which is killed at the end of the block; `errors_of` has its errors."""
+    return _started(root, [sys.executable, *(command or ("-m", "stages.train"))], host, environment)
+
+
+def script(
+    root: Path, text: str, host: Host | None = None, **environment: object
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """As `running`, of a script for a shell."""
+    return _started(root, ["bash", "-ec", text], host, environment)
+
+
+@contextmanager
+def _started(
+    root: Path, words: list[str], host: Host | None, environment: Mapping[str, object]
+) -> Iterator[subprocess.Popen[bytes]]:
     given: dict[str, object] = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, **environment}
     given.pop("DVC_STAGE", None)
-    words = [sys.executable, *(command or ("-m", "stages.train"))]
     with open(_errors_file(root, host), "w") as errors:
         process = subprocess.Popen(
             words if host is None else host.command(*words),

@@ -1,17 +1,22 @@
 """Training on two machines, as a user starts it: two network namespaces are the machines."""
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
+from tests.conftest import ROOT
 from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
-from tests.distributed.launched import errors_of, planned, running
+from tests.distributed.launched import errors_of, planned, running, script
 from tests.processes import wait_for
 from tests.workspace import run_module
 
@@ -102,3 +107,60 @@ def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: P
             assert [node.wait() for node in nodes] == [0, 0], errors_of(copy, hosts[0])
         assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
     assert weights(copy) == alone
+
+
+DVC = """#!/bin/sh
+test "$*" = "repro estimate" || exec python -m stages.train
+"""
+SRUN = """#!/bin/sh
+test "$1" = --kill-on-bad-exit=1 || exit 2
+shift
+export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node-[a,b]
+set -m
+{first} env SLURM_NODEID=0 "$@" &
+{second} env SLURM_NODEID=1 "$@" &
+wait %1 && wait %2
+"""
+
+
+def recipe(language: str, name: str) -> str:
+    """A block of docs/several-machines.md."""
+    return (ROOT / "docs/several-machines.md").read_text().split(f"```{language} {name}\n")[1].split("```")[0]
+
+
+def programs(root: Path, **content: str) -> str:
+    """A PATH that begins with these programs and this Python."""
+    directory = root / "bin"
+    directory.mkdir()
+    for name, text in {"python": f'#!/bin/sh\nexec {sys.executable} "$@"\n', **content}.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    (root / ".venv/bin").mkdir(parents=True)
+    (root / ".venv/bin/activate").touch()
+    return f"{directory}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("how", ["by-hand", "slurm", "skypilot"])
+def test_the_recipes_of_the_documentation_run(copy: Path, how: str):
+    """A user copies them. SLURM, SkyPilot and DVC are scripts that set what those set."""
+    planned(copy, 2, "ddp", run__nodes=2)
+    with two_hosts() as (a, b), ExitStack() as stack:
+        first, second = (" ".join(map(shlex.quote, host.command())) for host in (a, b))
+        path = programs(copy, dvc=DVC, srun=SRUN.format(first=first, second=second))
+        if how == "slurm":
+            nodes = [stack.enter_context(script(copy, recipe("sh", "sbatch"), PATH=path))]
+        elif how == "by-hand":
+            texts = [recipe("sh", f"node-{number}") for number in (0, 1)]
+            nodes = [
+                stack.enter_context(script(copy, text, h, PATH=path)) for h, text in zip((a, b), texts, strict=True)
+            ]
+        else:
+            text = YAML(typ="safe").load(recipe("yaml", "skypilot"))["run"]
+            sky = {"SKYPILOT_NODE_IPS": f"{a.address}\n{b.address}", "PATH": path}
+            nodes = [
+                stack.enter_context(script(copy, text, host, SKYPILOT_NODE_RANK=number, **sky))
+                for number, host in enumerate((a, b))
+            ]
+        assert [node.wait() for node in nodes] == [0] * len(nodes), (errors_of(copy, a), errors_of(copy, b))
+    assert (copy / "data/tuned/adapter_model.safetensors").exists()
+    assert {log.parent.name[:5] for log in (copy / "scratch/train/ranks").glob("*/*.log")} == {"node1"}

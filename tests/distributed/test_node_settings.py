@@ -1,0 +1,95 @@
+"""Which machine of a run this is, and what is refused before anything starts."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.schema import Params
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.faults import Ending, fault_of
+from lean_finetune.distributed.nodes import Node
+from lean_finetune.distributed.processes import World
+from lean_finetune.train.job import Paths, refuse_missing_inputs
+from tests.conftest import ROOT
+
+SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_ID": "54321", "SLURM_JOB_NODELIST": "gpu[03-05,9]-ib,login"}
+
+
+def run_of(*flags: str) -> Params:
+    gpus = ["hardware.num_gpus=4", "train.sharding=ddp"]
+    return with_flags(load_params(ROOT / "params.yaml"), [*gpus, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "found"),
+    [
+        ([], {}, (0, 1, "127.0.0.1", 0)),
+        (["run.nodes=2", "run.node_rank=0"], {}, (0, 2, "127.0.0.1", 29500)),
+        (["run.nodes=2", "run.node_rank=1", "run.rendezvous=a.b:7"], SLURM, (1, 2, "a.b", 7)),
+        (["run.nodes=2", "run.node_rank=1", "run.rendezvous='[fe80::1]:7'"], {}, (1, 2, "fe80::1", 7)),
+        (["run.nodes=2"], {"PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "a"} | SLURM, (1, 2, "a", 29500)),
+        (["run.nodes=2"], SLURM, (1, 2, "gpu03-ib", 24321)),
+        (["run.nodes=2"], SLURM | {"SLURM_JOB_NODELIST": "a,b"}, (1, 2, "a", 24321)),
+    ],
+    ids=["one", "first", "params", "ipv6", "torchrun", "slurm", "slurm-list"],
+)
+def test_a_machine_knows_its_number_and_node_0(
+    flags: list[str], environment: dict[str, str], found: tuple[object, ...]
+):
+    """Two machines with the same number, or one that waits for itself."""
+    node = Node.here(run_of(*flags), environment)
+    assert (node.rank, node.count, node.host, node.port) == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["run.nodes=2"], "run.node_rank: must be the number of this machine, from 0 to 1, .*; got nothing, and "),
+        (["run.nodes=2", "run.node_rank=2"], "run.node_rank: .*; got 2; set it"),
+        (["run.nodes=2", "run.node_rank=1"], "run.rendezvous: must be the address of node 0 .*; got nothing on node 1"),
+        (
+            ["run.nodes=2", "run.node_rank=1", "run.rendezvous=a:b"],
+            "run.rendezvous: must be HOST or HOST:PORT, .*'a:b'",
+        ),
+        (["run.nodes=3"], "run.nodes: must be a divisor of hardware.num_gpus=4, .*; got 3; "),
+        (["run.rendezvous=a"], "run.node_rank: and run.rendezvous have an effect only with run.nodes above 1; "),
+        (["hardware.num_gpus=1", "train.sharding=none", "run.max_restarts=1"], "run.max_restarts: .*; got 1 with "),
+    ],
+    ids=["no-number", "number", "no-address", "address", "divisor", "one-machine", "restarts"],
+)
+def test_settings_without_a_meaning_are_refused(flags: list[str], shown: str):
+    with pytest.raises(UserError, match=f"^{shown}"):
+        Node.here(run_of(*flags), {})
+
+
+def test_a_machine_without_the_data_names_the_command(tmp_path: Path):
+    """It was told to run `dvc repro`, which trains there."""
+    paths = Paths(**{field.name: tmp_path / field.name for field in fields(Paths)})
+    refuse_missing_inputs(paths, World(rank=0, size=2, local_rank=0, local_size=1))
+    with pytest.raises(UserError, match="tokens: is not on node 1 .*; run `dvc pull tokenize bucket estimate` there"):
+        refuse_missing_inputs(paths, World(rank=1, size=2, local_rank=0, local_size=1))
+
+
+@pytest.mark.parametrize(
+    ("endings", "shown"),
+    [
+        ({0: ("lost", "broke", [0, 1]), 1: ("cause", "killed", [3])}, "killed (on node 1, b)"),
+        ({0: ("cause", "bad", []), 1: ("cause", "bad", [])}, "bad"),
+        (
+            {0: ("waited", "late", [0, 1]), 1: ("waited", "late", [3])},
+            "late; the one that did not come: process 2 on node 1 (b)",
+        ),
+        ({0: ("waited", "late", [0, 1])}, "late; the one that did not come: process 2, 3 on node 1 (b)"),
+    ],
+    ids=["killed", "all", "hangs", "silent"],
+)
+def test_the_line_of_all_nodes_blames_the_one_at_fault(endings: dict[int, tuple[str, str, list[int]]], shown: str):
+    """Those that waited were blamed."""
+    found = {
+        node: Ending(kind=kind, message=message, waited=waited)  # type: ignore[arg-type]
+        for node, (kind, message, waited) in endings.items()
+    }
+    assert str(fault_of(found, ["a", "b"], 2)) == shown
