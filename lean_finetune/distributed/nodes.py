@@ -147,7 +147,8 @@ class NodeGroup:
         node, store = self.node, self._store
         if store.add(f"nodes/{node.rank}/joined", 1) > 1:
             raise UserError(
-                f"run.node_rank: must differ between the nodes of a run; got {node.rank} twice; change it{SECOND_RUN}"
+                f"run.node_rank: must differ between the nodes of a run; got {node.rank} twice; change it, or "
+                f"start again if an earlier run of node 0 was still ending{SECOND_RUN}"
             )
         here = {"host": platform.node(), "settings": node.settings}
         if node.rank:
@@ -177,9 +178,8 @@ class NodeGroup:
         """Exchange why the nodes' processes ended, and return the one error for all of them."""
         endings: dict[int, Ending] = {self.node.rank: ending}
         if self.node.count > 1:
-            thread = threading.Thread(target=self._exchange, args=(ending, attempt, endings), daemon=True)
-            thread.start()  # Without a connection, the store answers after a quarter of an hour.
-            thread.join(ANSWER_SECONDS + 1)
+            _bounded(self._exchange, ending, attempt, endings)
+            self.leave()
         return fault_of(dict(endings), self.hosts, processes)
 
     def _exchange(self, ending: Ending, attempt: int, endings: dict[int, Ending]) -> None:
@@ -194,18 +194,29 @@ class NodeGroup:
                     if rank not in endings and store.check([f"nodes/{rank}/ending"]):
                         endings[rank] = Ending(**json.loads(store.get(f"nodes/{rank}/ending")))
                 time.sleep(POLL_SECONDS)
-        self.leave()
 
     def leave(self) -> None:
         """On node 0, wait shortly until the others need the store no more."""
-        if self.node.count == 1:
-            return
-        until = time.monotonic() + ANSWER_SECONDS / 3
-        with suppress(RuntimeError):
+        if self.node.count > 1:
+            _bounded(self._leave)
+
+    def _leave(self) -> None:
+        until = time.monotonic() + ANSWER_SECONDS
+        with suppress(RuntimeError):  # The connection broke.
             left = self._store.add("nodes/left", 1)
             while not self.node.rank and left < self.node.count and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
                 left = self._store.add("nodes/left", 0)
+
+
+def _bounded(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function, but wait for it no longer than nodes wait for each other.
+
+    Without a connection, a call of the store ends after a quarter of an hour.
+    """
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS + 1)
 
 
 def _refuse_other_settings(found: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Which machine of a run this is, and what is refused before anything starts."""
 
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,14 @@ from tests.conftest import ROOT
 SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_ID": "54321", "SLURM_JOB_NODELIST": "gpu[03-05,9]-ib,login"}
 
 
+@cache
+def shipped() -> Params:
+    return load_params(ROOT / "params.yaml")
+
+
 def run_of(*flags: str) -> Params:
     gpus = ["hardware.num_gpus=4", "train.sharding=ddp"]
-    return with_flags(load_params(ROOT / "params.yaml"), [*gpus, *flags])
+    return with_flags(shipped(), [*gpus, *flags])
 
 
 @pytest.mark.parametrize(

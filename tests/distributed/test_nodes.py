@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
 from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
-from tests.distributed.launched import errors_of, planned, running, script
+from tests.distributed.launched import change, errors_of, planned, running, script
 from tests.processes import wait_for
 from tests.workspace import run_module
 
@@ -50,31 +51,48 @@ def weights(root: Path) -> bytes:
     return (root / "data/tuned/adapter_model.safetensors").read_bytes()
 
 
+class Alone:
+    """The weights of runs on one machine, each made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}
+
+    def __call__(self, root: Path, gpus: int, sharding: str, **values: object) -> bytes:
+        """Plan the run, and return its weights; its outputs are removed."""
+        planned(root, gpus, sharding, **values)
+        name = f"{gpus} {sharding} {values}"
+        if name not in self._known:
+            run_module("stages.train", cwd=root, check=True)
+            self._known[name] = weights(root)
+            for output in ("data/tuned", "data/train", "metrics"):
+                shutil.rmtree(root / output)
+        return self._known[name]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone()
+
+
 @pytest.mark.parametrize(
     ("sharding", "gpus", "slow"),
     [("ddp", 2, True), ("zero3", 2, False), ("hsdp", 4, False)],
     ids=["ddp-slow-link", "zero3", "hsdp"],
 )
-def test_two_machines_train_what_one_trains(copy: Path, sharding: str, gpus: int, slow: bool):
+def test_two_machines_train_what_one_trains(copy: Path, alone: Alone, sharding: str, gpus: int, slow: bool):
     """Other weights, outputs of both machines, or a hang."""
-    groups = {"train__shard_group_gpus": 2} if sharding == "hsdp" else {}
-    planned(copy, gpus, sharding, run__rank_timeout_seconds=60, **groups)
-    run_module("stages.train", cwd=copy, check=True)
-    alone = weights(copy)
-    for output in ("data/tuned", "data/train", "metrics"):
-        shutil.rmtree(copy / output)
-    planned(copy, gpus, sharding, run__nodes=2)
+    expected = alone(copy, gpus, sharding, train__shard_group_gpus=2 if sharding == "hsdp" else None)
+    change(copy, run__nodes=2, run__rank_timeout_seconds=60)
     other = other_machine(copy)
     with two_hosts(slow=slow) as hosts, ExitStack() as stack:
         nodes = list(on_nodes(stack, hosts, (copy, other)))
         assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
-    assert weights(copy) == alone
+    assert weights(copy) == expected
     assert not (other / "data/tuned").exists() and not (other / "metrics").exists()
-    logs = {
-        f"{log.parent.name[:6]}{log.name}" for root in (copy, other) for log in root.glob("scratch/train/ranks/*/*.log")
-    }
+    files = [log for root in (copy, other) for log in root.glob("scratch/train/ranks/*/*.log")]
     half = gpus // 2
-    assert logs == {f"node{rank // half}-{rank}.log" for rank in range(1, gpus)}
+    names = {f"{log.parent.name[:6]}{log.name}" for log in files}
+    assert names == {f"node{rank // half}-{rank}.log" for rank in range(1, gpus)}
 
 
 def made_a_step(root: Path) -> bool:
@@ -82,12 +100,14 @@ def made_a_step(root: Path) -> bool:
     return any(json.loads(file.read_text())["step"] for file in files)
 
 
-def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: Path):
+LONG: dict[str, object] = {"train__epochs": 12}
+"""Enough steps to interrupt the run."""
+
+
+def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: Path, alone: Alone):
     """The other would wait forever. The machines share the disk of checkpoints; the second comes late."""
-    planned(copy, 2, "zero3", train__epochs=4, run__checkpoint_seconds=1e-6)
-    run_module("stages.train", cwd=copy, check=True)
-    alone = weights(copy)
-    planned(copy, 2, "zero3", run__nodes=2, run__rank_timeout_seconds=TIMEOUT_SECONDS)
+    expected = alone(copy, 2, "zero3", **LONG)
+    change(copy, run__nodes=2, run__rank_timeout_seconds=TIMEOUT_SECONDS, run__checkpoint_seconds=1e-6)
     with two_hosts() as hosts:
         with ExitStack() as stack:
             nodes = list(on_nodes(stack, hosts, (copy, copy)))
@@ -106,7 +126,75 @@ def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: P
                 time.sleep(3)
             assert [node.wait() for node in nodes] == [0, 0], errors_of(copy, hosts[0])
         assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
-    assert weights(copy) == alone
+    assert weights(copy) == expected
+
+
+def test_machines_with_disks_of_their_own_resume(copy: Path, alone: Alone):
+    """In ddp each tensor is written by one process, so that none has all of a checkpoint."""
+    expected = alone(copy, 2, "ddp", **LONG)
+    change(copy, run__nodes=2, run__rank_timeout_seconds=60)
+    other = other_machine(copy)
+    with two_hosts() as hosts:
+        with ExitStack() as stack:
+            nodes = list(on_nodes(stack, hosts, (copy, other)))
+            wait_for(lambda: made_a_step(copy) and made_a_step(other), nodes[0])
+            nodes[1].send_signal(signal.SIGTERM)
+            assert [node.wait(ENDS_SECONDS) for node in nodes] == [128 + signal.SIGTERM] * 2
+        assert any(line.startswith("train: stopped by SIGTERM; the checkpoint ") for line in errors_of(copy, hosts[0]))
+        change(copy, run__nodes=1)
+        refused = run_module("stages.train", cwd=copy)
+        assert "lacks what process 1 wrote to the disk of node-b; start that machine" in refused.stderr
+        change(copy, run__nodes=2)
+        with ExitStack() as stack:
+            nodes = list(on_nodes(stack, hosts, (copy, other)))
+            assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
+        assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
+    assert weights(copy) == expected
+    assert not list(other.glob("scratch/train/*/step-*"))
+
+
+def test_a_run_of_one_machine_goes_on_on_two(copy: Path, alone: Alone):
+    """The second machine's disk has no part of the checkpoint."""
+    expected = alone(copy, 2, "ddp", **LONG)
+    other = other_machine(copy)
+    with running(copy) as launcher:
+        wait_for(lambda: made_a_step(copy), launcher)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(ENDS_SECONDS) == 128 + signal.SIGTERM
+    for root in (copy, other):
+        change(root, run__nodes=2)
+    with two_hosts() as hosts, ExitStack() as stack:
+        nodes = list(on_nodes(stack, hosts, (copy, other)))
+        assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
+        assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
+    assert weights(copy) == expected
+
+
+LAUNCH = """
+from pathlib import Path
+from lean_finetune.config.load import load_params
+from lean_finetune.distributed.launch import launch
+from lean_finetune.distributed.nodes import Node
+
+ranks = Path("scratch/train/ranks")
+node = Node.here(load_params())
+launch("tests.distributed.failing", [], processes=1, directory=ranks, grace_seconds=60, node=node, max_restarts=1)
+"""
+
+
+def test_a_killed_process_is_started_again_on_all_machines(copy: Path, alone: Alone):
+    """run.max_restarts: the processes of the other machine must come back too."""
+    expected = alone(copy, 2, "zero3")
+    change(copy, run__nodes=2, run__checkpoint_seconds=1e-6)
+    with two_hosts() as hosts, ExitStack() as stack:
+        shared = {"LEAN_FINETUNE_FAULT": "killed 1 4", "PET_RDZV_ENDPOINT": hosts[0].address}
+        nodes = [
+            stack.enter_context(running(copy, "-c", LAUNCH, host=host, PET_NODE_RANK=rank, **shared))
+            for rank, host in enumerate(hosts)
+        ]
+        assert [node.wait() for node in nodes] == [0, 0], [errors_of(copy, host) for host in hosts]
+        assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
+    assert (copy / "fault-was-met").exists() and weights(copy) == expected
 
 
 DVC = """#!/bin/sh

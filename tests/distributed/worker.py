@@ -3,7 +3,8 @@
 import os
 import time
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.distributed.cases import Case, learn
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.small_model import CPU, spec_of
 
+SMALL_BYTES = 64
+"""Of the largest message that `do_count_sent` leaves out: norms and losses."""
 TIMEOUT_SECONDS = 60
 """Of a process that waits for the others: one of them failed."""
 
@@ -47,6 +50,34 @@ def do_learn(world: World, directory: Path, case: Case) -> dict[str, Any]:
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),
     }
+
+
+def do_count_sent(world: World, directory: Path, case: Case) -> int:
+    """Bytes that this process sends in a step by rings: collectives are counted in runs of one and of two steps."""
+    sent, factors = 0, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 2, "broadcast": 1}
+
+    def counted(name: str) -> Any:
+        call = getattr(dist, name)
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            nonlocal sent
+            whole = max(value.nbytes for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor))
+            others = dist.get_world_size(options.get("group")) - 1
+            if whole > SMALL_BYTES:
+                sent += factors[name] * whole * others // (others + 1)
+            return call(*arguments, **options)
+
+        return patch.object(dist, name, count)
+
+    counts = []
+    with ExitStack() as stack:
+        for name in factors:
+            stack.enter_context(counted(name))
+        for steps in (1, 2):
+            sent = 0
+            learn(replace(case, steps=steps), world)
+            counts.append(sent)
+    return counts[1] - counts[0]
 
 
 def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: Co
         written = json.loads((path / VALUES).read_text())
     known = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
     ranks, parts, hosts = json.loads(channel.gather_text(known)[0])
-    if parts is None or len(parts) == ranks:
+    if parts is None or (disk.is_shared and len(parts) == ranks):
         return
     directories = [rank_directory(path, rank) for rank in range(ranks)]
     present = channel.gather(*(int((directory / names[-1]).exists()) for directory in directories))
