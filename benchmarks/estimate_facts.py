@@ -9,8 +9,8 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.specs import llama, model_spec
-from benchmarks.variants import Traced, Variant, reserved_bytes, trace_variant
-from lean_finetune.core.units import GIB, MIB
+from benchmarks.variants import Traced, Variant, replayed, trace_variant
+from lean_finetune.core.units import GIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -22,7 +22,6 @@ ALL_OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 NORMS = ("norm",)
 
 LLAMA_3_2_3B = llama(3072, 8192, layers=28, heads=24, kv_heads=8, head_dim=128, tied=True)
-TINYLLAMA = llama(2048, 5632, layers=22, heads=32, kv_heads=4, vocabulary=32000)
 
 PEFT_ROWS, PEFT_SHORT_LENGTH = 4, 225
 """Rows of a batch; a common length of the questions, for the steps before and after the longest batch."""
@@ -38,16 +37,17 @@ PEFT_WHY_OFF = (
     "moves reserved_max of the full run by 2.8 points and of the reference by 3.9; their ten sorted steps between two "
     "emptied caches, played with lengths made up for them, move rows by up to 5 points either way"
 )
-PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": True, "foreach_update": True}
+PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": "next_step", "foreach_update": True}
+
+
+T4Source = Literal["fitcheck on T4, step", "fitcheck on T4, allocated", "fitcheck on T4, reserved"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
     """A figure and its run."""
 
-    source: Literal[
-        "PEFT on L40S", "PEFT on L40S, DoRA", "fitcheck on T4", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"
-    ]
+    source: Literal["PEFT on L40S", "PEFT on L40S, DoRA", "Qwen README", "LLaMA-Factory wiki", "OpenRLHF"] | T4Source
     run: str
     figure_bytes: int | None
     """None: it ran out of memory, according to the source."""
@@ -65,15 +65,12 @@ class TracedFact(Fact):
     variant: Variant
     gpu: str
     shapes: Sequence[tuple[int, int]]
-    counts: Literal["allocated", "reserved", "process"]
+    counts: Literal["reserved", "process"]
     emptied_after: tuple[int, ...] = ()
 
     def predicted_bytes(self) -> int:
         """Trace the run and return the predicted figure."""
-        traced = self.trace()
-        if self.counts == "allocated":
-            return traced.peak_bytes
-        reserved = reserved_bytes(traced, emptied_after=self.emptied_after)
+        reserved = replayed(self.trace(), emptied_after=self.emptied_after).reserved_bytes
         return reserved + (resolve_gpu(self.gpu)[0].context.max_bytes if self.counts == "process" else 0)
 
     def trace(self) -> Traced:
@@ -89,7 +86,7 @@ def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool
 
 def peft_runs() -> dict[str, Mapping[str, str]]:
     """The rows of the PEFT file by name of the run."""
-    return {row["run"]: row for row in _read("peft_l40s_measured.csv")}
+    return {row["run"]: row for row in read_facts("peft_l40s_measured.csv")}
 
 
 def peft_fact(row: Mapping[str, str], statistic: str, length: int) -> TracedFact:
@@ -130,32 +127,9 @@ def fit_length(statistic: str, shortest: int = 128, longest: int = 768, close: f
     return min(low, high, key=lambda pair: abs(pair[1] - wanted))[0]
 
 
-def t4_facts() -> Iterator[TracedFact]:
-    """TinyLlama in 4 bits on a T4."""
-    for row in _read("t4_qlora_measured.csv"):
-        shape = (int(row["batch"]), int(row["seq_len"]))
-        eager = row["attention"] == "eager"
-        yield TracedFact(
-            source="fitcheck on T4",
-            run=f"TinyLlama-1.1B QLoRA {shape[0]} × {shape[1]} {row['attention']}",
-            figure_bytes=int(row["measured_mib_max_memory_allocated"]) * MIB,
-            assumed="fp16 traced as bf16 (same bytes); double quantisation; parameters upcast for 4-bit training; "
-            "outputs kept until the next step",
-            why_off="short by 62 MiB, from 1024 tokens on by 4 bytes a score too; the eager step is not published"
-            if eager
-            else "short by some 62 MiB at every length; scales that are not quantised themselves would be 44 of them",
-            config=TINYLLAMA,
-            spec=spec_of("qlora", 32, ALL_OF_LLAMA[:4], grad_ckpt=True),
-            variant=Variant(upcast=True, kept_outputs=True, foreach_update=True, eager_attention=eager),
-            gpu="T4",
-            shapes=(shape, shape),
-            counts="allocated",
-        )
-
-
 def published_facts() -> Iterator[TracedFact]:
     """The tables of READMEs and wikis, which give neither units nor what was counted."""
-    for row in _read("published_memory.csv"):
+    for row in read_facts("published_memory.csv"):
         if row["id"].startswith("openrlhf"):
             continue
         qwen = row["model"].startswith("Qwen")
@@ -189,7 +163,7 @@ def _why_published_is_off(*, qwen: bool, gptq: bool) -> str:
 
 def openrlhf_facts() -> Iterator[tuple[Fact, int]]:
     """The phases of the OpenRLHF case, each with the result of the closed form."""
-    rows = {row["id"]: row for row in _read("published_memory.csv") if row["id"].startswith("openrlhf")}
+    rows = {row["id"]: row for row in read_facts("published_memory.csv") if row["id"].startswith("openrlhf")}
     values = model_shapes(_published_config(rows["openrlhf-step"])).values
     # bf16 weights and fp32 copies (6 bytes), bf16 gradients (2), fp32 moments (8): Rajbhandari 2020, arXiv 1910.02054.
     closed = (("openrlhf-prepared", 6), ("openrlhf-after-backward", 8), ("openrlhf-step", 16))
@@ -220,7 +194,7 @@ def _published_config(row: Mapping[str, str]) -> LlamaConfig:
     )
 
 
-def _read(name: str) -> list[dict[str, str]]:
+def read_facts(name: str) -> list[dict[str, str]]:
     """The rows of a file of facts."""
     with (FACTS / name).open(newline="") as file:
         return list(csv.DictReader(file))

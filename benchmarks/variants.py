@@ -7,7 +7,7 @@ of `Variant`, off unless a source is known to have it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,10 +36,12 @@ class Variant:
     """Rows are padded and masked: no flash attention, and a mask of length × length per row."""
     kv_cache: bool = False
     """The model returns a key/value cache, which nothing reads."""
-    kept_outputs: bool = False
-    """The outputs, logits included, live until the next step replaces them."""
+    kept_outputs: Literal["forward", "step", "next_step"] = "forward"
+    """Until the end of what the outputs, logits included, live; `next_step`: until its outputs replace them."""
     eager_attention: bool = False
     """Attention saves scores of length × length for backward."""
+    clipped: bool = True
+    """The gradients' norm is limited."""
     foreach_update: bool = False
     """AdamW updates with multi-tensor kernels, which need a temporary copy of the parameters."""
     upcast: bool = False
@@ -60,6 +62,8 @@ class Traced:
     """(storage, ± bytes)."""
     step_ends: Sequence[int]
     """Number of events until the end of each step."""
+    loaded_events: int
+    """Number of events until the model is loaded."""
 
 
 def trace_variant(
@@ -81,16 +85,30 @@ def trace_variant(
             model.config._attn_implementation = EAGER  # type: ignore[union-attr]
         model.config.use_cache = variant.kv_cache  # type: ignore[union-attr]
         trace.register([*model.parameters(), *model.buffers(), *quantisation_tensors(model)], WEIGHTS)
+        loaded_events = len(trace.events)
         trace.register_bytes(target.constant_bytes // 2, WORKSPACE)  # Two handles, each with its own workspace.
         trace.register_bytes(target.constant_bytes // 2, WORKSPACE)
         with trace.recording():
             ends = _run(trace, model, variant, shapes)
     peak = max(peak.bytes for peak in trace.peaks().values())
-    return Traced(peak_bytes=peak, events=tuple(trace.events), step_ends=tuple(ends))
+    return Traced(peak_bytes=peak, events=tuple(trace.events), step_ends=tuple(ends), loaded_events=loaded_events)
 
 
-def reserved_bytes(traced: Traced, *, emptied_after: Sequence[int]) -> int:
-    """Return the peak of reserved bytes. The cache is emptied after some steps, as a few harnesses do."""
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A traced run in the allocator. Bytes are of blocks, as PyTorch counts them: up to 1 MiB may be unused in each."""
+
+    loaded_bytes: int
+    """Allocated before the first step."""
+    allocated_bytes: int
+    """At the peak: torch.cuda.max_memory_allocated."""
+    reserved_bytes: int
+    """At the peak."""
+
+
+def replayed(traced: Traced, *, emptied_after: Sequence[int] = ()) -> Replayed:
+    """Play a run in the allocator. The cache is emptied after some steps, as a few harnesses do."""
+    loaded = 0
     allocator = CachingAllocator(expandable=False, capacity_bytes=None)
     handles: dict[int, int] = {}
     for number, (storage, change) in enumerate(traced.events, start=1):
@@ -101,7 +119,13 @@ def reserved_bytes(traced: Traced, *, emptied_after: Sequence[int]) -> int:
         if number in traced.step_ends and traced.step_ends.index(number) in emptied_after:
             allocator.release_cached()
             allocator.reset_peaks()
-    return allocator.peak_reserved_bytes
+        if number == traced.loaded_events:
+            loaded = allocator.allocated_bytes
+    return Replayed(
+        loaded_bytes=loaded,
+        allocated_bytes=allocator.peak_allocated_bytes,
+        reserved_bytes=allocator.peak_reserved_bytes,
+    )
 
 
 def _run(trace: MemoryTrace, model: nn.Module, variant: Variant, shapes: Sequence[tuple[int, int]]) -> list[int]:
@@ -119,15 +143,18 @@ def _run(trace: MemoryTrace, model: nn.Module, variant: Variant, shapes: Sequenc
         with trace.phase("forward"), torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.autocast):
             outputs = model(input_ids=input_ids, attention_mask=mask, labels=labels, num_items_in_batch=1)
             loss = outputs.loss
-            if not variant.kept_outputs:
+            if variant.kept_outputs == "forward":
                 outputs = None
         with trace.phase("backward"):
             loss.backward()
-        with trace.phase("clip"):
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+        if variant.clipped:
+            with trace.phase("clip"):
+                torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
         with trace.phase("optimizer"):
             optimizer.step()
         del input_ids, mask, labels
+        if variant.kept_outputs == "step":
+            outputs = None
         ends.append(len(trace.events))
     return ends
 
@@ -166,7 +193,9 @@ def _eager(
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    scores = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    # On CUDA, softmax(dtype=torch.float32) converts fp16 inside its kernel, and other types before (SoftMax.cpp).
+    is_half = scores.dtype == torch.float16
+    scores = torch._softmax(scores if is_half else scores.float(), -1, is_half).to(query.dtype)
     scores = nn.functional.dropout(scores, p=dropout, training=module.training)
     return torch.matmul(scores, value).transpose(1, 2).contiguous(), scores
 

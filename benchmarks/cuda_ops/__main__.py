@@ -1,24 +1,27 @@
-"""Recordings of two real training steps against traces of the same steps, allocation by allocation.
+"""Recordings of real training steps against traces of the same steps, allocation by allocation.
 
-`--traces DIR` has tinyllama_qlora_1x1000 (QLoRA) and transformer_2b_full_step_ctx128 (full training) as tables. The
-steps are traced with this project's trace and its rules for CUDA, from their shapes and the order of their operations.
-An allocation of a recording is explained if the trace has one of the same bytes at its place in the sequence. --quick:
-only the QLoRA step.
+The steps are traced with this project's trace and its rules for CUDA, from their shapes and the order of their
+operations. An allocation of a recording is explained if the trace has one of the same bytes at its place in the
+sequence. `--traces DIR` has recordings under the names of `STEPS`; at least tinyllama_qlora_1x1000 (QLoRA), the only
+one that --quick compares. Others are left out where DIR lacks them.
 """
 
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
+import torch
 
-from benchmarks.cuda_ops import plain_step, qlora_step
+from benchmarks.cuda_ops import autocast_step, plain_step, qlora_step
 from benchmarks.cuda_ops.traced_step import Allocation, trace_phases
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.recording.recording import Recording
+from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.memory.recording.tables import read_table
 
 EXPLAINED_PERCENT = 99.0
@@ -35,9 +38,31 @@ class Step:
     workspaces_exist: bool
 
 
+COURSE = "kkaitlyn111+cs336-a2-systems__memory_files+memory_ctx{}_fullstep_.pickle"
+SMALLER = "Wedsonlin+assignment2-systems__results+medium_{}_training_memory_snapshot.pickle"
+
+
+def plain(file: str, tokens: int, *, workspaces_exist: bool = True) -> Step:
+    """Full training of the transformer of 3 B parameters."""
+    build = partial(plain_step.build, tokens)
+    return Step(file=file, build=build, gpu="H100", workspaces_exist=workspaces_exist)
+
+
+def smaller(file: str, tokens: int, dtype: torch.dtype) -> Step:
+    """Full training of the smaller transformer. Its allocations are the same on all GPUs tried."""
+    build = partial(autocast_step.build, tokens, dtype)
+    return Step(file=file, build=build, gpu="RTX-4090", workspaces_exist=True)
+
+
 STEPS = (
     Step(file="tinyllama_qlora_1x1000.csv.gz", build=qlora_step.build, gpu="RTX-4090", workspaces_exist=True),
-    Step(file="transformer_2b_full_step_ctx128.csv.gz", build=plain_step.build, gpu="H100", workspaces_exist=False),
+    plain("transformer_2b_full_step_ctx128.csv.gz", 128, workspaces_exist=False),
+    plain(COURSE.format(256), 256),
+    plain(COURSE.format(512), 512),
+    smaller("transformer_medium_training_ctx512.csv.gz", 512, torch.bfloat16),
+    smaller(SMALLER.format(1024), 1024, torch.bfloat16),
+    smaller(SMALLER.format(128), 128, torch.float32),
+    smaller(SMALLER.format(256), 256, torch.float32),
 )
 
 
@@ -45,11 +70,13 @@ def measure(quick: bool, traces: Path) -> Measured:
     """Trace each step and compare; with `quick` only the QLoRA step."""
     rows: list[Row] = []
     bars = []
+    if not (traces / STEPS[0].file).exists():
+        raise UserError(f"--traces: {traces / STEPS[0].file} is missing; name the directory of the recordings")
     for step in STEPS[:1] if quick else STEPS:
         path = traces / step.file
         if not path.exists():
-            raise UserError(f"--traces: {path} is missing; name the directory of the recordings")
-        recorded = recorded_changes(read_table(path))
+            continue
+        recorded = recorded_changes(read_snapshot(path)[0] if path.suffix == ".pickle" else read_table(path))
         traced = trace_phases(step.build, step.gpu, workspaces_exist=step.workspaces_exist)
         found = list(compared(step.file.split(".")[0], recorded, traced))
         rows += [*found, _summary(found, recorded, traced)]

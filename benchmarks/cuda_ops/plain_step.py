@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.cuda_ops.traced_step import Phases, parameter, step_phases
 
-ROWS, TOKENS, LAYERS, E, HEADS, FFN, VOCABULARY = 4, 128, 32, 2560, 32, 10240, 10000
+ROWS, LAYERS, E, HEADS, FFN, VOCABULARY = 4, 32, 2560, 32, 10240, 10000
 D = E // HEADS
 WEIGHTS = ("norm_1", "query", "key", "value", "out", "norm_2", "gate", "down", "up")
 """Of a layer, in the order in which the optimizer updates them."""
@@ -64,13 +64,14 @@ def attention(layer: dict[str, Any], x_BTE: torch.Tensor) -> torch.Tensor:
     """Causal attention in single operations."""
     query, key, value = (product(layer[name], x_BTE) for name in ("query", "key", "value"))
     heads = [each.unflatten(-1, (HEADS, D)).transpose(1, 2) for each in (query, key, value)]
-    positions = torch.arange(TOKENS).expand(ROWS, TOKENS)[:, None]
+    T = x_BTE.shape[1]
+    positions = torch.arange(T).expand(ROWS, T)[:, None]
     rotated_query = rotary(layer["angles"], heads[0], positions)
     rotated_key = rotary(layer["angles"], heads[1], positions)
-    hidden = torch.triu(torch.ones(TOKENS, TOKENS), 1) < 0.5
+    hidden = torch.triu(torch.ones(T, T), 1) < 0.5
     hidden = ~hidden
     out = weighted(rotated_query, rotated_key, heads[2], hidden)
-    out = out.transpose(1, 2).reshape(ROWS, TOKENS, E)
+    out = out.transpose(1, 2).reshape(ROWS, T, E)
     return product(layer["out"], out)
 
 
@@ -96,7 +97,7 @@ def cross_entropy(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.T
     maxima = logits.max(dim=-1, keepdim=True).values
     logits = logits - maxima
     sums = torch.exp(logits).sum(-1)
-    wanted = logits.gather(1, targets_BT.reshape(-1, 1))[:, 0]
+    wanted = logits[torch.arange(len(logits)), targets_BT.reshape(-1)]  # The rows' numbers were copied from the host.
     return (sums.log() - wanted).mean()
 
 
@@ -113,15 +114,15 @@ def update(parameters: list[torch.nn.Parameter], state: list[torch.Tensor]) -> N
             weight.addcdiv_(first, denominator)
 
 
-def build() -> tuple[Iterable[torch.Tensor], Phases]:
-    """The tensors before the step, and its phases."""
+def build(tokens: int) -> tuple[Iterable[torch.Tensor], Phases]:
+    """The tensors before a step with rows of so many tokens, and its phases."""
     embeddings, head, norm = parameter(VOCABULARY, E), parameter(VOCABULARY, E), parameter(E)
     layers: list[dict[str, Any]] = [
-        {name: parameter(*SHAPES.get(name, (E, E))) for name in WEIGHTS} | {"angles": torch.empty(2, TOKENS, D // 2)}
+        {name: parameter(*SHAPES.get(name, (E, E))) for name in WEIGHTS} | {"angles": torch.empty(2, tokens, D // 2)}
         for _ in range(LAYERS)
     ]
     parameters = [embeddings, *(layer[name] for layer in layers for name in WEIGHTS), norm, head]
-    input_ids_BT = torch.empty((ROWS, TOKENS), dtype=torch.int64)
+    input_ids_BT = torch.empty((ROWS, tokens), dtype=torch.int64)
     state: list[torch.Tensor] = []
 
     def model() -> torch.Tensor:

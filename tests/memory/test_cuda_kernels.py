@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from lean_finetune.memory.trace import cuda_kernels
+from lean_finetune.memory.trace import cuda_kernels, cuda_sorts
 from lean_finetune.memory.trace.cuda_kernels import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_BYTES_HOPPER,
@@ -50,12 +50,27 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int]] = [
     ),
     (partial(cuda_kernels.gemm_4bit_bytes, absmax_8bit=SCALES), (meta(1, 4, 256), PACKED, (512, 256)), 0),
     # The embedding's backward sorts many tokens.
-    (cuda_kernels.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), 0),
+    (cuda_sorts.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), 0),
     (
-        cuda_kernels.embedding_backward_bytes,
+        cuda_sorts.embedding_backward_bytes,
         (meta(3073, 64), meta(3073, dtype=torch.int64), 100, -1, False),
         3073 * (32 + 64 * 4),
     ),
+    # Summing rows at equal indices sorts them: 1 byte in one block, more for 4,096 rows (both as recorded).
+    (
+        cuda_sorts.index_put_bytes,
+        (meta(10000, 64), [meta(4, 128, dtype=torch.int64)], meta(4, 128, 64), True),
+        (*[4096] * 5, 1),
+    ),
+    (
+        cuda_sorts.index_put_bytes,
+        (meta(10000, 64), [meta(4, 1024, dtype=torch.int64)], meta(64, 4, 1024).permute(1, 2, 0), True),
+        (32768, 32768, 64 * 4096 * 4, *[32768] * 3, 72191),
+    ),
+    (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(4, dtype=torch.int64)], meta(4, 64), False), ()),
+    (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(10, dtype=torch.bool)], meta(4, 64), True), ()),
+    # The backward of a softmax multiplies its gradient by its output first.
+    (cuda_kernels.softmax_backward_bytes, (meta(2, 8, 100, 100), meta(2, 8, 100, 100), -1), 2 * 8 * 100 * 100 * 2),
     # One partial sum per block of 65536 values.
     (cuda_kernels.foreach_norm_bytes, ([meta(65536 * 3 + 1), meta(10)], 2), 2 * 4 * 4),
 ]

@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.trace.cuda_reductions import reduction_workspaces
+from lean_finetune.memory.trace.cuda_sorts import embedding_backward_bytes, index_put_bytes
 from lean_finetune.memory.trace.efficient_attention import efficient_attention, efficient_backward
 from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
@@ -44,8 +45,6 @@ FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
 CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
 CPU_KEY_TILE = 512
-EMBEDDING_SORT_TOKENS = 3072
-"""From this many tokens on, the embedding's backward sorts them and sums in partial segments."""
 MULTI_TENSOR_CHUNK = 65536
 """Elements of one block of the multi-tensor kernels (kChunkSize)."""
 FUSED_GEMM_MAX_ROWS = 4
@@ -178,7 +177,10 @@ def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
         **reduction_workspaces(device.compute_capability, device.multiprocessors),
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
         torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
+        aten._softmax_backward_data.default: softmax_backward_bytes,
         aten.embedding_dense_backward.default: embedding_backward_bytes,
+        aten.index_put.default: index_put_bytes,
+        aten.index_put_.default: index_put_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         PACKED_GROUPED_MM: packed_grouped_bytes,
     }
@@ -243,12 +245,9 @@ def packed_grouped_bytes(
     return unpacked_bytes(state, shape, quant_type, rows_SK.dtype)
 
 
-def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Sorted tokens and fp32 partial sums, at most one per token (embedding_backward_cuda_kernel)."""
-    tokens = indices.numel()
-    if tokens <= EMBEDDING_SORT_TOKENS:
-        return 0
-    return tokens * (4 * 8 + grad.shape[-1] * 4)
+def softmax_backward_bytes(grad: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """The product of gradient and output (softmax_backward_cuda_out)."""
+    return grad.numel() * grad.element_size()
 
 
 def foreach_norm_bytes(tensors: Sequence[torch.Tensor], *rest: Any, **kwargs: Any) -> int:
