@@ -65,7 +65,7 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int]] = [
     (
         cuda_sorts.index_put_bytes,
         (meta(10000, 64), [meta(4, 1024, dtype=torch.int64)], meta(64, 4, 1024).permute(1, 2, 0), True),
-        (32768, 32768, 64 * 4096 * 4, *[32768] * 3, 72191),
+        (32768, 32768, 64 * 4096 * 2, *[32768] * 3, 72191),
     ),
     (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(4, dtype=torch.int64)], meta(4, 64), False), ()),
     (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(10, dtype=torch.bool)], meta(4, 64), True), ()),
