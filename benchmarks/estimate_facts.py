@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,7 @@ PEFT_WHY_OFF = (
     "moves reserved_max of the full run by 2.8 points and of the reference by 3.9; their ten sorted steps between two "
     "emptied caches, played with lengths made up for them, move rows by up to 5 points either way"
 )
-PEFT_VARIANT = {"padding_mask": True, "kv_cache": True, "kept_outputs": "next_step", "foreach_update": True}
+PEFT_VARIANT = Variant(padding_mask=True, kv_cache=True, kept_outputs="next_step", foreach_update=True)
 
 
 T4Source = Literal["fitcheck on T4, step", "fitcheck on T4, allocated", "fitcheck on T4, reserved"]
@@ -104,7 +104,7 @@ def peft_fact(row: Mapping[str, str], statistic: str, length: int) -> TracedFact
         why_off=PEFT_WHY_OFF,
         config=LLAMA_3_2_3B,
         spec=spec_of("lora" if lora else "full", rank, targets, grad_ckpt=False, dora=dora),
-        variant=Variant(**PEFT_VARIANT, trained=trained),
+        variant=replace(PEFT_VARIANT, trained=trained),
         gpu="L40S",
         shapes=tuple((PEFT_ROWS, tokens) for tokens in (PEFT_SHORT_LENGTH, length, PEFT_SHORT_LENGTH)),
         counts="reserved",

@@ -23,7 +23,7 @@ WHY_OFF = (
 )
 
 
-def t4_runs() -> list[Mapping[str, str]]:
+def t4_runs() -> list[dict[str, str]]:
     """The rows of the file."""
     return read_facts("t4_measured.csv")
 

@@ -32,7 +32,7 @@ SUMS = meta(8, 500, dtype=torch.float32)
 PACKED, SCALES = meta(512 * 256 // 2, 1, dtype=torch.uint8), meta(512 * 256 // 64, dtype=torch.uint8)
 TILES, ROW_TILES = 3 * 8 * 128 * (64 + 1) * 4, 8 * (500 + 10 * 128) * (64 + 1) * 4
 """Accumulators of whole tiles of tokens: rows are rounded up, and each of 10 joined rows has one more."""
-WORKSPACES: list[tuple[Any, tuple[Any, ...], int]] = [
+WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
     (cuda_kernels.flash_backward_bytes, (QUERY, QUERY, QUERY, QUERY), TILES),
     # dK and dV of grouped heads are as wide as the queries.
     (cuda_kernels.flash_backward_bytes, (QUERY, QUERY, KEY, KEY), TILES + 2 * 3 * 8 * 100 * 64 * 2),
