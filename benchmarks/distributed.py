@@ -1,8 +1,8 @@
 """Training steps shared by two processes, in every sharding mode, beside plain DDP and Hugging Face's Trainer.
 
-Two CPU processes of one thread each, linked by gloo, run full fp32 steps of a small random Llama (4 rows of 128 tokens
-each). The ways take turns, so that they share the machine's noise. Sent bytes are counted by the loopback device. The
-bytes that both processes read while the model loads are compared with the size of its file.
+Two CPU processes of one thread each, linked by gloo, run full fp32 steps of a small random Llama (8 rows of 128 tokens
+together). The ways take turns, so that they share the machine's noise. Sent bytes are counted by the loopback device.
+The bytes that both processes read while the model loads are compared with the size of its file.
 """
 
 import sys

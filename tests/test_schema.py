@@ -153,6 +153,26 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.shard_group_gpus: .* got 4; change it, or use train.sharding=zero3",
         ),
         (
+            "hardware.num_gpus=4; train.tensor_parallel=3",
+            "train.tensor_parallel: must be a divisor of hardware.num_gpus=4; got 3; change one of them, or set",
+        ),
+        (
+            "hardware.num_gpus=4; train.sharding=zero1; train.tensor_parallel=2",
+            "train.tensor_parallel: works with train.sharding none, ddp, zero2 .*, not with zero1; got 2; use zero3",
+        ),
+        (
+            "hardware.num_gpus=2; train.tensor_parallel=2; train.sharding=zero3",
+            "train.tensor_parallel: of all GPUs leaves none to share weights by train.sharding=zero3; got 2; set",
+        ),
+        (
+            "hardware.num_gpus=2; train.tensor_parallel=2; train.method=int8_lora",
+            "train.tensor_parallel: cannot divide 8-bit weights.* got 2; use train.method=qlora or lora, or set",
+        ),
+        (
+            "hardware.num_gpus=2; train.tensor_parallel=2; train.loss_chunk=null",
+            "train.tensor_parallel: divides the logits too.* got 2; set train.loss_chunk=512, or set",
+        ),
+        (
             "hardware.num_gpus=4; train.sharding=ddp; train.context_parallel=3",
             "train.context_parallel: must be a divisor of hardware.num_gpus=4; got 3",
         ),

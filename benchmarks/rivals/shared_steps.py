@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.harness import interleaved
 from benchmarks.specs import model_spec
 from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config
@@ -35,8 +36,13 @@ CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128
 """Shape of each process's micro-batch, one per step."""
 LR, MAX_GRAD_NORM = 1e-4, 1.0
+LOSS_CHUNK = 512
 LOOPBACK = "lo"
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
+OURS = {mode: ShardSpec(mode=mode) for mode in MODES} | {
+    "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2))
+}
+"""Ways of two processes to share a run."""
 PLAIN, HF = "ddp_plain", "hf"
 STEPS = 6
 WARM_STEPS = 1
@@ -69,13 +75,15 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
     return seconds
 
 
-def ours(directory: Path, mode: Sharding, world: World) -> Run:
-    """The training step of stage train."""
-    parallel = load_parallel(directory, SPEC, world, ShardSpec(mode=mode), CPU)
+def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
+    """The training step of stage train; processes that compute each product together have the rows of both."""
+    parallel = load_parallel(directory, SPEC, world, sharing, CPU)
+    ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
     spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(parallel.owned, spec)
-    rows = token_rows(world.rank, read_config(directory).vocab_size)
+    rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
     batch = collate([(np.array(row), np.array([[0, LENGTH]])) for row in rows], LENGTH, 0)
+    chunk = None if parallel.layout.tensor == 1 else LOSS_CHUNK
 
     def step() -> torch.Tensor:
         return training_step(
@@ -84,7 +92,11 @@ def ours(directory: Path, mode: Sharding, world: World) -> Run:
             iter([batch]),
             supervised_tokens=ROWS * (LENGTH - 1) * world.size,
             model_spec=SPEC,
-            spec=StepSpec(loss_chunk=None, max_grad_norm=MAX_GRAD_NORM, foreach=False),
+            spec=StepSpec(
+                loss_chunk=chunk,
+                max_grad_norm=MAX_GRAD_NORM,
+                foreach=False,
+            ),
             phase=lambda name: nullcontext(),
             guard=lambda losses, norm: None,
             parallel=parallel,
@@ -158,11 +170,11 @@ def hf_trainer(directory: Path, world: World, out: str) -> Run:
     return run
 
 
-def loaded(directory: Path, mode: Sharding, world: World) -> dict[str, Any]:
+def loaded(directory: Path, sharing: ShardSpec, world: World) -> dict[str, Any]:
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    parallel = load_parallel(directory, SPEC, world, ShardSpec(mode=mode), CPU)
+    parallel = load_parallel(directory, SPEC, world, sharing, CPU)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own
@@ -188,8 +200,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    loads = {mode: loaded(directory, mode, world) for mode in MODES}
-    ways: dict[str, Run] = {mode: ours(directory, mode, world) for mode in MODES}
+    loads = {way: loaded(directory, sharing, world) for way, sharing in OURS.items()}
+    ways: dict[str, Run] = {way: ours(directory, sharing, world) for way, sharing in OURS.items()}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}
     steps = interleaved({way: partial(measured, run) for way, run in ways.items()}, rounds)
     dist.destroy_process_group()

@@ -81,7 +81,9 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
     yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
     if p.hardware.num_gpus > 1:
-        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are those of one GPU")
+        sizes = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
+        ways = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are those of one GPU")
     yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
     if (speed := run.tokens_per_second) is not None:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)

@@ -41,8 +41,8 @@ class ParallelLayout:
     @classmethod
     def from_params(cls, params: "Params") -> "ParallelLayout":
         """Read hardware.num_gpus and the size of each dimension that has a parameter; `data` is what remains."""
-        context = params.train.context_parallel
-        return cls(data=params.hardware.num_gpus // context, context=context)
+        context, tensor = params.train.context_parallel, params.train.tensor_parallel
+        return cls(data=params.hardware.num_gpus // (context * tensor), context=context, tensor=tensor)
 
     @property
     def size(self) -> int:

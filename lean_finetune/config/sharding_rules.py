@@ -1,5 +1,6 @@
 """Rules of params.yaml for runs on several GPUs: one row for each pair of settings that does not work."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lean_finetune.config.field_types import Sharding
@@ -34,7 +35,56 @@ def _too_few_groups(params: "Params") -> bool:
     )
 
 
+def _excluded_by_tensor(excluded: Callable[["Params"], bool], reason: str, remedy: str) -> Rule:
+    """The rule that train.tensor_parallel above 1 excludes a setting."""
+    return Rule(
+        "train.tensor_parallel",
+        lambda p: p.train.tensor_parallel > 1 and excluded(p),
+        f"{reason}; got {{train.tensor_parallel}}; {remedy}, or set train.tensor_parallel=1",
+    )
+
+
 SHARDING_RULES = [
+    _excluded_by_tensor(
+        lambda p: p.hardware.num_gpus % p.train.tensor_parallel != 0,
+        "must be a divisor of hardware.num_gpus={hardware.num_gpus}",
+        "change one of them",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.context_parallel > 1,
+        "does not work with train.context_parallel={train.context_parallel} yet",
+        "set train.context_parallel=1",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.sharding in ("zero1", "hsdp"),
+        "works with train.sharding none, ddp, zero2 and zero3, not with {train.sharding}",
+        "use zero3",
+    ),
+    _excluded_by_tensor(
+        lambda p: _sharing(p) == 1 and p.train.sharding != "none",
+        "of all GPUs leaves none to share weights by train.sharding={train.sharding}",
+        "set train.sharding=none, raise hardware.num_gpus",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.method == "int8_lora",
+        "cannot divide 8-bit weights, whose products scale each token by its largest input",
+        "use train.method=qlora or lora",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.lora.dora,
+        "cannot divide DoRA's norms over all inputs of a layer",
+        "set train.lora.dora=false",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.loss_chunk is None,
+        "divides the logits too, which needs the chunked loss",
+        "set train.loss_chunk=512",
+    ),
+    _excluded_by_tensor(
+        lambda p: p.train.offload == "parameters",
+        "sums gradients on the GPUs, where train.offload=parameters does not keep them",
+        "use train.offload=optimizer",
+    ),
     Rule(
         "train.context_parallel",
         lambda p: p.hardware.num_gpus % p.train.context_parallel != 0,

@@ -115,6 +115,8 @@ class Train(Section):
     """Sharding hsdp: GPUs that store one copy of the weights. None means the GPUs of a node."""
     context_parallel: PositiveInt
     """GPUs that divide every row's tokens among them."""
+    tensor_parallel: PositiveInt
+    """GPUs of a node that compute each matrix product together, each with a part of the weights."""
     lr: PositiveFloat | Literal["auto"]
     """Peak learning rate; auto: by the method and the size of the model."""
     weight_decay: NonNegativeFloat

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.tensor_shards import TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, Result, ShardSlice, named_trained
 
@@ -42,7 +43,7 @@ class _Root(nn.Module):
         return compute(self.model)
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that are sharded one by one.
 
     Raises:
@@ -81,6 +82,7 @@ class ShardedModel(DataParallelModel):
         reshard: bool,
         sum_every_micro_batch: bool,
         offload_weights: bool = False,
+        shards: TensorShards | None = None,
     ):
         """Shard `model` layer by layer, so that layers still to come may be in host memory.
 
@@ -92,6 +94,7 @@ class ShardedModel(DataParallelModel):
             sum_every_micro_batch: reduce gradients after each micro-batch, so that only shards of them are kept.
             offload_weights: keep shards and their gradients in host memory and update them there; a layer's shard is
                 copied to the device whenever the layer is gathered.
+            shards: keeps this process's part of a layer before it is sharded.
 
         Raises:
             UserError: FSDP cannot shard the decoder layers one by one.
@@ -101,15 +104,19 @@ class ShardedModel(DataParallelModel):
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_micro_batch = sum_every_micro_batch
-        layers = _decoder_layers(model)
+        layers = decoder_layers(model)
         check_same_shapes(model, world, device)
         pinned = device.type == "cuda"
         policy = CPUOffloadPolicy(pin_memory=pinned) if offload_weights else OffloadPolicy()
+
+        def send(module: nn.Module) -> nn.Module:
+            broadcast_weights(module, device)
+            return module if shards is None else shards.divide(module)
+
         for layer in layers:
-            broadcast_weights(layer, device)
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+            fully_shard(send(layer), mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         # The root (embedding, last norm, head) stays gathered from forward to backward, which begins with it.
-        root = _Root(broadcast_weights(model, device))
+        root = _Root(send(model))
         self._root = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         modules = cast(nn.Module, self._root).modules()
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]

@@ -25,9 +25,9 @@ PACKED_BYTES = 2**20
 class GradientReducer:
     """Starts all-reduces from backward hooks, in the same order in every process whatever the order of backward."""
 
-    def __init__(self, trained: NamedParameters):
-        """Register hooks on `trained`, which is in the model's order."""
-        self._buckets = [_Bucket(parameters) for parameters in gradient_buckets(trained)]
+    def __init__(self, trained: NamedParameters, group: dist.ProcessGroup | None = None):
+        """Register hooks on `trained`, which is in the model's order; `group`: the processes, None = all."""
+        self._buckets = [_Bucket(parameters, group) for parameters in gradient_buckets(trained)]
         self._unsent: deque[_Bucket] = deque()
         self._works: list[dist.Work] = []
         for bucket in self._buckets:
@@ -64,9 +64,10 @@ class GradientReducer:
 class _Bucket:
     """Parameters of one type whose gradients are sent together."""
 
-    def __init__(self, parameters: NamedParameters):
+    def __init__(self, parameters: NamedParameters, group: dist.ProcessGroup | None):
         self.parameters = parameters
         self.missing = 0
+        self._group = group
 
     def send(self) -> dist.Work:
         """Start the all-reduce: of a single gradient in place, of several in a tensor of which they become views.
@@ -88,9 +89,15 @@ class _Bucket:
             packed = sent.split([part.numel() for part in flat])
             for (_, parameter), gradient, part in zip(self.parameters, gradients, packed, strict=True):
                 parameter.grad = part.as_strided(gradient.shape, gradient.stride())
-        work = dist.all_reduce(sent, async_op=True)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         return work
+
+
+def sum_gradients(trained: NamedParameters, group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group after backward; raises UserError if one is missing."""
+    for parameters in gradient_buckets(trained):
+        _Bucket(parameters, group).send().wait()
 
 
 def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:

@@ -11,7 +11,6 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.gradient_reduction import GradientReducer
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
 from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice, named_trained
 
 
@@ -26,8 +25,9 @@ class ReplicatedModel(DataParallelModel):
         *,
         owners: bool,
         layout: ParallelLayout | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
-        """Give every process the weights of the first one.
+        """`model` has the same weights in every process of `group` (None = all).
 
         With `owners`, one process updates each tensor, keeps its optimizer state alone and sends the result to the
         others (stage 1 of Rajbhandari et al. 2020, arXiv 1910.02054).
@@ -37,9 +37,7 @@ class ReplicatedModel(DataParallelModel):
         """
         super().__init__(model, rank=world.rank, size=world.size, layout=layout)
         self._trained = named_trained(model)
-        check_same_shapes(model, world, device)
-        broadcast_weights(model, device)
-        self._reducer = GradientReducer(self._trained)
+        self._reducer = GradientReducer(self._trained, group)
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
         if self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
@@ -51,9 +49,10 @@ class ReplicatedModel(DataParallelModel):
 
     def slices(self) -> list[ShardSlice]:
         """See DataParallelModel: owners save what they own; without owners, processes save tensors in turn."""
-        savers = self._owners or [number % self.size for number in range(len(self._trained))]
+        index = self.place.data * self.layout.context + self.place.context
+        savers = self._owners or [number % self.layout.sharing for number in range(len(self._trained))]
         return [
-            ShardSlice(first_row=0, full_shape=tuple(p.shape), saved_here=saver == self.rank)
+            ShardSlice(first_row=0, full_shape=tuple(p.shape), saved_here=saver == index)
             for (_, p), saver in zip(self._trained, savers, strict=True)
         ]
 

@@ -12,13 +12,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lean_finetune.config.field_types import Method, Sharding
-from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.context_parallel import HeadExchange
-from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel
+from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, decoder_layers
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
+from lean_finetune.distributed.tensor_model import TensorParallelModel
+from lean_finetune.distributed.tensor_shards import TensorShards
+from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
 from lean_finetune.model.attention import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
@@ -60,7 +63,8 @@ class ShardSpec:
     @property
     def division(self) -> str:
         """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
-        return self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}"
+        parts = f", {self.layout.tensor} GPUs a product" if self.layout and self.layout.tensor > 1 else ""
+        return (self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}") + parts
 
     @property
     def timeout(self) -> timedelta | None:
@@ -80,7 +84,8 @@ def load_parallel(
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
     may hold all of them.
     """
-    loaded_on = torch.device("cpu") if sharing.mode in SPLIT_WEIGHTS else device
+    divided = sharing.mode in SPLIT_WEIGHTS or sharing.layout_of(world).tensor > 1
+    loaded_on = torch.device("cpu") if divided else device
     if world.is_first or spec.method in READ_BY_EVERY_PROCESS:
         model = load_model(directory, spec, loaded_on)
     else:
@@ -96,41 +101,82 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
     """
     if world.size == 1:
         return DataParallelModel(model)
-    parallel = _shared_model(model, world, spec, device)
-    parallel.exchange = make_exchange(spec.layout_of(world), spec.timeout)
+    layout = spec.layout_of(world)
+    shards = _tensor_shards(model, world, spec) if layout.tensor > 1 else None
+    parallel = _shared_model(model, world, spec, device, shards)
+    if shards is not None:
+        parallel = TensorParallelModel(parallel, shards)
+    parallel.exchange = make_exchange(layout, spec.timeout)
     return parallel
 
 
 def make_exchange(layout: ParallelLayout, timeout: timedelta | None) -> TokenExchange | None:
     """The exchange between the processes of dimension `context`; None where there is one. All processes call this."""
-    if layout.context == 1:
-        return None
-    with unset_fake_temporarily():
-        group, _ = dist.new_subgroups_by_enumeration(layout.groups("context"), timeout=timeout)
-    return HeadExchange(group)
+    return None if layout.context == 1 else HeadExchange(_group(layout, timeout, "context"))
 
 
-def _shared_model(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:
-    """The model with its weights shared as `spec.mode` says."""
+def _shared_model(
+    model: nn.Module, world: World, spec: ShardSpec, device: torch.device, shards: TensorShards | None
+) -> DataParallelModel:
+    """The model, or this process's part of it, with its weights shared as `spec.mode` says."""
+    layout = spec.layout_of(world)
     if spec.mode not in SPLIT_WEIGHTS:
-        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1", layout=spec.layout_of(world))
+        check_same_shapes(model, world, device)
+        if shards is not None:
+            for layer in decoder_layers(model):
+                shards.divide(broadcast_weights(layer, device))
+        broadcast_weights(model, device)
+        if shards is not None:
+            shards.divide(model)
+        if layout.sharing == 1:
+            return DataParallelModel(model, rank=world.rank, size=world.size, layout=layout)
+        group = None if shards is None else _group(layout, spec.timeout, "data", "context")
+        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1", layout=layout, group=group)
     return ShardedModel(
         model,
         world,
         device,
         _mesh(world, spec, device),
-        layout=spec.layout_of(world),
+        layout=layout,
         reshard=spec.mode != "zero2",
+        shards=shards,
         offload_weights=spec.offload_weights,
         # Full gradients of all weights would be the largest tensors of all; those of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters()),
     )
 
 
+def _tensor_shards(model: nn.Module, world: World, spec: ShardSpec) -> TensorShards:
+    """This process's part of every product.
+
+    Raises:
+        UserError: the processes of a product are not on one node, or the model cannot be divided so.
+    """
+    layout = spec.layout_of(world)
+    if world.local_size % layout.tensor:
+        raise UserError(
+            f"train.tensor_parallel: must divide the GPUs of a node, whose links are fast; got {layout.tensor} with "
+            f"{world.local_size} a node; lower it"
+        )
+    group, index = _group(layout, spec.timeout, "tensor"), layout.coordinates(world.rank).tensor
+    return TensorShards(model, group, index, layout.tensor)
+
+
+def _group(layout: ParallelLayout, timeout: timedelta | None, *dimensions: Dimension) -> dist.ProcessGroup:
+    """The processes whose places differ from this one's in these dimensions alone; all processes call this."""
+    with unset_fake_temporarily():
+        group, _ = dist.new_subgroups_by_enumeration(layout.groups(*dimensions), timeout=timeout)
+    return group
+
+
 def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     """One group of all processes, or several groups that each have all weights."""
+    layout = spec.layout_of(world)
     if spec.mode != "hsdp":
         with unset_fake_temporarily():  # DeviceMesh reads the values of its rank table.
+            if layout.tensor > 1:
+                sharing = _group(layout, spec.timeout, "data", "context")
+                return DeviceMesh.from_group(sharing, device.type, mesh_dim_names=(SHARD,))
             return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
     group = world.local_size if spec.group_gpus is None else spec.group_gpus
     if world.size % group or not 1 < group < world.size:

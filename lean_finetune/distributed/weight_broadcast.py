@@ -12,6 +12,9 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.quantize import quantisation_tensors
 
+DIVIDED = "has_part_of_weights"
+"""Attribute of a module of whose weights this process has only a part."""
+
 
 def check_same_shapes(model: nn.Module, world: World, device: torch.device) -> None:
     """Compare the tensors that every process is about to send or receive.
@@ -53,8 +56,8 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its descendants, except sharded layers."""
+    """The module and its descendants, except layers that are sharded or divided."""
     yield module
     for child in module.children():
-        if not isinstance(child, FSDPModule):
+        if not isinstance(child, FSDPModule) and not hasattr(child, DIVIDED):
             yield from _unsharded(child)

@@ -26,8 +26,20 @@ class ShardSlice:
     """Along the first dimension."""
     full_shape: tuple[int, ...]
     """Shape of the parameter."""
+    part: str = ""
+    """Added to the parameter's name: with tensor parallelism `full_shape` is that of this part."""
     saved_here: bool
     """Whether checkpoints take these rows from this process: of several that have the same rows, one saves them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeTensor:
+    """A tensor of which every process has a part."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    """Gather it; all processes call this."""
 
 
 class DataParallelModel:
@@ -48,6 +60,11 @@ class DataParallelModel:
         """Of processes that have a part of each row's tokens; None if rows are complete."""
         self.owned = model
         """A module whose trained parameters are those that this process updates."""
+
+    @property
+    def seed_rank(self) -> int:
+        """The process whose random numbers this one draws: those that compute products together draw the same."""
+        return self.rank - self.place.tensor
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """Call `compute` with the model; sharded weights are gathered layer by layer while it runs."""
@@ -81,11 +98,16 @@ class DataParallelModel:
         if self.size == 1:
             return losses
         by_micro_batch = torch.zeros(len(losses), self.layout.data, dtype=losses[0].dtype, device=losses[0].device)
-        by_micro_batch[:, self.place.data] = torch.stack(losses)  # The others add 0: the sum loses no bit.
+        if self.place.tensor == 0:  # The others add 0: the sum loses no bit.
+            by_micro_batch[:, self.place.data] = torch.stack(losses)
         return list(self.sum_over_ranks(by_micro_batch).flatten().unbind())
 
     def end_step(self, *, updated: bool) -> None:
         """Make the updated weights equal in all processes and free the gradients."""
+
+    def whole(self, name: str, tensor: torch.Tensor) -> "torch.Tensor | WholeTensor":
+        """A tensor of the model's state dict, as the model's file has it: gathered by all processes when it is read."""
+        return tensor
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The trained parameters, each gathered when it is reached: keep one at a time, and iterate to the end."""

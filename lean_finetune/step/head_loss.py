@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -19,6 +20,15 @@ from lean_finetune.model.model_config import logit_cap, logit_factor, unpadded_v
 
 BLOCK_BYTES = 2**24
 """Output in 16 bits is converted to fp32 in blocks of this size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The tokens whose logits this process computes, where a group of processes divides the head."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The token of the layer's first row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +41,24 @@ class Head:
     factor: float
     cap: float | None
     """The soft cap of Gemma 2: logits are cap · tanh(logits / cap)."""
+    shard: VocabularyShard | None
+    """None: the layer has all tokens."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
         """The head of a model."""
+        layer, vocabulary = model.get_output_embeddings(), unpadded_vocabulary(model.config)
+        shard: VocabularyShard | None = getattr(layer, "vocabulary_shard", None)
         return cls(
-            layer=model.get_output_embeddings(),
-            vocabulary=unpadded_vocabulary(model.config),
+            layer=layer,
+            vocabulary=vocabulary if vocabulary is None or shard is None else max(0, vocabulary - shard.first),
+            shard=shard,
             factor=logit_factor(model.config),
             cap=logit_cap(model.config),
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32 of hidden states (..., D) → (..., V)."""
+        """Logits in fp32 of hidden states (..., D) → (..., V); of a divided head those of its own tokens."""
         logits = self.layer(hidden)[..., : self.vocabulary].float()
         if self.factor != 1.0:
             logits *= self.factor
@@ -71,6 +86,11 @@ class Head:
     ) -> torch.Tensor:
         """As `differentiate`: fp32 output is changed in place, and of other types there is one fp32 copy."""
         targets_R1 = targets_R[:, None]
+        others_R1 = None
+        if self.shard is not None:
+            targets_R1 = targets_R1 - self.shard.first
+            others_R1 = (targets_R1 < 0) | (targets_R1 >= output_RV.shape[1])
+            targets_R1.masked_fill_(others_R1, 0)
         unpadded_RV = output_RV[:, : self.vocabulary]
         values_RV, slope_RV = unpadded_RV.float(), None
         if self.factor != 1.0:
@@ -79,20 +99,32 @@ class Head:
             values_RV.div_(self.cap).tanh_()
             slope_RV = None if divisor is None else values_RV.square().neg_().add_(1.0)
             values_RV.mul_(self.cap)
-        values_RV.sub_(values_RV.amax(1, keepdim=True))
-        target_values_R1 = values_RV.gather(1, targets_R1)
-        sums_R1 = values_RV.exp_().sum(1, keepdim=True)
+        values_RV.sub_(self.over_shards(values_RV.amax(1, keepdim=True), dist.ReduceOp.MAX))
+        target_values_R1 = self.over_shards(_without(others_R1, values_RV.gather(1, targets_R1)))
+        sums_R1 = self.over_shards(values_RV.exp_().sum(1, keepdim=True))
         losses_R = (sums_R1.log() - target_values_R1).squeeze(1)
         if divisor is None:
             return losses_R
         # Divided in fp32: in 16 bits small gradients would vanish, or be rounded twice.
         scale = self.factor / divisor
-        values_RV.mul_(scale / sums_R1).scatter_add_(1, targets_R1, torch.full_like(sums_R1, -scale))
+        values_RV.mul_(scale / sums_R1)
+        values_RV.scatter_add_(1, targets_R1, _without(others_R1, torch.full_like(sums_R1, -scale)))
         if slope_RV is not None:
             values_RV.mul_(slope_RV)
         unpadded_RV.copy_(values_RV)
         output_RV[:, unpadded_RV.shape[1] :].zero_()
         return losses_R
+
+    def over_shards(self, values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """The sum, or the maximum, over the processes that divide the head, in place."""
+        if self.shard is not None:
+            dist.all_reduce(values, op=operation, group=self.shard.group)
+        return values
+
+
+def _without(others_R1: torch.Tensor | None, values_R1: torch.Tensor) -> torch.Tensor:
+    """The values, 0 at tokens of other processes."""
+    return values_R1 if others_R1 is None else values_R1.masked_fill_(others_R1, 0.0)
 
 
 def summed_head_loss(
@@ -137,6 +169,7 @@ class _SummedHeadLoss(torch.autograd.Function):
             _differentiate_chunk(head, hidden_MD.detach()[index], targets, divisor, gradient, sums)
             for index, targets, gradient in chunks
         ]
+        head.over_shards(gradient_ND)  # Each process has the part of its own tokens.
         ctx.shape = hidden_MD.shape
         ctx.save_for_backward(gradient_ND, index_N, *sums.values())
         return torch.cat(losses).sum() / divisor

@@ -145,7 +145,7 @@ class Trainer:
             if job.compiled:
                 compile_layers(parallel.model, scratch_root().parent / "compiled")
             optimizer = build_optimizer(parallel.owned, job.optim_spec)
-        torch.manual_seed(job.model_spec.seed + job.world.rank)
+        torch.manual_seed(job.model_spec.seed + parallel.seed_rank)
         run = TrainingRun(
             parallel=parallel,
             optimizer=optimizer,

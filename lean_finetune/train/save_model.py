@@ -19,7 +19,7 @@ from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
-from lean_finetune.model.files.safetensors_files import SINGLE, FileTensor, write_loaded
+from lean_finetune.model.files.safetensors_files import SINGLE, FileTensor, LazyTensor, write_loaded
 from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
@@ -51,7 +51,12 @@ class Base:
             shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
 
 
-def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, FileTensor] | None = None) -> None:
+def save_full(
+    model: PreTrainedModel,
+    directory: Path,
+    others: Mapping[str, FileTensor] | None = None,
+    parallel: DataParallelModel | None = None,
+) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
     `others` are tensors of the base's files that are not loaded: those of vision and audio parts.
@@ -61,10 +66,10 @@ def save_full(model: PreTrainedModel, directory: Path, others: Mapping[str, File
     model.config.architectures = [type(model).__name__]
     without_quantisation(model.config).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
-    write_loaded(directory / SINGLE, _tensors_of(model), others)
+    write_loaded(directory / SINGLE, _tensors_of(model, parallel or DataParallelModel(model)), others)
 
 
-def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
+def _tensors_of(model: PreTrainedModel, parallel: DataParallelModel) -> Mapping[str, torch.Tensor | LazyTensor]:
     """Return the tensors of a model's file by name, or this process's shards of them."""
     ignored = model._keys_to_ignore_on_save or ()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
@@ -72,7 +77,14 @@ def _tensors_of(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # By transformers, for a DTensor.
         untied = remove_tied_weights_from_state_dict(tensors, model)
     # Names and layouts as in the published files, where those in transformers differ.
-    return revert_weight_conversion(model, untied)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    saved = revert_weight_conversion(model, untied)
+    if parallel.layout.tensor > 1 and any(id(tensor) not in names for tensor in saved.values()):
+        raise UserError(
+            f"train.tensor_parallel: the published files of {model.config.model_type} join weights, which are in parts "
+            "here; set it to 1, and use train.sharding=zero3"
+        )
+    return {name: parallel.whole(names.get(id(tensor), name), tensor) for name, tensor in saved.items()}
 
 
 def _send_shards(parallel: DataParallelModel) -> None:
@@ -81,7 +93,7 @@ def _send_shards(parallel: DataParallelModel) -> None:
         for _ in parallel.full_parameters():
             pass
     else:
-        write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model)))
+        write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model), parallel))
 
 
 def save_tuned(
@@ -119,7 +131,7 @@ def save_tuned(
             else:
                 lm = cast(PreTrainedModel, model)
                 stored = file_tensors(base.directory, read_config(base.directory))
-                save_full(lm, directory, stored_left_out(lm, stored))
+                save_full(lm, directory, stored_left_out(lm, stored), parallel)
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
         base.copy_tokenizer(directory)

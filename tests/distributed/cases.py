@@ -36,6 +36,8 @@ class Case:
     group_gpus: int | None = None
     context: int = 1
     """Processes that divide each row's tokens."""
+    tensor: int = 1
+    """Processes that compute each product together."""
     sizes: tuple[int, ...] = (8,)
     """Rows of each micro-batch of a step, eight together."""
     flat: bool = False
@@ -91,7 +93,7 @@ def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
     offload_weights = case.optim.get("offload") == "parameters"
-    layout = ParallelLayout(data=world.size // case.context, context=case.context)
+    layout = ParallelLayout(data=world.size // (case.context * case.tensor), context=case.context, tensor=case.tensor)
     sharing = ShardSpec(
         mode=case.mode,  # type: ignore[arg-type]
         group_gpus=case.group_gpus,

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.torch import save_file
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
@@ -61,17 +62,20 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
     tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
     options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}, "lora_experts": part.experts}
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
-    dealt = []
+    sharing = sharing_of(part.mode, world.size)
+    dealt, ranks = [], sharing.layout_of(world).data
     for step in job.plan.steps:
         idle = replace(step[0], rows=np.empty(0, np.int32), supervised=0)
-        full = [*step, *[idle] * (-len(step) % world.size)]
-        dealt += [replace(one, rank=number % world.size) for number, one in enumerate(full)]
-    return replace(job, plan=Plan.of(dealt, ranks=world.size), world=world, sharing=sharing_of(part.mode))
+        full = [*step, *[idle] * (-len(step) % ranks)]
+        dealt += [replace(one, rank=number % ranks) for number, one in enumerate(full)]
+    return replace(job, plan=Plan.of(dealt, ranks=ranks), world=world, sharing=sharing)
 
 
-def sharing_of(mode: str) -> ShardSpec:
-    """The mode; `hsdp` in groups of two."""
-    return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None)  # type: ignore[arg-type]
+def sharing_of(name: str, processes: int) -> ShardSpec:
+    """The mode; `hsdp` in groups of two; after `tp `, two processes compute each product together."""
+    mode, tensor = (name.removeprefix("tp "), 2) if name.startswith("tp ") else (name, 1)
+    layout = ParallelLayout(data=processes // tensor, tensor=tensor)
+    return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -125,7 +129,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         seconds=None,
         stop=stop,
         notify=messages.append,
-        layout=layout_of(world.size, sharing_of(part.mode).division),
+        layout=layout_of(world.size, sharing_of(part.mode, world.size).division),
     )
     first_step = checkpoints.first_step
     job = job_of(part, world)

@@ -13,6 +13,7 @@ from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group
 from tests.distributed.test_parity import IDLE, METHODS, check, plain_of, same_batches
+from tests.small_model import save_small_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -47,6 +48,47 @@ def test_a_layout_learns_what_one_process_learns(
     group: Group = request.getfixturevalue(processes)
     case = layout_case(small_llama, layout, method, batches)
     check(group, single, case, plain_of(case), EXACT)
+
+
+@pytest.fixture(scope="module")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers have 64 inputs and more in each of two processes, as blocks of 4-bit weights need."""
+    directory = tmp_path_factory.mktemp("wide_llama")
+    return save_small_llama(directory, hidden_size=128, intermediate_size=256, num_key_value_heads=4)
+
+
+TENSOR = [
+    *(("pair", "none", 2, method, batches) for method in METHODS for batches in BATCHES),
+    *(("four", "zero3", 2, method, batches) for method in METHODS for batches in BATCHES),
+    *(("four", mode, 2, method, "padded") for mode in ("ddp", "zero2") for method in METHODS),
+    *(("four", "none", 4, method, "padded") for method in ("full", "lora")),
+]
+
+
+@pytest.mark.parametrize(("processes", "mode", "tensor", "method", "batches"), TENSOR)
+def test_products_of_several_processes_learn_the_same(
+    request, wide_llama: Path, single: Single, processes, mode, tensor, method, batches
+):
+    """Gradients of undivided weights counted once or N times, norms that count them N times, another random stream."""
+    group: Group = request.getfixturevalue(processes)
+    case = Case(directory=str(wide_llama), mode=mode, tensor=tensor, steps=8, **{**BATCHES[batches], "chunk": 16})
+    case = replace(case, model={"method": method, **case.model})
+    results = check(group, single, case, plain_of(case), EXACT)
+    assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "full") for family in ("Gemma 2", "Gemma 3", "Command-R", "Qwen2", "Qwen3", "Granite")),
+        *((family, "lora") for family in ("GPT-NeoX", "Phi 2", "StarCoder 2", "Mistral, window")),
+    ],
+)
+def test_divided_layers_of_a_family_learn_the_same(tmp_path, pair: Group, single: Single, family, method):
+    """A bias added twice, soft caps, scaled embeddings or norms of heads that differ from one process's."""
+    model = {"method": method, "grad_ckpt": True, "grad_ckpt_policy": "selective"}
+    case = Case(directory=str(save_small(family, tmp_path)), mode="none", tensor=2, sizes=IDLE, chunk=16, steps=8)
+    check(pair, single, replace(case, model=model), same_batches(replace(case, model=model)), EXACT)
 
 
 @pytest.mark.parametrize(

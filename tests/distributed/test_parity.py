@@ -33,7 +33,8 @@ IDLE = (2, 1, 2, 2, 1)
 def plain_of(case: Case) -> Case:
     """The same learning in one process, without what saves memory."""
     model = {key: value for key, value in case.model.items() if "ckpt" not in key}
-    return replace(case, mode="none", sizes=(8,), flat=False, chunk=None, model=model, group_gpus=None, context=1)
+    alone = replace(case, mode="none", group_gpus=None, context=1, tensor=1)
+    return replace(alone, sizes=(8,), flat=False, chunk=None, model=model)
 
 
 def same_batches(case: Case) -> Case:

@@ -63,6 +63,23 @@ def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mode", "method", "optimizer"),
+    [
+        ("pair", "tp none", "full", "adamw"),
+        ("pair", "tp none", "lora", "adamw_8bit"),
+        ("four", "tp zero3", "full", "adafactor"),
+        ("four", "tp ddp", "lora", "adamw"),
+    ],
+)
+def test_parts_of_products_resume_to_the_bit(request, small_llama: Path, tmp_path, processes, mode, method, optimizer):
+    """A part restored as another process's; dropout that differs between processes with the same activations."""
+    dropout = 0.1 if method == "lora" else 0.0
+    group = request.getfixturevalue(processes)
+    check_exact(group, small_llama, tmp_path, mode, method=method, optimizer=optimizer, dropout=dropout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "experts"), [("qlora", "all"), ("lora", "all"), ("full", "none")])
 def test_a_sharded_mixture_resumes_to_the_bit(tmp_path: Path, pair: Group, method: str, experts: str):
     """Shards of adapters of all experts, of packed experts or of their scales."""

@@ -80,6 +80,18 @@ def test_processes_that_divide_each_row_write_what_one_writes(copy: Path, mode: 
     assert_same_learning(copy, alone)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sharding", "method"), [(2, "none", "full"), (4, "zero3", "full"), (2, "none", "qlora")]
+)
+def test_processes_with_parts_of_weights_write_what_one_writes(copy: Path, gpus: int, sharding: str, method: str):
+    """Parts of a process in data/tuned, a held-out loss of some tokens, or dropout that differs between processes."""
+    lr = {"train__lr": 1e-3} if method == "full" else {}
+    alone = train_alone(copy, train__method=method, **lr)
+    planned(copy, gpus, sharding, train__tensor_parallel=2)
+    assert run_module("stages.train", cwd=copy, check=True).stderr == ""
+    assert_same_learning(copy, alone)
+
+
 @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
 def test_two_processes_write_a_full_model(copy: Path, sharding: str):
     """Shards instead of weights in data/tuned."""

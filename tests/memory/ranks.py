@@ -87,9 +87,9 @@ def as_nccl() -> Iterator[None]:
         yield
 
 
-def shared_setting(mode: str, gpus: int, steps: str, context: int = 1, **changes: Any) -> Setting:
-    """A setting shared by some processes; `hsdp` in groups of two, each row by `context` of them."""
-    layout = ParallelLayout(data=gpus // context, context=context)
+def shared_setting(mode: str, gpus: int, steps: str, context: int = 1, tensor: int = 1, **changes: Any) -> Setting:
+    """A setting shared by some processes; `hsdp` in groups of two, each row by `context`, each product by `tensor`."""
+    layout = ParallelLayout(data=gpus // (context * tensor), context=context, tensor=tensor)
     spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]
     return replace(
         setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, accumulates_gradients=len(STEPS[steps][0]) > 1)

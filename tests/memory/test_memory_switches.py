@@ -9,9 +9,11 @@ import pytest
 
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.rule import Rule
 from lean_finetune.config.train_schema import TRAIN_RULES
 from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.one_change_sweep import single_changes
 from lean_finetune.memory.advice.search_space import Space
 from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
@@ -24,6 +26,7 @@ from lean_finetune.memory.advice.switches import (
     with_precision,
 )
 from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.conftest import ROOT
 from tests.memory.common import setting_of
 from tests.memory.workloads import costs_of, workload
@@ -110,6 +113,20 @@ def test_adapters_of_experts_are_made_smaller_then_left_out():
     assert lighter("experts", adapted) == [("train.lora.expert_rank=2",), ("train.lora.experts=none",)]
     assert lighter("experts", setting_of(method="lora")) == lighter("experts", setting_of(method="full")) == []
     assert different(adapted, with_method("full"))["train.lora.experts"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "expected"),
+    [("zero3", "full", [2, 4]), ("zero3", "qlora", [2, 4]), ("zero1", "full", []), ("ddp", "int8_lora", [])],
+)
+def test_tensor_parallelism_leaves_gpus_that_share_weights(mode: Any, method: str, expected: list[int]):
+    """Of eight GPUs; a setting with other numbers of rows and parts than its GPUs."""
+    spec = ShardSpec(mode=mode, layout=ParallelLayout(data=8))
+    setting = setting_of(method=method, sharing=Sharing(spec=spec, gpus=8, accumulates_gradients=False))
+    assert lighter("tensor_parallel", setting) == [(f"train.tensor_parallel={size}",) for size in expected]
+    for size in expected:
+        changed = setting_with(setting, {"train.tensor_parallel": size}).sharing
+        assert changed is not None and changed.spec.layout == ParallelLayout(data=8 // size, tensor=size)
 
 
 def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_can_update():

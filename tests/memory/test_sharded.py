@@ -18,6 +18,7 @@ from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, llama
 from tests.memory.ranks import STEPS, do_peaks, shared_setting
+from tests.small_model import save_small_llama
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -102,6 +103,35 @@ def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method):
 def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Group, mode, method, ckpt, steps):
     """Heads of complete rows counted as those of a part, or what is exchanged counted nowhere."""
     check(pair, 2, small_llama, mode, steps, context=2, method=method, grad_ckpt=ckpt)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mode", "gpus", "changes"),
+    [
+        ("none", 2, {"method": "full"}),
+        ("none", 2, {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "selective"}),
+        ("none", 2, {"method": "qlora", "grad_ckpt": True}),
+        ("zero3", 4, {"method": "full", "grad_ckpt": True}),
+        ("zero3", 4, {"method": "qlora"}),
+        ("ddp", 4, {"method": "lora"}),
+    ],
+)
+def test_the_prediction_holds_where_products_are_divided(tmp_path, mode, gpus, changes):
+    """A whole weight counted as a part, or buffers of sums counted nowhere; the closed form follows the parts."""
+    directory = save_small_llama(tmp_path, hidden_size=128, intermediate_size=256, num_key_value_heads=4)
+    with group_of(gpus) as group:
+        for steps in ("one turn", "two turns"):
+            check(group, gpus, directory, mode, steps, tensor=2, **changes)
+    setting = shared_setting(mode, gpus, "one turn", tensor=2, **changes)
+    config = read_config(directory)
+    traced = predict(config, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    closed: dict[str, int] = {}
+    for line in closed_form(config, setting, CPU_TARGET):
+        closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
+    for category in ("weights", "adapters", "optimizer", "quantisation_state"):
+        assert closed.get(category, 0) == traced.get(category, 0), category
 
 
 DEEP = llama(num_hidden_layers=14)

@@ -1,6 +1,6 @@
 """The changes that advice tries: the options of every switch and their combinations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -107,7 +107,7 @@ class Space:
         support = Support(cuda=costs.cuda, native_bf16=native_bf16)
         # Updates in the backward pass need steps of one micro-batch.
         smaller = [] if run.setting.optimizer_in_backward else budgets_of(run)
-        found = [smaller, *(_options_of(switch, run, support) for switch in SWITCHES)]
+        found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
         self._options = [[unchanged, *options] for options in found]
         self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)
 
@@ -120,6 +120,15 @@ class Space:
             if max((o.effect for o in options if o.flags), default=-1) == effect and _compatible(options)
         )
         return sorted(map(self._candidate, chosen), key=lambda candidate: candidate.order)
+
+    def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
+        """The options that this model supports."""
+        for option in options:
+            try:
+                self._costs.least_bytes(setting_with(self._run.setting, option.values))
+            except UserError:  # Its heads or layers cannot be divided so.
+                continue
+            yield option
 
     def _candidate(self, options: tuple[Option, ...]) -> Candidate:
         """The combination of options. At most one of them changes the micro-batches."""

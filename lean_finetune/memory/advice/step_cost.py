@@ -62,7 +62,7 @@ class Costs:
 
     def __init__(self, run: Workload, device: Device, target: Target):
         self._run, self._target, self.cuda = run, target, target.foreach
-        self._shapes: ModelShapes = model_shapes(run.config)
+        self._shapes: dict[int, ModelShapes] = {}
         self._speed, self.reason = ranking_speed(device)
         self._known: dict[Setting, Mapping[str, int]] = {}
 
@@ -87,7 +87,7 @@ class Costs:
         model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
         key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
         if key not in self._known:
-            lines = state_lines(self._shapes, setting, cuda=self.cuda)
+            lines = state_lines(self._shapes_of(setting), setting, cuda=self.cuda)
             states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
             if (sharing := setting.sharing) is not None:
                 states = {category: size // sharing.holders_of(category) for category, size in states.items()}
@@ -101,7 +101,14 @@ class Costs:
         return math.prod(factors) * (self._seconds_per_token(changed) / self._seconds_per_token(self._run))
 
     def _seconds_per_token(self, run: Workload) -> float:
-        return sum(step_seconds(run, self._shapes, self._speed).values()) / _tokens(run)
+        return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
+
+    def _shapes_of(self, setting: Setting) -> ModelShapes:
+        """Shapes of what a GPU has; raises UserError if tensor parallelism cannot divide the model so."""
+        size = setting.tensor_parallel
+        if size not in self._shapes:
+            self._shapes[size] = model_shapes(self._run.config, size)
+        return self._shapes[size]
 
 
 def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:
@@ -111,7 +118,8 @@ def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | No
     """
     if device.speed is None:
         return None
-    seconds = sum(step_seconds(run, model_shapes(run.config), device.speed).values())
+    shapes = model_shapes(run.config, run.setting.tensor_parallel)
+    seconds = sum(step_seconds(run, shapes, device.speed).values())
     fast, slow = DURATION_RANGE
     return _tokens(run) / (seconds * slow), _tokens(run) / (seconds * fast)
 
@@ -147,15 +155,18 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if model.method == "full" else 1) + recomputed
     # A token looks its input embedding up: no product.
-    parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
+    size = run.setting.tensor_parallel
+    parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size // size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
-    width = max(heads or 0 for heads in layer_settings(config, "num_attention_heads")) * largest_head_size(config)
+    heads = max(heads or 0 for heads in layer_settings(config, "num_attention_heads")) / size
+    width = heads * largest_head_size(config)
     scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2
     # Dequantization reads a weight, writes a value and reads it again.
     weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(model.method, 0)
     offloaded = _offloaded_bytes(run)
     trained = trained_values(shapes, model)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
+    link_bytes += tensor_parallel_bytes(run, element_bytes)
     update = _update_seconds(run.setting, trained, element_bytes, bandwidth)
     return {
         "products": FLOP_PER_PRODUCT * passes * parameters * tokens / flops,
@@ -187,6 +198,18 @@ def _offloaded_bytes(run: Workload) -> int:
     values = recomputed + (1 - recomputed) * SAVED_VALUES
     element_bytes = (model.autocast_dtype or model.dtype).itemsize
     return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+
+
+def tensor_parallel_bytes(run: Workload, element_bytes: int) -> float:
+    """Bytes that a GPU sends in a step to sum outputs and gradients of what several GPUs compute together.
+
+    Two sums a layer in forward and two in backward, one again where the layer is recomputed, and those of embedding
+    and head. A sum of B bytes over N GPUs in a ring sends 2 · B · (N - 1) / N. The links are taken to be those to the
+    host; NVLink is many times faster.
+    """
+    text, size = run.config.get_text_config(), run.setting.tensor_parallel
+    sums = text.num_hidden_layers * (4 + _recomputed_share(run.setting.model)) + 2
+    return 2 * (size - 1) / size * sums * text.hidden_size * element_bytes * _tokens(run)
 
 
 def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: int, update: float) -> float:

@@ -43,6 +43,10 @@ LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
 """Modes with less memory per GPU than a mode, the most similar first."""
 COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
 """Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
+DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
+"""Modes that share the parts of weights that tensor parallelism makes."""
+NODE_DIVISORS = (2, 4, 8)
+"""Numbers of GPUs of a node that advice lets compute a product together."""
 LOSS_CHUNK_TOKENS = 512
 """Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
 
@@ -76,6 +80,8 @@ def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
+    if setting.tensor_parallel > 1:  # It needs the chunked loss.
+        return []
     return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None}]
 
 
@@ -100,11 +106,11 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     for lighter in LIGHTER_SHARDING[mode]:
         # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
         unsplittable = lighter in SPLIT_WEIGHTS and model.method == "int8_lora"
-        if not unsplittable and not (lighter == "zero1" and model.adapted):
+        if not unsplittable and not (lighter == "zero1" and (model.adapted or setting.tensor_parallel > 1)):
             mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
             yield values
     on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
-    if support.cuda and mode in GATHERED_LAYERS and on_device:
+    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
         yield {**values, "train.offload": "parameters"}
 
 
@@ -116,6 +122,20 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
     # Sharded weights are gathered for each micro-batch.
     times = more_micro_batches if mode in SPLIT_WEIGHTS else 1.0
     return 1 + times * (COMMUNICATION_TIME.get(mode, 1.0) - 1)
+
+
+def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
+    """Products of more GPUs, of which others remain to share weights."""
+    if setting.sharing is None:
+        return
+    layout, model = setting.sharing.spec.layout, setting.model
+    if layout is None or layout.context > 1 or setting.loss_chunk is None or setting.offload == "parameters":
+        return
+    if setting.sharing.spec.mode not in DIVISIBLE or model.method == "int8_lora" or model.lora_dora:
+        return
+    for size in NODE_DIVISORS:
+        if size > layout.tensor and layout.size % size == 0 and layout.size > size:
+            yield {"train.tensor_parallel": size}
 
 
 def with_precision(precision: Precision) -> Values:
@@ -225,6 +245,15 @@ SWITCHES = [
         time=_communication_time,
     ),
     Switch(
+        name="tensor_parallel",
+        parameters={"train.tensor_parallel": "sharing.spec.layout.tensor"},
+        lighter=_smaller_parts,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"sharding", "method"}),
+        time=lambda setting, more: float(setting.tensor_parallel),  # So many GPUs for the same rows.
+    ),
+    Switch(
         name="precision",
         parameters={"train.precision": "model.precision", "train.master_weights": "master_weights"},
         lighter=_lighter_precision,
@@ -295,6 +324,8 @@ def setting_with(setting: Setting, values: Values) -> Setting:
     paths = _attributes()
     for key, value in values.items():
         setting = replace_attribute(setting, paths[key], value)
+        if key == "train.tensor_parallel" and setting.sharing is not None:
+            setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // value)
         if key == "train.offload" and setting.sharing is not None:
             setting = replace_attribute(setting, "sharing.spec.offload_weights", value == "parameters")
     return setting

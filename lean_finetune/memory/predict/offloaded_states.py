@@ -69,7 +69,7 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
 
     A sharded tensor counts with an equal part per GPU: uneven divisions are ignored.
     """
-    shapes, cuda = model_shapes(config), target.foreach
+    shapes, cuda = model_shapes(config, setting.tensor_parallel), target.foreach
     on_device = state_lines(shapes, setting, cuda=cuda)
     outside = paged_lines(shapes, setting, cuda=cuda)
     if setting.offload != "none":
@@ -87,10 +87,14 @@ def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     if setting.offload == "none":
         return 0
     holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    return sum(line.total_bytes(1, holders) for line in host_lines(model_shapes(config), setting))
+    shapes = model_shapes(config, setting.tensor_parallel)
+    return sum(line.total_bytes(1, holders) for line in host_lines(shapes, setting))
 
 
 def disk_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Disk space that train.offload_to=disk takes in one process."""
     holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    return sum(line.total_bytes(BLOCK_BYTES, holders) for line in disk_lines(model_shapes(config), setting))
+    return sum(
+        line.total_bytes(BLOCK_BYTES, holders)
+        for line in disk_lines(model_shapes(config, setting.tensor_parallel), setting)
+    )

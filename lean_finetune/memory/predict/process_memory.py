@@ -72,7 +72,7 @@ def on_host(
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
     figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), why)
-    if setting.sharing is not None and setting.sharing.spec.mode in SPLIT_WEIGHTS:
+    if setting.sharing is not None and (setting.sharing.spec.mode in SPLIT_WEIGHTS or setting.tensor_parallel > 1):
         # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:

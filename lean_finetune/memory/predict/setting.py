@@ -57,6 +57,11 @@ class Setting:
         )
 
     @property
+    def tensor_parallel(self) -> int:
+        """Number of GPUs that compute each product together."""
+        return 1 if self.sharing is None or self.sharing.spec.layout is None else self.sharing.spec.layout.tensor
+
+    @property
     def all_layers_reason(self) -> str | None:
         """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
         frees = self.master_weights or self.offload != "none"

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
@@ -74,6 +75,8 @@ class ModelShapes:
     """Of a mixture; None if its config does not say."""
     stored_by_expert: bool = False
     """Whether the model's files have a tensor for each expert."""
+    in_parts: bool = False
+    """Whether shapes are those of a GPU's parts, whose 4-bit scales are not quantised themselves."""
 
     @property
     def values(self) -> int:
@@ -87,9 +90,14 @@ class ModelShapes:
         return sum(p.values * (chosen or p.experts) // p.experts if p.experts else p.values for p in self.parameters)
 
 
-def model_shapes(config: PretrainedConfig) -> ModelShapes:
-    """Shapes of a model's parameters, without allocating them."""
+def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelShapes:
+    """Shapes of a model's parameters, without allocating them; with tensor parallelism those of a GPU's parts.
+
+    Raises:
+        UserError: tensor parallelism cannot divide the model so.
+    """
     model = meta_model(config)
+    parts = divided_shapes(model, tensor_parallel) if tensor_parallel > 1 else {}
     head = model.get_output_embeddings()
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     layers = [layer for _, layer in named]
@@ -102,7 +110,8 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
     parameters = tuple(
         ParameterShape(
             name=name,
-            shape=tuple(parameter.shape[::-1] if id(parameter) in transposed else parameter.shape),
+            shape=parts.get(id(parameter))
+            or tuple(parameter.shape[::-1] if id(parameter) in transposed else parameter.shape),
             linear=id(parameter) in linear,
             adaptable=id(parameter) in adaptable,
             experts=len(parameter) if id(parameter) in experts else 0,
@@ -119,6 +128,7 @@ def model_shapes(config: PretrainedConfig) -> ModelShapes:
         buffer_bytes=buffers,
         experts_per_token=getattr(config.get_text_config(), "num_experts_per_tok", None),
         stored_by_expert=stored_by_expert(config),
+        in_parts=tensor_parallel > 1,
     )
 
 
@@ -211,7 +221,7 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
         (p.experts or 1, -(-p.values // (p.experts or 1) // BLOCK_WEIGHTS), p) for p in shapes.parameters if p.packable
     ]
     linear = [p for _, _, p in packed if p.linear]
-    if not spec.double_quant:
+    if not spec.double_quant or shapes.in_parts:
         scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
         yield Line.of(QUANTISATION_STATE, scales, (count * blocks * FP32_BYTES for count, blocks, _ in packed))
         yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in linear))

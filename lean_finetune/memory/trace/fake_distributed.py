@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.distributed import fsdp, replicated
+from lean_finetune.distributed import fsdp, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
@@ -76,7 +76,8 @@ class Sharing:
     @property
     def holders(self) -> int:
         """Number of GPUs that together hold one copy of the weights."""
-        return self.spec.group_gpus or self.gpus if self.spec.mode in SPLIT_WEIGHTS else 1
+        sharing = self.spec.layout.sharing if self.spec.layout else self.gpus
+        return self.spec.group_gpus or sharing if self.spec.mode in SPLIT_WEIGHTS else 1
 
     def for_fewer_layers(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
         """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
@@ -181,7 +182,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     def put(target: Any, name: str, value: Any) -> None:
         stack.enter_context(patch.object(target, name, value))
 
-    for module in (replicated, fsdp):  # The model is loaded, and there is one process.
+    for module in (sharding_modes, fsdp):  # The model is loaded, and there is one process.
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
     put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)

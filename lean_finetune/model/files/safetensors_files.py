@@ -47,12 +47,8 @@ LENGTH = struct.Struct("<Q")
 """Encoding of the header's length."""
 
 
-class FileTensor(Protocol):
-    """A tensor of a model's files, not yet read: as it is stored, or to be unpacked."""
-
-    @property
-    def path(self) -> Path:
-        """Its file."""
+class LazyTensor(Protocol):
+    """A tensor that is not yet read."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +60,14 @@ class FileTensor(Protocol):
 
     def read(self) -> torch.Tensor:
         """Read it into new memory."""
+
+
+class FileTensor(LazyTensor, Protocol):
+    """A tensor of a model's files, not yet read: as it is stored, or to be unpacked."""
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,21 +214,22 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[s
 
 
 def write_loaded(
-    path: Path, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, FileTensor] | None = None
+    path: Path, tensors: Mapping[str, torch.Tensor | LazyTensor], stored: Mapping[str, FileTensor] | None = None
 ) -> None:
     """Write tensors in memory, on GPUs or sharded over processes, and others from files; one by one on the host.
 
     Raises:
         OSError: the disk refused, or a file cannot be read.
     """
-    others = stored or {}
-    every: dict[str, torch.Tensor | FileTensor] = {**tensors, **others}
+    every: dict[str, torch.Tensor | LazyTensor] = {**tensors, **(stored or {})}
     specs = {name: TensorSpec(dtype=one.dtype, shape=tuple(one.shape)) for name, one in every.items()}
-    write_tensors(path, specs, lambda name: others[name].read() if name in others else _gathered(tensors[name]))
+    write_tensors(path, specs, lambda name: _gathered(every[name]))
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     """The tensor; a sharded one is gathered, which all processes must do together."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor.read()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -8,7 +8,7 @@ can restore. A process reads its own rows only.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -102,7 +102,9 @@ def local_tensors(run: TrainingRun) -> dict[str, LocalTensor]:
     """Return this process's trained weights, optimizer tensors and random states by name."""
     trained, pieces = run.parallel.trained_parameters(), run.parallel.slices()
     by_name = {name: piece for (name, _), piece in zip(trained, pieces, strict=True)}
-    found = {f"weights/{name}": LocalTensor(parameter.detach(), by_name[name]) for name, parameter in trained}
+    found = {}
+    for name, parameter in trained:
+        found[f"weights/{name}{by_name[name].part}"] = LocalTensor(parameter.detach(), by_name[name])
     shapes = {name: parameter.shape for name, parameter in trained}
     for prefix, name, state in _optimizer_states(run):
         piece = by_name[name]
@@ -111,11 +113,11 @@ def local_tensors(run: TrainingRun) -> dict[str, LocalTensor]:
                 continue
             rows = shapes[name][0] if shapes[name] else 0
             if value.shape == shapes[name]:
-                found[f"{prefix}/{name}/{key}"] = LocalTensor(value, piece)
+                found[f"{prefix}/{name}{piece.part}/{key}"] = LocalTensor(value, piece)
             else:  # A scalar is the same for all shards; blocks and sums belong to one shard.
                 sharded = shapes[name] != piece.full_shape and value.ndim
                 suffix = f"[{piece.first_row}:{piece.first_row + rows}]" if sharded else ""
-                found[f"{prefix}/{name}/{key}{suffix}"] = _complete(value, saved_here=piece.saved_here)
+                found[f"{prefix}/{name}{piece.part}/{key}{suffix}"] = _complete(value, saved_here=piece.saved_here)
     for kind, random in random_state(run.device).items():
         found[f"{RANDOM}{run.parallel.rank}/{kind}"] = _complete(random, saved_here=True)
     return found
@@ -205,16 +207,21 @@ def _check_names(
     weights = {name for name in names if name.startswith("weights/")}
     if (
         missing
-        or weights != {name for name in local if name.startswith("weights/")}
+        or _without_parts(weights) != _without_parts(name for name in local if name.startswith("weights/"))
         or (run.parallel.size == 1 and names != local.keys())
     ):
         raise RuntimeError("a checkpoint has other tensors than its run")
 
 
+def _without_parts(names: Iterable[str]) -> set[str]:
+    """Names of parameters of which other processes have other parts (`ShardSlice.part`)."""
+    return {name.partition("@")[0] for name in names}
+
+
 def _reseed(run: TrainingRun, stored: Mapping[str, CheckpointTensor]) -> None:
     """Seed each of another number of processes from the first process's random state."""
     state = stored[f"{RANDOM}0/cpu"].read().numpy().tobytes()
-    digest = hashlib.sha256(state + str(run.parallel.rank).encode()).digest()
+    digest = hashlib.sha256(state + str(run.parallel.seed_rank).encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
 

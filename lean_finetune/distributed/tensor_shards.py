@@ -1,0 +1,255 @@
+"""Divide a model's weights over processes that compute each product together (Shoeybi et al. 2019, arXiv 1909.08053).
+
+Within a block (attention, MLP) a process computes with its own heads and channels. Its inputs and its output are the
+same in all processes: the output is a sum over them, and so is the gradient of its input. Therefore a weight of a
+block that is not divided (an adapter's A before divided outputs, its B after divided inputs, the norms of queries and
+keys) gets a part of its gradient in each process.
+
+Weights stay plain tensors, so adapters, 4-bit weights, FSDP2 and every optimizer work on a process's part unchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+import torch.distributed as dist
+from bitsandbytes.functional import QuantState, dequantize_blockwise
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.tensor_plan import TensorPlan, base_layer, tensor_plan
+from lean_finetune.distributed.weight_broadcast import DIVIDED
+from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
+from lean_finetune.step.data_parallel import named_trained
+from lean_finetune.step.head_loss import VocabularyShard
+from lean_finetune.step.loss import causal_lm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The range of a weight that a process has."""
+
+    dim: int
+    first: int
+    count: int
+    full_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dim: int, index: int, size: int) -> "Part":
+        """The part of process `index` of `size`; those of the last processes may be smaller."""
+        each = -(-shape[dim] // size)
+        first = min(index * each, shape[dim])
+        return cls(dim=dim, first=first, count=min(each, shape[dim] - first), full_shape=shape)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of this range of a complete tensor."""
+        return tensor.narrow(self.dim, self.first, self.count).clone(memory_format=torch.contiguous_format)
+
+
+class TensorShards:
+    """The parts of a model's weights that one of several processes has."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, index: int, size: int):
+        """Change `model`, which still has all weights, to compute with parts; `index` is this process of `size`.
+
+        Raises:
+            UserError: the model cannot be divided so.
+        """
+        lm = causal_lm(model)
+        plan = tensor_plan(lm, size)
+        self.group, self.index, self._size = group, index, size
+        self._layers = dict(divided_layers(lm, plan))
+        self._done: set[int] = set()
+        dims = {id(p): dim for layer, dim in self._layers.items() for p in divided_parameters(layer, dim)}
+        self.parts = {
+            name: Part.of(tuple(p.shape), dims[id(p)], index, size)
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in dims
+        }
+        """The part of each divided parameter, by its names in the model."""
+        blocks = (*plan.blocks, lm.get_output_embeddings())
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        self.partial = {name for name, p in named_trained(model) if id(p) in inside and name not in self.parts}
+        """Trained parameters that are not divided and get a part of their gradient in each process."""
+        # Selective checkpointing keeps outputs of products, which a sum in place would change.
+        recompute = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+        kept = any("context_fn" in getattr(function, "keywords", {}) for function in recompute)
+        for module in plan.inputs:
+            _refuse_trained_bias(module)
+            module.register_forward_hook(
+                lambda module, args, output: _SumOfOutputs.apply(output.clone() if kept else output, group)
+            )
+        for block in plan.blocks:
+            block.register_forward_pre_hook(_summing_gradients(group), with_kwargs=True)
+        embedding: Any = lm.get_input_embeddings()
+        head: Any = lm.get_output_embeddings()
+        rows = Part.of(tuple(embedding.weight.shape), 0, index, size)
+        _look_up_own_rows(embedding, rows, group)
+        head.vocabulary_shard = VocabularyShard(group=group, first=rows.first)
+
+    def divide(self, module: nn.Module) -> nn.Module:
+        """Keep this process's part of the weights below `module`, on its device; returns the module."""
+        for layer in module.modules():
+            if (dim := self._layers.pop(layer, None)) is None:
+                continue
+            if isinstance(layer, bnb.nn.Linear4bit):
+                _divide_4bit(layer, dim, self.index, self._size)
+            for parameter in divided_parameters(layer, dim):
+                if id(parameter) not in self._done:
+                    self._done.add(id(parameter))
+                    part = Part.of(tuple(parameter.shape), dim, self.index, self._size)
+                    parameter.data = part.take(parameter.data)
+            if dim == 1 and self.index:  # The process with index 0 adds the bias to the sum.
+                layer.register_parameter("bias", None)
+        setattr(module, DIVIDED, True)
+        return module
+
+    def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The complete tensor of a parameter, from this process's part; all processes call this."""
+        if (part := self.parts.get(name)) is None:
+            return tensor
+        full = tensor.new_zeros(part.full_shape)
+        full.narrow(part.dim, part.first, part.count).copy_(tensor)
+        dist.all_reduce(full, group=self.group)  # The others add 0.
+        return full
+
+
+def divided_shapes(lm: PreTrainedModel, size: int) -> dict[int, tuple[int, ...]]:
+    """The shapes of the first process's parts, by the id of the parameter.
+
+    Raises:
+        UserError: the model cannot be divided so.
+    """
+    found = {}
+    for layer, dim in divided_layers(lm, tensor_plan(lm, size)):
+        for parameter in divided_parameters(layer, dim):
+            part = Part.of(tuple(parameter.shape), dim, 0, size)
+            found[id(parameter)] = tuple(part.count if n == dim else width for n, width in enumerate(parameter.shape))
+    return found
+
+
+def divided_layers(lm: PreTrainedModel, plan: TensorPlan) -> Iterator[tuple[nn.Module, int]]:
+    """Every layer whose weight is divided, and the dimension; adapters by their own two layers."""
+    outputs, inputs = (*plan.outputs, lm.get_output_embeddings()), plan.inputs
+    for modules, dim, adapter in ((outputs, 0, "lora_B"), (inputs, 1, "lora_A")):
+        for module in modules:
+            yield base_layer(module), dim
+            if isinstance(module, LoraLayer):
+                yield from ((layer, dim) for layer in getattr(module, adapter).values())
+    yield lm.get_input_embeddings(), 0
+
+
+def divided_parameters(layer: nn.Module, dim: int) -> Iterator[nn.Parameter]:
+    """The parameters of a layer that are divided along `dim`; a 4-bit weight is packed, and not among them."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        if parameter.ndim > dim and not (name == "weight" and isinstance(layer, bnb.nn.Linear4bit)):
+            yield parameter
+
+
+def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
+    """Keep a part of a packed weight, with the same values.
+
+    Scales that are quantised themselves are blocks over the complete weight; those of a part become fp32.
+
+    Raises:
+        UserError: a block of values with one scale would belong to two processes.
+    """
+    state = layer.quant_state
+    part = Part.of(tuple(state.shape), dim, index, size)
+    shape = torch.Size(part.count if number == dim else length for number, length in enumerate(state.shape))
+    if state.shape[1] % BLOCK_WEIGHTS or shape[1] % BLOCK_WEIGHTS:
+        raise UserError(
+            f"train.tensor_parallel: 4-bit weights have a scale for {BLOCK_WEIGHTS} inputs, which must divide the "
+            f"{shape[1]} inputs that a process has of {state.shape[1]}; got {size}; lower it, or use train.method=lora"
+        )
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+
+    def part_of(values: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor with one value for some inputs of an output."""
+        rows = values.view(state.shape[0], -1)
+        return Part.of(tuple(rows.shape), dim, index, size).take(rows).flatten()
+
+    layer.weight.data = part_of(layer.weight.data).view(-1, 1)
+    layer.quant_state = layer.weight.quant_state = QuantState(
+        absmax=part_of(scales.float()),
+        shape=shape,
+        code=state.code,
+        dtype=state.dtype,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+    )
+
+
+def _refuse_trained_bias(module: nn.Module) -> None:
+    """Refuse to train the bias of a layer whose outputs are summed: only the process that adds it has its gradient."""
+    layer: Any = base_layer(module)
+    if layer.bias is not None and layer.bias.requires_grad:
+        raise UserError(
+            "train.tensor_parallel: cannot train the biases of layers whose outputs are summed over GPUs, as this "
+            "model has; got train.method=full; use train.method=lora, or train.sharding=zero3"
+        )
+
+
+def _summing_gradients(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """A hook before a block's forward: the gradient of its input is the sum over all processes."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_SumOfGradients.apply(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": _SumOfGradients.apply(kwargs["hidden_states"], group)}
+
+    return hook
+
+
+def _look_up_own_rows(embedding: Any, rows: Part, group: dist.ProcessGroup) -> None:
+    """Change an embedding to look up the tokens of its rows, 0 for others, and sum over all processes."""
+    forward, padding = embedding.forward, embedding.padding_idx
+    own_padding = padding is not None and rows.first <= padding < rows.first + rows.count
+    embedding.padding_idx = padding - rows.first if own_padding else None
+
+    def look_up(input_ids: torch.Tensor) -> torch.Tensor:
+        own_ids = input_ids - rows.first
+        others = (own_ids < 0) | (own_ids >= rows.count)
+        hidden = forward(own_ids.masked_fill_(others, 0)).masked_fill(others[..., None], 0.0)
+        summed: torch.Tensor = _SumOfOutputs.apply(hidden, group)
+        return summed
+
+    embedding.forward = look_up
+
+
+class _SumOfOutputs(torch.autograd.Function):
+    """The sum over all processes, in place; each part's gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mark_dirty(part)
+        dist.all_reduce(part, group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The input itself; its gradient is the sum over all processes.
+
+    It is summed in place: the layers that use the input are linear, so their gradients are tensors of their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
