@@ -11,7 +11,7 @@ from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
 from lean_finetune.core.units import readable_size
 from lean_finetune.distributed.gradient_reduction import layer_of
-from lean_finetune.memory.advice.step_cost import DURATION_RANGE, step_seconds
+from lean_finetune.memory.advice.step_cost import DURATION_RANGE, FP32_BYTES, step_seconds, tensor_parallel_bytes
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
@@ -29,11 +29,16 @@ class Traffic:
     in_group_bytes: int
     between_groups_bytes: int
     """hsdp: gradients of equal shards."""
+    rings: int = 1
+    """train.tensor_parallel: GPUs of a node that have other parts of the weights, each in a ring of its own."""
+    in_products_bytes: int = 0
+    """train.tensor_parallel: outputs and gradients that they sum, within a node."""
 
     def network_bytes(self, gpus_per_node: int) -> int:
         """What a node sends to others: a ring that spans nodes leaves each node once."""
-        in_group = self.in_group_bytes if self.group > gpus_per_node else 0
-        return in_group + self.between_groups_bytes * min(self.group, gpus_per_node)
+        members = gpus_per_node // self.rings
+        in_group = self.in_group_bytes if self.group > members else 0
+        return self.rings * (in_group + self.between_groups_bytes * min(self.group, members))
 
     def as_json(self, nodes: int) -> dict[str, int]:
         """Bytes in a step: of a GPU in its group and between groups, and of one of `nodes` nodes."""
@@ -41,6 +46,7 @@ class Traffic:
         return {
             "sent_in_group_bytes": self.in_group_bytes,
             "sent_between_groups_bytes": self.between_groups_bytes,
+            "sent_in_products_bytes": self.in_products_bytes,
             "sent_by_node_bytes": network,
         }
 
@@ -48,18 +54,22 @@ class Traffic:
 def traffic_of(run: Workload) -> Traffic | None:
     """What a GPU of a run sends; None for one GPU."""
     sharing = run.setting.sharing
-    return None if sharing is None else _traffic(run, sharing, model_shapes(run.config))
+    return None if sharing is None else _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
 
 
 def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
-    mode, gpus, spec = sharing.spec.mode, sharing.gpus, run.setting.model
+    mode, spec, rings = sharing.spec.mode, run.setting.model, run.setting.tensor_parallel
+    gpus = sharing.gpus // rings
+    element_bytes = FP32_BYTES if spec.precision == "fp32" else 2
+    parts = {"rings": rings, "in_products_bytes": round(tensor_parallel_bytes(run, element_bytes))}
     micro_batches = max(1, round(run.micro_batches_per_step))
     # Offload moves states, not what is sent.
     lines = state_lines(shapes, replace(run.setting, offload="none", optimizer_in_backward=False), cuda=True)
     gradients = sum(sum(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
     if mode not in SPLIT_WEIGHTS:
         sent = 2 * gradients + (gradients if mode == "zero1" else 0)  # zero1: owners send updated weights too.
-        return Traffic(gpus=gpus, group=gpus, in_group_bytes=sent * (gpus - 1) // gpus, between_groups_bytes=0)
+        sent = sent * (gpus - 1) // gpus
+        return Traffic(gpus=sharing.gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0, **parts)
     weights = sum(sum(line.tensor_bytes) for line in lines if line.category in (WEIGHTS, ADAPTERS) and line.divides)
     root = sum(p.values for p in shapes.parameters if not layer_of(p.name)) * spec.dtype.itemsize
     # Layers are gathered for forward and again for backward; embedding, last norm and head once.
@@ -68,7 +78,8 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     group = sharing.holders
     replicas = gpus // group
     return Traffic(
-        gpus=gpus,
+        **parts,
+        gpus=sharing.gpus,
         group=group,
         in_group_bytes=(gathered * micro_batches + gradients * reductions) * (group - 1) // group,
         between_groups_bytes=2 * gradients // group * (replicas - 1) // replicas,
@@ -80,10 +91,12 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
     sharing = run.setting.sharing
     if sharing is None:
         return []
-    shapes = model_shapes(run.config)
+    shapes = model_shapes(run.config, run.setting.tensor_parallel)
     traffic = _traffic(run, sharing, shapes)
     between = traffic.between_groups_bytes
     each = readable_size(traffic.in_group_bytes) + (f", and {readable_size(between)} between groups" if between else "")
+    products = traffic.in_products_bytes
+    each += f", and {readable_size(products)} within products" if products else ""
     lines = [("sent in a step", f"{each}, by each GPU")]
     if nodes == 1:
         return lines
@@ -97,7 +110,8 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
         return f"{readable_size(sent)}{speed}"
 
     lines.append(("by each node", f"{network(traffic)} (run.nodes={nodes})"))
-    others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if 1 < per_node < sharing.gpus else []
+    alone = traffic.rings == 1  # hsdp does not divide products.
+    others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if alone and 1 < per_node < sharing.gpus else []
     for mode, group in (*others, ("ddp", None)):
         spec = replace(sharing.spec, mode=mode, group_gpus=group)
         other = _traffic(run, replace(sharing, spec=spec), shapes)
