@@ -155,6 +155,7 @@ def fit_json(run: FitRun) -> dict[str, Any]:
         "precision": run.workload.setting.model.precision,
         "tokens_per_second": run.tokens_per_second,
         "traffic": (traffic := traffic_of(run.workload)) and traffic.as_json(run.params.run.nodes),
+        "step_seconds": run.step_seconds,
         "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
         "would_fit": [
             {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}

@@ -141,8 +141,22 @@ SHARDING_RULES = [
     ),
     Rule(
         "train.offload",
-        lambda p: p.train.offload == "parameters" and p.train.sharding not in GATHERED_LAYERS,
-        "parameters needs zero3 or hsdp, which fetch the weights of one layer at a time; got parameters with "
-        "train.sharding={train.sharding}; set train.sharding=zero3 (hardware.num_gpus above 1), or use optimizer",
+        lambda p: (
+            p.train.offload == "parameters" and p.hardware.num_gpus > 1 and p.train.sharding not in GATHERED_LAYERS
+        ),
+        "parameters needs zero3 or hsdp on several GPUs, which fetch the weights of one layer at a time; got "
+        "parameters with train.sharding={train.sharding}; set train.sharding=zero3, or use optimizer",
+    ),
+    Rule(
+        "train.offload",
+        lambda p: p.train.offload == "parameters" and p.train.method == "int8_lora",
+        "parameters cannot move 8-bit weights, which bitsandbytes stores outside of parameters; got parameters with "
+        "train.method=int8_lora; use none or optimizer, or train.method=qlora",
+    ),
+    Rule(
+        "train.offload",
+        lambda p: p.train.offload == "parameters" and p.run.oom_recovery == "split",
+        "parameters leaves layers fetched where a step runs out of memory, so it cannot be repeated; got parameters "
+        "with run.oom_recovery=split; set run.oom_recovery=none",
     ),
 ]

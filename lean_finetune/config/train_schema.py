@@ -274,8 +274,9 @@ TRAIN_RULES = [
     ),
     Rule(
         "train.compile",
-        lambda p: p.train.compile and p.hardware.num_gpus > 1,
-        "is supported on one GPU only; got true with hardware.num_gpus={hardware.num_gpus}; set it to false",
+        lambda p: p.train.compile and (p.hardware.num_gpus > 1 or p.train.offload == "parameters"),
+        "is supported on one GPU that has all weights only; got true with hardware.num_gpus={hardware.num_gpus} and "
+        "train.offload={train.offload}; set it to false",
     ),
     Rule(
         "train.fused_kernels",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.config.parallel_layout import ParallelLayout
@@ -125,6 +126,7 @@ class ShardedModel(DataParallelModel):
             module.set_force_sum_reduction_for_comms(True)
         self._dtensors = [(name, tensor) for name, tensor in named_trained(model) if isinstance(tensor, DTensor)]
         self._local = [(name, nn.Parameter(cast(DTensor, t.detach()).to_local())) for name, t in self._dtensors]
+        self._whole = {shard: whole for (_, shard), (_, whole) in zip(self._local, self._dtensors, strict=True)}
         # A tensor with fewer rows than processes leaves some of them without any.
         self.owned = nn.ParameterList([shard for _, shard in self._local if shard.numel()])
 
@@ -149,6 +151,19 @@ class ShardedModel(DataParallelModel):
                 assert isinstance(dtensor.grad, DTensor)
                 shard.grad, dtensor.grad = dtensor.grad.to_local(), None
         return self._local
+
+    def after_gradient(self, parameter: nn.Parameter, action: Callable[[], None]) -> RemovableHandle:
+        """See DataParallelModel: FSDP2 runs these hooks when it has reduced the gradient and copied it to the host."""
+        dtensor = self._whole[parameter]
+
+        def act(_: torch.Tensor) -> None:
+            assert isinstance(dtensor.grad, DTensor)
+            if self._device.type == "cuda":  # PyTorch before 2.13 does not wait for its copy to pinned memory.
+                torch.cuda.synchronize(self._device)
+            parameter.grad, dtensor.grad = dtensor.grad.to_local(), None
+            action()
+
+        return dtensor.register_post_accumulate_grad_hook(act)
 
     def slices(self) -> list[ShardSlice]:
         """See DataParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""

@@ -79,15 +79,21 @@ def check_devices(processes: int) -> None:
 
 
 @contextmanager
-def process_group(world: World, device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Join torch.distributed's process group for the length of the block; a single process joins nothing.
+def process_group(world: World, device: torch.device, timeout_seconds: float, *, alone: bool = False) -> Iterator[None]:
+    """Join torch.distributed's process group for the length of the block.
+
+    A single process joins nothing, or with `alone` a group of itself, in which FSDP2 works.
 
     `timeout_seconds` is the longest wait for another process; at a progress barrier, the longest time without progress.
     """
-    if world.size == 1:
-        yield
-        return
     gpu = device.type == "cuda"
+    if world.size == 1:
+        if alone:
+            dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        if alone:
+            dist.destroy_process_group()
+        return
     if gpu:  # The least time between a fault that NCCL's watchdog finds and its SIGABRT.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
     # Waiting ignores signals, and the others would wait for a process that a signal ends.

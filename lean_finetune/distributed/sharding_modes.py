@@ -43,7 +43,7 @@ class ShardSpec:
     group_gpus: int | None = None
     """Mode hsdp: GPUs that share one copy of the weights; None = the GPUs of a node."""
     offload_weights: bool = False
-    """Sharded modes: each process keeps its shards, their gradients and the update in host memory."""
+    """Sharded modes: each process keeps its shards, their gradients and the update in host memory; also on one GPU."""
     timeout_seconds: float | None = None
     """Longest wait for another process of a group of some processes; None = PyTorch's default."""
     layout: ParallelLayout | None = None
@@ -52,10 +52,12 @@ class ShardSpec:
     @classmethod
     def from_params(cls, params: "Params") -> "ShardSpec":
         """Read train.sharding, train.shard_group_gpus, train.offload and run.rank_timeout_seconds."""
+        offload_weights = params.train.offload == "parameters"
         return cls(
-            mode=params.train.sharding,
+            # One GPU fetches its layers from the host as zero3 does: it is a group of one.
+            mode="zero3" if offload_weights and params.hardware.num_gpus == 1 else params.train.sharding,
             group_gpus=params.train.shard_group_gpus,
-            offload_weights=params.train.offload == "parameters",
+            offload_weights=offload_weights,
             timeout_seconds=params.run.rank_timeout_seconds,
             layout=ParallelLayout.from_params(params),
         )
@@ -99,7 +101,7 @@ def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch
     `model` has the same shapes in every process and is on `device`, or in host memory if weights are sharded. The
     weights of rank 0 count. Raises UserError if the processes cannot be divided so.
     """
-    if world.size == 1:
+    if world.size == 1 and not spec.offload_weights:
         return DataParallelModel(model)
     layout = spec.layout_of(world)
     shards = _tensor_shards(model, world, spec) if layout.tensor > 1 else None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
+from torch.utils.hooks import RemovableHandle
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.model.attention import TokenExchange
@@ -77,6 +78,10 @@ class DataParallelModel:
     def trained_parameters(self) -> NamedParameters:
         """This process's share of the trained parameters; after a step's backward their gradients are global sums."""
         return named_trained(self.model)
+
+    def after_gradient(self, parameter: nn.Parameter, action: Callable[[], None]) -> RemovableHandle:
+        """Call `action` in backward as soon as `parameter`, one of `owned`, has its whole gradient."""
+        return parameter.register_post_accumulate_grad_hook(lambda _: action())
 
     def slices(self) -> list[ShardSlice]:
         """Which rows of each of `trained_parameters` this process has."""

@@ -14,18 +14,19 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.data_parallel import DataParallelModel
 
 Norms = dict[torch.Tensor, torch.Tensor]
 """The gradient norm of each parameter."""
 
 
 @contextmanager
-def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms) -> Iterator[None]:
+def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel: DataParallelModel) -> Iterator[None]:
     """A context in which backward updates each parameter, frees its gradient and stores the norm in `norms`."""
     groups = optimizer.param_groups
 
-    def updater(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
-        def update(parameter: torch.Tensor) -> None:
+    def updater(group: dict[str, Any], parameter: nn.Parameter) -> Callable[[], None]:
+        def update() -> None:
             assert parameter.grad is not None and parameter not in norms, "one gradient per step"
             norms[parameter] = torch.linalg.vector_norm(parameter.grad)
             optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -34,7 +35,7 @@ def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms) -> Itera
 
         return update
 
-    hooks = [p.register_post_accumulate_grad_hook(updater(group)) for group in groups for p in group["params"]]
+    hooks = [parallel.after_gradient(p, updater(group, p)) for group in groups for p in group["params"]]
     try:
         yield
     finally:

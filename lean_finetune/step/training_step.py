@@ -17,7 +17,6 @@ from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.optimizer_in_backward import Norms, total_norm, updates_in_backward
-from lean_finetune.step.run_optimizer import trained_parameters
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named phase of the step: forward, backward, clip or optimizer."""
@@ -102,13 +101,14 @@ def training_step(
         if spec.optimizer_in_backward:
             guard(losses, torch.zeros_like(loss))
         sync = parallel.gradient_sync(last=number == micro_batches)
-        updates = updates_in_backward(optimizer, norms) if spec.optimizer_in_backward else nullcontext()
+        updates = updates_in_backward(optimizer, norms, parallel) if spec.optimizer_in_backward else nullcontext()
         with phase("backward"), sync, updates:
             loss.backward()
         del loss
     with phase("clip"):
         if spec.optimizer_in_backward:
-            grad_norm = total_norm(trained_parameters(model), norms)
+            trained = [parameter for _, parameter in parallel.trained_parameters()]
+            grad_norm = total_norm(trained, norms).to(losses[0].device)
         else:
             grad_norm = _clip(parallel, spec, scaler)
         losses = parallel.losses_of_all_ranks(losses)

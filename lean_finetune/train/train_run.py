@@ -64,10 +64,11 @@ def run_stage(**paths: Path) -> None:
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = claim_device(world, params.run.cpu_threads)
+        alone = params.train.offload == "parameters"
         with (
             watch_other_nodes(world, timeout, end),
             explain_timeouts(world, timeout),
-            process_group(world, device, timeout),
+            process_group(world, device, timeout, alone=alone),
         ):
             _run(params, world, device, threads, Paths(**paths), end)
 

@@ -45,6 +45,8 @@ class Case:
     steps: int = 20
     offload: bool = False
     """Keep activations in a file between forward and backward."""
+    in_backward: bool = False
+    """Update in backward, without clipping."""
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
 
@@ -113,7 +115,12 @@ def learn(case: Case, world: World) -> Outcome:
             iter(batches),
             supervised_tokens=supervised,
             model_spec=model_spec,
-            spec=StepSpec(loss_chunk=case.chunk, max_grad_norm=1.0, foreach=False),
+            spec=StepSpec(
+                loss_chunk=case.chunk,
+                max_grad_norm=None if case.in_backward else 1.0,
+                foreach=False,
+                optimizer_in_backward=case.in_backward,
+            ),
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,

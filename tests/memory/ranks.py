@@ -137,7 +137,12 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                 batches(),
                 supervised_tokens=300,
                 model_spec=setting.model,
-                spec=StepSpec(loss_chunk=setting.loss_chunk, max_grad_norm=setting.max_grad_norm, foreach=False),
+                spec=StepSpec(
+                    loss_chunk=setting.loss_chunk,
+                    max_grad_norm=setting.max_grad_norm,
+                    foreach=False,
+                    optimizer_in_backward=setting.optimizer_in_backward,
+                ),
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
                 parallel=parallel,

@@ -16,6 +16,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
 from lean_finetune.step.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -142,17 +143,18 @@ def test_other_families_on_a_gpu_have_the_results_of_the_cpu(tmp_path, tokens, f
 
 
 @pytest.mark.slow
-def test_offload_to_the_host_has_the_results_without(model, tokens):
+def test_offload_to_the_host_has_the_results_without(tmp_path, model, tokens):
     """A copy that is never made, made to the wrong device, or from memory that is not pinned."""
     job = job_of(model, tokens, model_spec=spec_of(method="full"))
     expected, found, gpu = both(job, offload=ActivationOffload(HostStore(CUDA)))
     assert found == expected
     there = [kind for kind, place in gpu.record.copies if "activation_offload" in place]
     assert sorted(there) == ["to device, pinned", "to host, pinned"]
-    _, found, gpu = both(job, optim_spec=replace(job.optim_spec, offload="optimizer"))
-    assert found == expected
-    there = sorted({kind for kind, place in gpu.record.copies if "host_transfer" in place})
-    assert there == ["to device, pinned", "to host, pinned"]
+    for disk in (None, DiskPlace(directory=tmp_path, buffer_bytes=64 * 2**20)):
+        _, found, gpu = both(job, optim_spec=replace(job.optim_spec, offload="optimizer", disk=disk))
+        assert found == expected
+        there = sorted({kind for kind, place in gpu.record.copies if "host_transfer" in place})
+        assert there == ["to device, pinned", "to host, pinned"]
 
 
 @pytest.mark.slow

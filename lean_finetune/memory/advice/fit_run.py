@@ -102,7 +102,8 @@ class FitRun:
         """Seconds of each part of a step on one GPU by its data sheet; None if its speed is not known."""
         if self.device.speed is None:
             return None
-        return step_seconds(self.workload, model_shapes(self.config), self.device.speed)
+        shapes = model_shapes(self.config, self.workload.setting.tensor_parallel)
+        return step_seconds(self.workload, shapes, self.device.speed)
 
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted, and layers without adapters."""
@@ -128,7 +129,8 @@ class FitRun:
             where = {"cpu": "in host memory", "disk": "on disk"}[self.params.train.offload_activations]
             yield "activations", where, prediction.offloaded_bytes
         if optimizer_bytes := host_state_bytes(self.config, self.workload.setting):
-            yield "optimizer", "in host memory", optimizer_bytes
+            away = self.params.train.offload == "parameters"
+            yield "weights" if away else "optimizer", "in host memory", optimizer_bytes
         if disk_bytes := disk_state_bytes(self.config, self.workload.setting):
             yield "optimizer", "on disk", disk_bytes
 

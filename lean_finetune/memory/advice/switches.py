@@ -100,7 +100,7 @@ def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     """Modes with smaller shards; at last, weights and gradients in host memory too."""
-    if setting.sharing is None:
+    if setting.sharing is None or setting.sharing.gpus == 1:
         return
     mode, values, model = setting.sharing.spec.mode, {}, setting.model
     for lighter in LIGHTER_SHARDING[mode]:

@@ -54,7 +54,9 @@ class Traffic:
 def traffic_of(run: Workload) -> Traffic | None:
     """What a GPU of a run sends; None for one GPU."""
     sharing = run.setting.sharing
-    return None if sharing is None else _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
+    if sharing is None or sharing.gpus == 1:
+        return None
+    return _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
 
 
 def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:

@@ -16,7 +16,7 @@ from lean_finetune.memory.predict.state_formulas import (
     trained_tensors,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
-from lean_finetune.memory.trace.memory_trace import OPTIMIZER
+from lean_finetune.memory.trace.memory_trace import ADAPTERS, OPTIMIZER, WEIGHTS
 from lean_finetune.step.offload.host_transfer import STAGING_BYTES
 from lean_finetune.step.offload.state_file import BLOCK_BYTES
 
@@ -34,7 +34,8 @@ def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
     if setting.offload == "parameters":
         everything = state_lines(shapes, replace(setting, offload="none"), cuda=False)
         on_device = state_lines(shapes, setting, cuda=False)
-        lines = [line for line in everything if line not in on_device and not (on_disk and line.category == OPTIMIZER)]
+        moved = (line for line in everything if line not in on_device and not (on_disk and line.category == OPTIMIZER))
+        lines = [_page_locked(line, setting) if line.category in (WEIGHTS, ADAPTERS) else line for line in moved]
         if setting.optimizer_in_backward:
             lines.append(Line.of(ON_HOST, "the largest gradient", (largest,)))
     else:
@@ -47,6 +48,13 @@ def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
         room = Line.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),))
         lines = [*by_type(ON_HOST, "copies of the weights, {type}", copies), *states, room, *lines]
     return tuple(replace(line, category=ON_HOST) for line in lines if line.tensor_bytes)
+
+
+def _page_locked(line: Line, setting: Setting) -> Line:
+    """Shards in page-locked memory, which PyTorch's CachingHostAllocator gives in powers of two."""
+    parts = 1 if setting.sharing is None else setting.sharing.holders
+    sizes = (parts << (-(-size // parts) - 1).bit_length() for size in line.tensor_bytes)
+    return replace(line, what=f"{line.what}, page-locked in powers of two", tensor_bytes=tuple(sizes))
 
 
 def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.predict.evaluation_phases import (
     GenerationShape,
@@ -145,7 +146,7 @@ def load_and_save(
     states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
     largest = max(parameter.values for parameter in shapes.parameters) * setting.model.dtype.itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
-    unsharded = largest if sharing.holders > 1 or setting.tensor_parallel > 1 else 0
+    unsharded = largest if sharing.spec.mode in SPLIT_WEIGHTS or setting.tensor_parallel > 1 else 0
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
     return highest((peak_of(states), peak_of(loaded))), peak_of({**states, UNSHARDED: unsharded})
 

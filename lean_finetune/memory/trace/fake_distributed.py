@@ -7,6 +7,7 @@ functions.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -54,13 +55,13 @@ class Sharing:
 
     @classmethod
     def from_params(cls, params: "Params", *, accumulates_gradients: bool) -> "Sharing | None":
-        """Read hardware.num_gpus and train.sharding; None for one GPU."""
+        """Read hardware.num_gpus and train.sharding; None for one GPU that has all weights."""
         found = cls(
             spec=ShardSpec.from_params(params),
             gpus=params.hardware.num_gpus,
             accumulates_gradients=accumulates_gradients,
         )
-        return found if found.gpus > 1 else None
+        return found if found.gpus > 1 or found.spec.offload_weights else None
 
     def holders_of(self, category: str) -> int:
         """Number of GPUs that divide a category of state after backward."""
@@ -191,10 +192,13 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     for name in GATHERING:
         put(_fsdp_param_group, name, _counted_as_sharding(trace, getattr(_fsdp_collectives, name)))
     put(_fsdp_param_group, "foreach_reduce", _counted_reduction(trace, _fsdp_collectives.foreach_reduce, away=away))
+    param_group = _fsdp_param_group.FSDPParamGroup  # A group of one process copies without gathering.
+    put(param_group, "wait_for_unshard", _counted_as_sharding(trace, param_group.wait_for_unshard))
     if away:  # PyTorch copies nothing from a CPU to a CPU.
         parts = vars(_fsdp_param.FSDPParam)["all_gather_inputs"].fget
         sent = property(lambda param: [part.clone() for part in parts(param)])
         put(_fsdp_param.FSDPParam, "all_gather_inputs", sent)
+        put(fsdp.ShardedModel, "after_gradient", _acting_on_host(trace, fsdp.ShardedModel.after_gradient))
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and restores gathered layers so.
@@ -252,6 +256,16 @@ def _counted_reduction(trace: MemoryTrace, reduce: Callable[..., Any], *, away: 
         return result
 
     return counted
+
+
+def _acting_on_host(trace: MemoryTrace, after_gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `ShardedModel.after_gradient`, whose actions update weights in host memory."""
+
+    def on_host(action: Callable[[], None]) -> None:
+        with trace.on_host():
+            action()
+
+    return lambda parallel, parameter, action: after_gradient(parallel, parameter, partial(on_host, action))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,8 @@ class DiskMasterWeights(MasterWeights):
         self._pipeline = ChunkPipeline(self._file, every, slots=slots, slot_bytes=slot_bytes)
         weights = list(self._stored)
         self._gradient = torch.frombuffer(mmap.mmap(-1, gradient_bytes), dtype=torch.uint8)
-        self._through = HostTransfer(weights, None, room=self._gradient) if weights[0].is_cuda else None
+        cuda = weights[0].device.type == "cuda"
+        self._through = HostTransfer(weights, None, room=self._gradient) if cuda else None
 
     def _update(self, parameter: torch.nn.Parameter, lr: float) -> None:
         """Update one tensor, chunk by chunk; every chunk sees the state of the whole tensor before the step."""

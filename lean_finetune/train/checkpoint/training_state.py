@@ -50,6 +50,8 @@ def restored_after_fault(device: torch.device) -> Iterator[None]:
         raise
 
 
+READ_BYTES = 256 * 2**20
+"""Most bytes that are read at once while a checkpoint is restored."""
 RANDOM = "random/"
 """Prefix of the names of random states."""
 SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
@@ -171,7 +173,7 @@ def restore_state(
         tensor = stored[name]
         if (tensor.dtype, tensor.shape) != (one.tensor.dtype, one.rows.full_shape):
             raise RuntimeError(f"a checkpoint has {name} as {tensor.dtype} {tensor.shape}")
-        one.tensor.copy_(tensor.read_rows(one.rows.first_row, len(one.tensor)) if one.is_range else tensor.read())
+        _read_into(one, tensor)
     if len(values) == run.parallel.size:
         set_random_state({name.rpartition("/")[2]: stored[name].read() for name in random}, run.device)
     else:
@@ -186,6 +188,17 @@ def restore_state(
         run.meter.restore(values[run.parallel.rank]["meter"])
         run.monitor.restore(values[run.parallel.rank]["memory_by_phase"])
     run.curves.extend(first["curves"])
+
+
+def _read_into(one: LocalTensor, stored: CheckpointTensor) -> None:
+    """Read this process's rows some at a time: tensors may be files that are larger than memory."""
+    if not one.tensor.ndim:
+        one.tensor.copy_(stored.read())
+        return
+    rows = max(1, READ_BYTES * len(one.tensor) // max(1, one.tensor.nbytes))
+    for start in range(0, len(one.tensor), rows):
+        part = one.tensor[start : start + rows]
+        part.copy_(stored.read_rows(one.rows.first_row + start, len(part)))
 
 
 def _check_names(
