@@ -8,6 +8,7 @@ from typing import Literal
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from benchmarks.gptq_step import trace_gptq
 from benchmarks.specs import llama, model_spec
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
 from lean_finetune.core.units import GIB
@@ -37,6 +38,8 @@ PEFT_WHY_OFF = (
     "moves reserved_max of the full run by 2.8 points and of the reference by 3.9; their ten sorted steps between two "
     "emptied caches, played with lengths made up for them, move rows by up to 5 points either way"
 )
+OWN_CODE = "Qwen's own modelling code is not traced; the source does not say what it counted"
+ROUNDED = "rounded to whole GB by the source; the source does not say what it counted"
 PEFT_VARIANT = Variant(padding_mask=True, kv_cache=True, kept_outputs="next_step", foreach_update=True)
 
 
@@ -127,6 +130,15 @@ def fit_length(statistic: str, shortest: int = 128, longest: int = 768, close: f
     return min(low, high, key=lambda pair: abs(pair[1] - wanted))[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GptqFact(TracedFact):
+    """A figure of a step on GPTQ weights."""
+
+    def trace(self) -> Traced:
+        """Trace the run as the source's code does it."""
+        return trace_gptq(self.config, self.spec, self.shapes, target_of(resolve_gpu(self.gpu)[0]))
+
+
 def published_facts() -> Iterator[TracedFact]:
     """The tables of READMEs and wikis, which give neither units nor what was counted."""
     for row in read_facts("published_memory.csv"):
@@ -136,14 +148,14 @@ def published_facts() -> Iterator[TracedFact]:
         gptq = "gptq" in row["method"]
         method = "qlora" if row["method"].startswith("qlora") else row["method"]
         shape = (int(row["micro_batch"]), int(row["seq_len"]))
-        yield TracedFact(
+        step = "finetune.py, AutoGPTQ, DeepSpeed's ZeRO 2; " if gptq else "AdamW fused; autocast; fp32 adapters; "
+        yield (GptqFact if gptq else TracedFact)(
             source="Qwen README" if qwen else "LLaMA-Factory wiki",
             run=row["id"],
             figure_bytes=round(float(row["published"]) * GB),
             assumed="GB of 1e9; what nvidia-smi shows (reserved and a context of 525 MiB), the nearest of three "
-            "readings: tensors and reserved were tried too; AdamW fused; autocast; fp32 "
-            "adapters; " + ("NF4 in place of GPTQ-Int4; " if gptq else "") + row["note"],
-            why_off=_why_published_is_off(qwen=qwen, gptq=gptq),
+            f"readings: tensors and reserved were tried too; {step}{row['note']}",
+            why_off=OWN_CODE if qwen else ROUNDED,
             config=_published_config(row),
             spec=spec_of(method, int(row["lora_rank"]), ALL_OF_LLAMA, grad_ckpt=row["grad_ckpt"] == "yes"),
             variant=Variant(autocast=True),
@@ -151,14 +163,6 @@ def published_facts() -> Iterator[TracedFact]:
             shapes=(shape, shape),
             counts="process",
         )
-
-
-def _why_published_is_off(*, qwen: bool, gptq: bool) -> str:
-    """Known reasons for the difference between a table's rows and their traces."""
-    if not qwen:
-        return "rounded to whole GB by the source; the source does not say what it counted"
-    own_code = "Qwen's own modelling code is not traced; the source does not say what it counted"
-    return f"{own_code}; NF4 is not GPTQ: its zero points, kernels and buffers differ" if gptq else own_code
 
 
 def openrlhf_facts() -> Iterator[tuple[Fact, int]]:

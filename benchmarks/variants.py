@@ -193,9 +193,7 @@ def _eager(
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    # On CUDA, softmax(dtype=torch.float32) converts fp16 inside its kernel, and other types before (SoftMax.cpp).
-    is_half = scores.dtype == torch.float16
-    scores = torch._softmax(scores if is_half else scores.float(), -1, is_half).to(query.dtype)
+    scores = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     scores = nn.functional.dropout(scores, p=dropout, training=module.training)
     return torch.matmul(scores, value).transpose(1, 2).contiguous(), scores
 

@@ -108,7 +108,7 @@ def target_of(device: Device) -> Target:
 @contextmanager
 def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
     """Attention, dropout and 8-bit products as CUDA runs them at this compute capability."""
-    with attention_kernel(cuda_attention(capability), capability), _fused_dropout(), int8_training_as_on_cuda():
+    with attention_kernel(cuda_attention(capability), capability), _fused_functions(), int8_training_as_on_cuda():
         yield
 
 
@@ -155,20 +155,28 @@ def dropout_on_cuda(x: torch.Tensor, p: float, train: bool | None) -> tuple[torc
 
 
 @contextmanager
-def _fused_dropout() -> Iterator[None]:
-    """Dropout as one kernel that saves one byte a value; on a CPU it saves the mask in the type of the values."""
-    unfused = F.dropout
+def _fused_functions() -> Iterator[None]:
+    """Dropout as one kernel that saves one byte a value; on a CPU it saves the mask in the type of the values.
+
+    Softmax of fp16 in fp32 converts inside its kernel (native/SoftMax.cpp); other types are converted before.
+    """
+    unfused_dropout, unfused_softmax = F.dropout, F.softmax
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if inplace or not training or not 0.0 < p < 1.0:
-            return unfused(input, p, training, inplace)
+            return unfused_dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
-    F.dropout = dropout
+    def softmax(input: torch.Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if input.dtype == torch.float16 and kwargs.get("dtype") == torch.float32 and dim is not None:
+            return torch._softmax(input, dim, True)
+        return unfused_softmax(input, dim, *args, **kwargs)
+
+    F.dropout, F.softmax = dropout, softmax
     try:
         yield
     finally:
-        F.dropout = unfused
+        F.dropout, F.softmax = unfused_dropout, unfused_softmax
 
 
 def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
