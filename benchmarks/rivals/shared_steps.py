@@ -28,7 +28,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.batches import collate
+from lean_finetune.step.batches import collate, part_of, token_part
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 
@@ -40,7 +40,9 @@ LOSS_CHUNK = 512
 LOOPBACK = "lo"
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
 OURS = {mode: ShardSpec(mode=mode) for mode in MODES} | {
-    "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2))
+    "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2)),
+    "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=2)),
+    "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=2)),
 }
 """Ways of two processes to share a run."""
 PLAIN, HF = "ddp_plain", "hf"
@@ -76,13 +78,15 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
 
 
 def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
-    """The training step of stage train; processes that compute each product together have the rows of both."""
+    """The training step of stage train; processes of one index in dimension `data` have the rows of all of them."""
     parallel = load_parallel(directory, SPEC, world, sharing, CPU)
     ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
     spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(parallel.owned, spec)
     rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
     batch = collate([(np.array(row), np.array([[0, LENGTH]])) for row in rows], LENGTH, 0)
+    if (part := token_part(parallel.layout, world.rank)) is not None:
+        batch = part_of(batch, part)
     chunk = None if parallel.layout.tensor == 1 else LOSS_CHUNK
 
     def step() -> torch.Tensor:

@@ -279,12 +279,13 @@ def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -
     def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    joined, positions_BT = None, empty(1, length) if parts > 1 or shape.joined_lengths is not None else None
+    joined, positions_BT = None, None
     if shape.joined_lengths is not None:
-        assert positions_BT is not None
         lengths = joined_lengths(shape.joined_lengths, length * parts)
-        offsets = empty(len(lengths) + 1, dtype=torch.int32)
+        offsets, positions_BT = empty(len(lengths) + 1, dtype=torch.int32), empty(1, length)
         joined = JoinedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
+    elif parts > 1:
+        positions_BT = empty(1, length)
     return Batch(
         input_ids_BT=empty(shape.rows, length),
         targets_BT=empty(shape.rows, length),

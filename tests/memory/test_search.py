@@ -116,6 +116,20 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
 
 
 @pytest.mark.slow
+def test_a_row_that_does_not_fit_alone_is_divided_among_gpus():
+    """Rows cut shorter on GPUs that could share them."""
+    flags = ["data.max_length=1024", "bucket.max_tokens=1024", "train.grad_ckpt=true", "train.loss_chunk=128"]
+    p = with_flags(PARAMS, [*flags, "hardware.num_gpus=4", "train.sharding=zero3", "train.tokens_per_step=8192"])
+    run = workload_of(p, CONFIG, "fp32")
+    divided = peak_of(replace(run, setting=run.setting.with_context(4)))
+    assert divided < 0.6 * peak_of(run)
+    found = advice_for(run, int(1.01 * divided))
+    assert "train.context_parallel=4" in found[0].flags and found[0].effect == EFFECTS[SAME]
+    for remedy in found:
+        assert workload_of(with_flags(p, remedy.flags), CONFIG, "fp32").setting.context in (2, 4)
+
+
+@pytest.mark.slow
 def test_the_optimizer_on_the_host_is_advised_with_its_price():
     """The switch that makes the largest models fit left out, or its slowdown hidden."""
     run = workload(method="full", precision="bf16", master_weights=True, max_tokens=64, longest=64)

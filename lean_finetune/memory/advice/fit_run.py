@@ -225,7 +225,7 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
         longest=length,
-        tokens_per_step=max(p.train.tokens_per_step / layout.data, length),
+        tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
         micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / layout.data)),
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,

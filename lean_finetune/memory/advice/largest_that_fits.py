@@ -95,7 +95,7 @@ def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mappin
 
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
-    most = max(1, int(run.tokens_per_step // run.longest))
+    most = max(1, int(run.tokens_per_step * run.setting.context // run.longest))
     hints = {tokens / run.longest: size for tokens, size in near.items()}
     found = largest_fitting(lambda rows: _peak(run, target, run.longest, rows=rows), usable, most, hints)
     return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)

@@ -134,7 +134,10 @@ class Space:
         """The combination of options. At most one of them changes the micro-batches."""
         values = {key: value for option in options for key, value in option.values.items()}
         resized = next((option.run for option in options if option.run is not self._run), self._run)
-        changed = replace(resized, setting=setting_with(self._run.setting, values))
+        setting = setting_with(self._run.setting, values)
+        # Fewer groups of GPUs train different rows.
+        micro_batches = resized.micro_batches_per_step * setting.context / self._run.setting.context
+        changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 
 
@@ -238,5 +241,5 @@ def _shorter_rows(run: Workload, length: int) -> Workload:
         steps=tuple(tuple(map(shortened, step)) for step in run.steps),
         max_tokens=length,
         longest=length,
-        micro_batches_per_step=run.tokens_per_step / length,
+        micro_batches_per_step=run.tokens_per_step * run.setting.context / length,
     )

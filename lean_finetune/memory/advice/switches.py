@@ -47,6 +47,8 @@ DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
 """Modes that share the parts of weights that tensor parallelism makes."""
 NODE_DIVISORS = (2, 4, 8)
 """Numbers of GPUs of a node that advice lets compute a product together."""
+EXCHANGE_TIME = 1.15
+"""Assumed factor on the time of a step: tokens and heads are exchanged before and after attention of each layer."""
 LOSS_CHUNK_TOKENS = 512
 """Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
 
@@ -112,6 +114,20 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
     if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
         yield {**values, "train.offload": "parameters"}
+
+
+def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
+    """Each row divided among two GPUs, or among those of a usual node."""
+    layout = None if setting.sharing is None else setting.sharing.spec.layout
+    if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss:
+        for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
+            if context > layout.context and layout.size % context == 0:
+                yield {"train.context_parallel": context}
+
+
+def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
+    """Assumed time of a step relative to complete rows."""
+    return EXCHANGE_TIME if setting.context > 1 else 1.0
 
 
 def _communication_time(setting: Setting, more_micro_batches: float) -> float:
@@ -254,6 +270,16 @@ SWITCHES = [
         time=lambda setting, more: float(setting.tensor_parallel),  # So many GPUs for the same rows.
     ),
     Switch(
+        name="context_parallel",
+        parameters={"train.context_parallel": "sharing.spec.layout.context"},
+        lighter=_divided_rows,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"tensor_parallel"}),
+        changes_states=False,
+        time=_exchange_time,
+    ),
+    Switch(
         name="precision",
         parameters={"train.precision": "model.precision", "train.master_weights": "master_weights"},
         lighter=_lighter_precision,
@@ -324,8 +350,9 @@ def setting_with(setting: Setting, values: Values) -> Setting:
     paths = _attributes()
     for key, value in values.items():
         setting = replace_attribute(setting, paths[key], value)
-        if key == "train.tensor_parallel" and setting.sharing is not None:
-            setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // value)
+        if key in ("train.tensor_parallel", "train.context_parallel") and setting.sharing is not None:
+            others = setting.context * setting.tensor_parallel
+            setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // others)
         if key == "train.offload" and setting.sharing is not None:
             setting = replace_attribute(setting, "sharing.spec.offload_weights", value == "parameters")
     return setting

@@ -141,7 +141,7 @@ def _workload(p: Params, planned: PlannedRun, prediction: Prediction) -> Workloa
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
         longest=planned.longest,
-        tokens_per_step=float(plan.padded_tokens.sum()) / steps,
+        tokens_per_step=float(plan.padded_tokens.sum()) / steps / planned.setting.context,
         micro_batches_per_step=len(plan) / steps,
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,

@@ -199,16 +199,22 @@ class FitCheck:
             UserError: a row does not fit in a micro-batch.
         """
         setting, planned = changed.setting, self.planned
-        if changed.steps is self.run.steps:
+        if changed.steps is self.run.steps and setting.context == planned.setting.context:
             return replace(planned, setting=setting)
         index = read_index(self.index, self.plan_settings.weights)
         if changed.longest < self.run.longest:
             lengths = np.minimum(index.lengths, changed.longest)
             # As many supervised tokens as possible remain.
             index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
+        refuse_divided_rows(planned.config, setting.context)
         settings = self.plan_settings
         micro_batches = replace(
-            settings.micro_batches, mode=changed.mode, max_tokens=changed.max_tokens, fixed_rows=changed.fixed_rows
+            settings.micro_batches,
+            mode=changed.mode,
+            max_tokens=changed.max_tokens,
+            fixed_rows=changed.fixed_rows,
+            pad_multiple=math.lcm(settings.micro_batches.pad_multiple, setting.context),
+            ranks=1 if setting.sharing is None else setting.sharing.layout.data,
         )
         settings = replace(settings, micro_batches=micro_batches, tokens_per_step=changed.unpadded_tokens_per_step)
         plan = settings.plan(index)

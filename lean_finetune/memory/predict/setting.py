@@ -62,6 +62,11 @@ class Setting:
         return 1 if self.sharing is None or self.sharing.spec.layout is None else self.sharing.spec.layout.tensor
 
     @property
+    def context(self) -> int:
+        """Number of GPUs that divide each row's tokens."""
+        return 1 if self.sharing is None else self.sharing.layout.context
+
+    @property
     def all_layers_reason(self) -> str | None:
         """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
         frees = self.master_weights or self.offload != "none"

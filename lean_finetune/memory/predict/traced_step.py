@@ -79,7 +79,7 @@ def _run_steps(
     offload = None if setting.offload_activations == "none" else ActivationOffload(store)
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and model.autocast_dtype is not None
-    parts = 1 if setting.sharing is None else setting.sharing.context
+    parts = setting.context
     accumulates_gradients = setting.sharing is not None and setting.sharing.accumulates_gradients
 
     def batches(step: int) -> Iterator[Batch]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
@@ -70,9 +71,9 @@ class Sharing:
         return self.holders if category in SHARDED else 1
 
     @property
-    def context(self) -> int:
-        """Number of GPUs that divide each row's tokens."""
-        return self.spec.layout.context if self.spec.layout else 1
+    def layout(self) -> ParallelLayout:
+        """What the GPUs divide among them."""
+        return self.spec.layout or ParallelLayout(data=self.gpus)
 
     @property
     def holders(self) -> int:
