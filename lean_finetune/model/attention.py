@@ -300,20 +300,20 @@ def _all_rows_at_once(
     return out_THD[None, :, :, :D]  # type: ignore[call-overload]
 
 
-def _mask(
-    *, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
-) -> torch.Tensor | None:
+def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
     """None for plain causal attention, else transformers' mask, of complete rows where their tokens are divided.
 
     transformers would read tensor values to decide, which fake tensors do not have; deciding from the arguments gives
     real and fake tensors the same mask. BioGPT makes a mask of ones if it gets none; that mask is ignored.
     """
-    window, q_length, kv_length = kwargs.get("local_size"), q_length * _parts, kv_length * _parts
+    window = kwargs.get("local_size")
+    if _parts > 1:
+        kv_length, kwargs["q_length"] = kv_length * _parts, kwargs["q_length"] * _parts
     if _without_mask:
         attention_mask = None
     if attention_mask is None and (_rows_are_joined or window is None or kv_length < window):
         return None
-    return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
 
 _without_mask = _rows_are_joined = False
