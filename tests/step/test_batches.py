@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.batches import IGNORED, Batch, BatchShape, collate, empty_batch, joined_lengths, read_batch
+from lean_finetune.step.batches import (
+    IGNORED,
+    Batch,
+    BatchShape,
+    TokenPart,
+    collate,
+    empty_batch,
+    joined_lengths,
+    part_of,
+    read_batch,
+)
 from lean_finetune.step.token_rows import TokenRows
 from tests.memory.common import micro_batch
 from tests.step.test_token_rows import EOS, ROWS
@@ -54,6 +64,19 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(drawn
                 expected[b, position - 1] = int(ids[position])
     assert torch.equal(batch.targets_BT, expected)
     assert torch.equal(batch.supervised_index_N, (expected.flatten() != IGNORED).nonzero().flatten())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_parts_of_a_batch_have_each_of_its_tokens_once(flat):
+    """A target, or a position, of another process's part."""
+    batch = collate([arrays(*ROWS[0][:2]), arrays(*ROWS[3][:2])], length=12, pad_id=EOS, flat=flat)
+    parts = [part_of(batch, TokenPart(index=index, parts=3)) for index in range(3)]
+    for name in ("input_ids_BT", "targets_BT"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(batch, name))
+    expected = torch.arange(12)[None] if batch.joined_rows is None else batch.joined_rows.positions_BT
+    assert torch.equal(torch.cat([part.positions_BT for part in parts if part.positions_BT is not None], 1), expected)
+    for part in parts:
+        assert torch.equal(part.supervised_index_N, (part.targets_BT.flatten() != IGNORED).nonzero().flatten())
 
 
 @settings(max_examples=50, deadline=None)
