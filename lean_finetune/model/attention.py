@@ -224,6 +224,12 @@ def _by_scores(
     return torch.matmul(weights_BHTT, value).transpose(1, 2).contiguous()
 
 
+def key_copies(heads: int, key_heads: int, parts: int) -> int:
+    """The fewest copies of each key/value head that can be divided into `parts`, which divides the query heads."""
+    groups = heads // key_heads
+    return next(n for n in range(1, groups + 1) if groups % n == 0 and key_heads * n % parts == 0)
+
+
 class _LocalHeads:
     """An attention module whose heads share keys and values in groups of another size."""
 
@@ -252,11 +258,9 @@ def _exchanging(attention: Kernel) -> Kernel:
             _got_rows.append(exchange is not None)
         if exchange is None:
             return attention(module, query, key, value, attention_mask, s_aux=s_aux, **kwargs)
-        groups = query.shape[1] // key.shape[1]
-        # The fewest copies of key/value heads that can be divided.
-        copies = next(n for n in range(1, groups + 1) if groups % n == 0 and key.shape[1] * n % exchange.parts == 0)
+        copies = key_copies(query.shape[1], key.shape[1], exchange.parts)
         if copies > 1:
-            module = _LocalHeads(module, groups // copies)
+            module = _LocalHeads(module, query.shape[1] // key.shape[1] // copies)
         query, key, value = (
             exchange.to_heads(heads) for heads in (query, repeat_kv(key, copies), repeat_kv(value, copies))
         )

@@ -57,7 +57,7 @@ def do_learn(world: World, directory: Path, case: Case) -> dict[str, Any]:
 
 def do_count_sent(world: World, directory: Path, case: Case) -> int:
     """Bytes that this process sends in a step by rings: collectives are counted in runs of one and of two steps."""
-    sent, factors = 0, {"all_reduce": 2, **dict.fromkeys(("broadcast", *GATHERS_AND_SCATTERS), 1)}
+    sent, factors = 0, {"all_reduce": 2, **dict.fromkeys(("broadcast", "all_to_all_single", *GATHERS_AND_SCATTERS), 1)}
 
     def counted(name: str) -> Any:
         call = getattr(dist, name)

@@ -2,7 +2,8 @@
 
 Collectives are counted as NCCL's rings send them: to gather or to reduce S bytes over N GPUs, each GPU sends
 S × (N − 1) / N bytes, and an all-reduce is both (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). A ring
-leaves each node once. Small messages are left out: norms, losses, held-out rows, and context parallelism's.
+leaves each node once. Small messages are left out: norms, losses and held-out rows. An all-to-all of S bytes sends as
+many as a reduction.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
+from lean_finetune.model.attention import key_copies
+from lean_finetune.model.model_config import largest_head_size, layer_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +36,18 @@ class Traffic:
     """train.tensor_parallel: GPUs of a node that have other parts of the weights, each in a ring of its own."""
     in_products_bytes: int = 0
     """train.tensor_parallel: outputs and gradients that they sum, within a node."""
+    context: int = 1
+    """train.context_parallel: GPUs that divide each row's tokens."""
+    exchanged_bytes: int = 0
+    """train.context_parallel: queries, keys, values and outputs of attention."""
 
     def network_bytes(self, gpus_per_node: int) -> int:
         """What a node sends to others: a ring that spans nodes leaves each node once."""
         members = gpus_per_node // self.rings
         in_group = self.in_group_bytes if self.group > members else 0
-        return self.rings * (in_group + self.between_groups_bytes * min(self.group, members))
+        own = min(self.context, gpus_per_node)
+        exchanged = self.exchanged_bytes * (self.context - own) // max(1, self.context - 1) * gpus_per_node
+        return self.rings * (in_group + self.between_groups_bytes * min(self.group, members)) + exchanged
 
     def as_json(self, nodes: int) -> dict[str, int]:
         """Bytes in a step: of a GPU in its group and between groups, and of one of `nodes` nodes."""
@@ -47,6 +56,7 @@ class Traffic:
             "sent_in_group_bytes": self.in_group_bytes,
             "sent_between_groups_bytes": self.between_groups_bytes,
             "sent_in_products_bytes": self.in_products_bytes,
+            "sent_around_attention_bytes": self.exchanged_bytes,
             "sent_by_node_bytes": network,
         }
 
@@ -59,11 +69,29 @@ def traffic_of(run: Workload) -> Traffic | None:
     return _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
 
 
+def _exchanged_bytes(run: Workload) -> int:
+    """What a GPU sends around attention where rows are divided: forward, backward, and where layers are recomputed."""
+    model, parts, layers = run.setting.model, run.setting.context, run.config.get_text_config().num_hidden_layers
+    if parts == 1:
+        return 0
+    heads: int = max(layer_settings(run.config, "num_attention_heads"))
+    key_heads = max(found or heads for found in layer_settings(run.config, "num_key_value_heads"))
+    values = 2 * (heads + key_heads * key_copies(heads, key_heads, parts)) * largest_head_size(run.config)
+    passes = 2 + (1 / model.recomputed_every if model.grad_ckpt else 0)
+    element_bytes = (model.autocast_dtype or model.dtype).itemsize
+    return round(run.tokens_per_step * layers * values * element_bytes * passes * (parts - 1) / parts)
+
+
 def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     mode, spec, rings = sharing.spec.mode, run.setting.model, run.setting.tensor_parallel
     gpus = sharing.gpus // rings
     element_bytes = FP32_BYTES if spec.precision == "fp32" else 2
-    parts = {"rings": rings, "in_products_bytes": round(tensor_parallel_bytes(run, element_bytes))}
+    parts = {
+        "rings": rings,
+        "in_products_bytes": round(tensor_parallel_bytes(run, element_bytes)),
+        "context": run.setting.context,
+        "exchanged_bytes": _exchanged_bytes(run),
+    }
     micro_batches = max(1, round(run.micro_batches_per_step))
     # Offload moves states, not what is sent.
     lines = state_lines(shapes, replace(run.setting, offload="none", optimizer_in_backward=False), cuda=True)
@@ -99,6 +127,8 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
     each = readable_size(traffic.in_group_bytes) + (f", and {readable_size(between)} between groups" if between else "")
     products = traffic.in_products_bytes
     each += f", and {readable_size(products)} within products" if products else ""
+    exchanged = traffic.exchanged_bytes
+    each += f", and {readable_size(exchanged)} around attention" if exchanged else ""
     lines = [("sent in a step", f"{each}, by each GPU")]
     if nodes == 1:
         return lines
