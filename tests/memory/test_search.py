@@ -121,7 +121,10 @@ def test_a_row_that_does_not_fit_alone_is_divided_among_gpus():
     flags = ["data.max_length=1024", "bucket.max_tokens=1024", "train.grad_ckpt=true", "train.loss_chunk=128"]
     p = with_flags(PARAMS, [*flags, "hardware.num_gpus=4", "train.sharding=zero3", "train.tokens_per_step=8192"])
     run = workload_of(p, CONFIG, "fp32")
-    divided, complete = peak_of(replace(run, setting=run.setting.with_context(4))), peak_of(run)
+    divided, complete = (
+        peak_of(replace(run, setting=setting_with(run.setting, {"train.context_parallel": 4}))),
+        peak_of(run),
+    )
     found = advice_for(run, int(divided + 0.05 * (complete - divided)))
     remedy = next(one for one in found if "train.context_parallel=4" in one.flags)
     assert remedy.effect == EFFECTS[SAME] and remedy.slowdown > 1
