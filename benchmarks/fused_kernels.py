@@ -91,7 +91,7 @@ def compare(case: Case) -> Row:
         directory = Path(name)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(case.family, **SMALL, rope_parameters={**ROPE})
+            AutoConfig.for_model(case.family, **SMALL, head_dim=16, rope_parameters={**ROPE})
         ).save_pretrained(directory)
         loss, gradients = differentiate(directory, case.spec())
         plain_loss, plain = differentiate(directory, case.spec(fused_kernels="none"))
