@@ -22,6 +22,7 @@ from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 from tests.memory.common import CPU_TARGET, setting_of
+from tests.processes import run_bounded
 from tests.small_model import save_small_llama
 
 LLAMA = SMALL_MODELS["Llama"]
@@ -109,6 +110,15 @@ def test_the_prediction_equals_what_the_allocator_counted(tmp_path: Path, change
     for phase, peak in predicted.by_phase.items():
         assert peak.bytes == pytest.approx(counted[phase], abs=128), phase
     assert predicted.peak.bytes < predict(read_config(tmp_path), setting_of(**changes), steps, CPU_TARGET).peak.bytes
+
+
+@pytest.mark.slow
+def test_kernels_compute_what_the_code_of_the_model_computes(tmp_path: Path):
+    """Losses or gradients of another model: the bars of the benchmark, with kernels in Triton's interpreter."""
+    pytest.importorskip("liger_kernel", reason=MISSING, exc_type=ImportError)
+    command = [sys.executable, "-m", "benchmarks.fused_kernels", "--quick", "--out", str(tmp_path / "results.json")]
+    done = run_bounded(command, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Created(TorchDispatchMode):
