@@ -145,7 +145,7 @@ def _launch(
         raise group.end(_ending(error, directory), processes, max_restarts) from None
     except SignalException as stopped:
         group.leave()
-        if (directory / f"0{REPORTED}").exists():
+        if list(directory.glob(f"*{REPORTED}")):  # Rank 0 says so, on its node.
             raise SystemExit(FIRST_OF_SIGNALS + stopped.sigval) from None
         raise Interrupted(stopped.sigval) from None
     finally:

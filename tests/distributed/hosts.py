@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 DELAY_SECONDS, LOSS = 0.05, 0.01
@@ -71,11 +72,12 @@ def skip_without_hosts() -> None:
 def two_hosts(*, slow: bool = False) -> Iterator[tuple[Host, Host]]:
     """Hosts `node-a` and `node-b`; a `slow` link delays packets by `DELAY_SECONDS` and loses some of them."""
     mark = uuid4().hex[:6]
-    a = Host(f"lf-{mark}-a", "node-a", "10.213.0.1", f"lf{mark}a")
-    b = Host(f"lf-{mark}-b", "node-b", "10.213.0.2", f"lf{mark}b")
+    _remove_left_behind()
+    a = Host(f"lf-{os.getpid()}-{mark}-a", "node-a", "10.213.0.1", f"lf{mark}a")
+    b = Host(f"lf-{os.getpid()}-{mark}-b", "node-b", "10.213.0.2", f"lf{mark}b")
     with ExitStack() as stack:
         for host in (a, b):
-            stack.callback(_remove, host)
+            stack.callback(_remove, host.namespace)
             _ip("netns", "add", host.namespace)
         if slow:
             stack.enter_context(_slow_link(a, b))
@@ -91,13 +93,22 @@ def two_hosts(*, slow: bool = False) -> Iterator[tuple[Host, Host]]:
         yield a, b
 
 
-def _remove(host: Host) -> None:
-    inside = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout
+def _remove_left_behind() -> None:
+    """Remove the namespaces of tests that were killed."""
+    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+        namespace = line.split()[0]
+        parts = namespace.split("-")
+        if parts[0] == "lf" and len(parts) == 4 and not psutil.pid_exists(int(parts[1])):
+            _remove(namespace)
+
+
+def _remove(namespace: str) -> None:
+    inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
     for process in inside.split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
-    shutil.rmtree(Path("/etc/netns", host.namespace), ignore_errors=True)
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+    shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
 
 
 @contextmanager

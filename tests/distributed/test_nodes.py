@@ -111,7 +111,7 @@ def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: P
     with two_hosts() as hosts:
         with ExitStack() as stack:
             nodes = list(on_nodes(stack, hosts, (copy, copy)))
-            wait_for(lambda: made_a_step(copy), nodes[0])
+            wait_for(lambda: list(copy.glob("scratch/train/*/step-*")), nodes[0])
             hosts[1].set_link("down")
             assert [node.wait(ENDS_SECONDS) for node in nodes] == [1, 1]
         for host, absent in zip(hosts, ("1 on node 1 (node-b)", "0 on node 0 (node-a)"), strict=True):
