@@ -110,7 +110,7 @@ class Trainer:
             setting=setting,
             step_spec=step_spec,
             scaler=LossScaler() if setting.model.scales_loss else None,
-            offload=make_offload(setting.offload_activations, device, scratch),
+            offload=make_offload(setting.offload_activations, setting.compress_activations, device, scratch),
         )
 
     def step(self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase) -> StepResult:

@@ -12,7 +12,7 @@ from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
 from lean_finetune.config.rule import check_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.config.section_rules import SECTION_RULES, check_heldout_readers, check_sources
+from lean_finetune.config.section_rules import ACTIVATION_RULES, SECTION_RULES, check_heldout_readers, check_sources
 from lean_finetune.config.sharding_rules import SHARDING_RULES
 from lean_finetune.config.train_schema import TRAIN_RULES
 from lean_finetune.core.errors import UserError
@@ -56,7 +56,7 @@ def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
     except ValidationError as error:
         raise UserError(_first_error(error)) from None
     check_sources(params.data)
-    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *SHARDING_RULES])
+    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
     check_heldout_readers(params)
     return params
 

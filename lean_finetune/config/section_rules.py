@@ -1,4 +1,4 @@
-"""Rules between the sections `data`, `bucket`, `evaluate` and `run` of params.yaml."""
+"""Rules between the sections `data`, `bucket`, `evaluate` and `run` of params.yaml, and about saved activations."""
 
 import json
 from collections.abc import Iterator
@@ -15,6 +15,52 @@ def padded_max_length(params: Params) -> int:
     """Tokens of the longest row with padding."""
     return round_up(params.data.max_length, params.bucket.pad_multiple)
 
+
+ACTIVATION_RULES = [
+    needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
+    Rule(
+        "train.grad_ckpt_policy",
+        lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",
+        "selective cannot see bitsandbytes' 8-bit matmuls; got selective with train.method=int8_lora; use full or "
+        "every_n",
+    ),
+    Rule(
+        "train.sequence_tiles",
+        lambda p: (
+            p.train.sequence_tiles is not None
+            and (p.train.offload_activations, p.train.compress_activations) != ("none", "none")
+            and not (p.train.grad_ckpt and p.train.grad_ckpt_policy == "full")
+        ),
+        "with train.offload_activations or compress_activations needs train.grad_ckpt=true and grad_ckpt_policy=full, "
+        "else each tile would store its input for all tokens; got {train.sequence_tiles}; leave it blank, or recompute "
+        "all layers",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.bucket.mode == "packed",
+        "compiles again for each micro-batch of joined rows; got true with bucket.mode=packed; set it to false, or "
+        "use bucket.mode=bucketed",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.train.offload_activations != "none",
+        "the compiler decides what a layer saves, so the room for train.offload_activations is unknown; got true with "
+        "{train.offload_activations}; set it to false, or train.offload_activations=none",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.train.compress_activations != "none",
+        "the compiler decides what a layer saves, and train.compress_activations does not see it; got true with "
+        "{train.compress_activations}; set it to false, or train.compress_activations=none",
+    ),
+    Rule(
+        "train.compile",
+        lambda p: p.train.compile and p.train.sequence_tiles is not None,
+        "was not tried with layers that recompute tiles; got true with train.sequence_tiles={train.sequence_tiles}; "
+        "set it to false, or leave train.sequence_tiles blank",
+    ),
+]
+"""What `train` says about activations that layers save for backward."""
 
 SECTION_RULES = [
     Rule(

@@ -1,6 +1,7 @@
 """Rules of params.yaml for runs on several GPUs: one row for each pair of settings that does not work."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from lean_finetune.config.field_types import Sharding
@@ -95,6 +96,20 @@ SHARDING_RULES = [
         lambda p: p.train.context_parallel > 1 and p.train.router_aux_loss > 0,
         "excludes train.router_aux_loss, which balances the tokens of complete rows; got {train.context_parallel} with "
         "{train.router_aux_loss}; set train.router_aux_loss=0, or train.context_parallel=1",
+    ),
+    *(
+        Rule(
+            key,
+            lambda p, key=key, off=off: (  # type: ignore[misc]
+                attrgetter(key)(p) != off and ParallelLayout.from_params(p).data < p.hardware.num_gpus
+            ),
+            f"was tried only where all GPUs take different rows (train.sharding); got {{{key}}} with rows or layers "
+            f"divided among GPUs; {remedy}",
+        )
+        for key, off, remedy in (
+            ("train.compress_activations", "none", "set it to none"),
+            ("train.sequence_tiles", None, "leave it blank"),
+        )
     ),
     Rule(
         "train.fused_kernels",

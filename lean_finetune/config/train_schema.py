@@ -10,6 +10,7 @@ from lean_finetune.config.field_types import (
     ALL_LINEAR,
     AnyPrecision,
     AttentionName,
+    CompressActivations,
     FusedKernels,
     GradCkptPolicy,
     LoraExperts,
@@ -93,6 +94,10 @@ class Train(Section):
     """Policy every_n: recompute one layer in this many. The other layers store their activations."""
     offload_activations: OffloadActivations
     """Where to store layers' activations until the backward pass: on the device, in pinned host memory or in a file."""
+    compress_activations: CompressActivations
+    """Keep what layers save for backward in 8 bits: floating-point or integer codes, with a scale per block."""
+    sequence_tiles: Annotated[int, Field(ge=2)] | None
+    """Run dense MLPs and norms in this many tiles along the sequence, recomputed in backward. None: in one."""
     expandable_segments: bool
     """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
     attention: AttentionName
@@ -253,25 +258,6 @@ TRAIN_RULES = [
         lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
         f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
     ),
-    needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
-    Rule(
-        "train.grad_ckpt_policy",
-        lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",
-        "selective cannot see bitsandbytes' 8-bit matmuls; got selective with train.method=int8_lora; use full or "
-        "every_n",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.bucket.mode == "packed",
-        "compiles again for each micro-batch of joined rows; got true with bucket.mode=packed; set it to false, or "
-        "use bucket.mode=bucketed",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.train.offload_activations != "none",
-        "the compiler decides what a layer saves, so the room for train.offload_activations is unknown; got true with "
-        "{train.offload_activations}; set it to false, or train.offload_activations=none",
-    ),
     Rule(
         "train.compile",
         lambda p: p.train.compile and (p.hardware.num_gpus > 1 or p.train.offload == "parameters"),
@@ -283,6 +269,16 @@ TRAIN_RULES = [
         lambda p: p.train.fused_kernels != "none" and p.train.compile,
         "and train.compile both replace the code of layers; got {train.fused_kernels} with train.compile=true; set it "
         "to none, or train.compile=false",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: (
+            p.train.fused_kernels != "none"
+            and (p.train.compress_activations != "none" or p.train.sequence_tiles is not None)
+        ),
+        "overwrites tensors, which was not tried with train.compress_activations and sequence_tiles; got "
+        "{train.fused_kernels} with {train.compress_activations} and {train.sequence_tiles}; set it to none, or these "
+        "to none and blank",
     ),
     Rule(
         "train.fused_kernels",

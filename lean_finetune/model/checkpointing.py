@@ -1,5 +1,6 @@
-"""Set activation checkpointing: which activations layers save and which they recompute (train.grad_ckpt)."""
+"""Which activations layers save and which they recompute (train.grad_ckpt, train.sequence_tiles)."""
 
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import bitsandbytes  # noqa: F401 (registers the operations named below)
 import torch
 import torch.nn.attention.varlen  # noqa: F401 (as well)
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_products import GROUPED_PRODUCTS
 from lean_finetune.model.model_spec import ModelSpec
 
@@ -36,6 +39,8 @@ FUSED_ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
 }
 
+MLP_NAMES = ("mlp", "feed_forward")
+"""Names of MLPs in decoder layers."""
 HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
 """Dropouts of classification heads, which configs name and causal models do not have."""
 
@@ -94,3 +99,56 @@ def _has_dropout(config: Any) -> bool:
     return any(
         isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS
     )
+
+
+def enable_tiles(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Divide the MLPs and norms of decoder layers into `spec.sequence_tiles` tiles; not norms inside attention.
+
+    They compute one tile of the tokens after the other and save its input alone. Backward recomputes a tile, so the
+    activations of one tile exist at a time, and autograd sums the gradients of weights over the tiles. Tiled MLPs:
+    Bekman et al. 2025, arXiv 2506.13996, section 3.1.
+
+    Raises:
+        UserError: the model or another switch does not work with tiles.
+    """
+    if spec.sequence_tiles is None:
+        return
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    children = [child for layer in layers for child in layer.named_children() if _takes_hidden_alone(child[1])]
+    mlps = [child for name, child in children if name in MLP_NAMES]
+    _refuse_tiles(model, spec, mlps)
+    norms = [child for _, child in children if type(child).__name__.endswith("Norm")]
+    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
+    for module in (*mlps, *norms):
+        module.forward = partial(_in_tiles, module.forward, spec.sequence_tiles, dropout)
+
+
+def _takes_hidden_alone(module: nn.Module) -> bool:
+    """Whether a module is called with nothing but hidden states, as RWKV's, which mix tokens, are not."""
+    return len(signature(module.forward).parameters) == 1
+
+
+def _refuse_tiles(model: PreTrainedModel, spec: ModelSpec, mlps: list[nn.Module]) -> None:
+    """Raise UserError if tiles do not work with the model or with another switch."""
+    name, reason = model.config.model_type, ""
+    if has_experts(model):
+        reason = f"divides dense MLPs, and {name} is a mixture of experts"
+    elif not mlps:
+        reason = f"finds no module {' or '.join(MLP_NAMES)} in the layers of {name}"
+    elif spec.method == "int8_lora":
+        reason = "has no effect with train.method=int8_lora: bitsandbytes' 8-bit products save what tiles recompute"
+    elif spec.grad_ckpt_policy == "selective":
+        reason = "has no effect with train.grad_ckpt_policy=selective, which saves the products that tiles recompute"
+    if reason:
+        raise UserError(f"train.sequence_tiles: {reason}; got {spec.sequence_tiles}; leave it blank")
+
+
+def _in_tiles(
+    forward: Callable[[torch.Tensor], torch.Tensor], tiles: int, dropout: bool, hidden_BTD: torch.Tensor
+) -> torch.Tensor:
+    """`forward` of hidden states (B, T, D), or (T, D) in families that flatten rows, ⌈T / tiles⌉ tokens at a time."""
+    outputs = [
+        checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=dropout)
+        for tile in hidden_BTD.chunk(tiles, dim=-2)
+    ]
+    return torch.cat(outputs, dim=-2)

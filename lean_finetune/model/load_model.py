@@ -22,7 +22,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
-from lean_finetune.model.checkpointing import enable_checkpointing
+from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option
 from lean_finetune.model.experts.packed_weights import register_scales
@@ -62,6 +62,7 @@ def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Mod
         prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
     fuse_kernels(model, spec.fused_kernels)
+    enable_tiles(model, spec)
     return adapted.train()
 
 
@@ -171,6 +172,7 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
             prepare_routers(model, spec.router)
     enable_checkpointing(model, spec)
     fuse_kernels(model, spec.fused_kernels)
+    enable_tiles(model, spec)
     keep_trainable_on_cpu(adapted)
     _materialize(adapted, spec, device)
     return adapted.train()

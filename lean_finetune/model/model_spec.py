@@ -103,6 +103,8 @@ class ModelSpec(WeightsSpec):
     grad_ckpt_policy: GradCkptPolicy = "full"
     grad_ckpt_every: int = 2
     """Read with policy every_n."""
+    sequence_tiles: int | None = None
+    """Tiles along the sequence in which MLPs and norms run; None = all tokens at once."""
     attention: AttentionName = "auto"
     """Value of train.attention; the device decides the kernels (lean_finetune.model.attention_choice)."""
     fused_kernels: FusedKernels = "none"
@@ -128,6 +130,7 @@ class ModelSpec(WeightsSpec):
         return cls(
             **vars(WeightsSpec.from_params(params, precision)),
             grad_ckpt=train.grad_ckpt,
+            sequence_tiles=train.sequence_tiles,
             attention=train.attention,
             fused_kernels=train.fused_kernels,
             grad_ckpt_policy=train.grad_ckpt_policy,

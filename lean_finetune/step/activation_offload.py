@@ -1,14 +1,15 @@
-"""Move saved activations off the device between forward and backward (train.offload_activations).
+"""Saved activations between forward and backward: off the device, in 8 bits, or both.
 
-Hooks copy each tensor that a layer saves for backward to a store and free it; backward copies it back bit by bit. Train
-uses a store in host memory or on disk, and estimate uses one that counts bytes.
+Hooks replace each tensor that a layer saves for backward. train.offload_activations copies it to a store, and backward
+copies it back bit by bit; train.compress_activations rounds it to 8 bits first. Train uses a store in host memory or on
+disk, and estimate uses one that counts bytes.
 """
 
 import os
 import tempfile
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,12 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lean_finetune.config.field_types import OffloadActivations
+from lean_finetune.config.field_types import CompressActivations, OffloadActivations
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
+from lean_finetune.step.activation_compression import compress, decompress
 
 SMALLEST_BYTES = 1024
-"""Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""
+"""Smaller tensors stay as they are: copying one takes as long as copying 100 KB."""
+CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0"}
+"""Autograd nodes between a weight and the copy or view of it that a product saves."""
 
 
 class ActivationStore(Protocol):
@@ -43,29 +47,38 @@ class ActivationStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StoredRange:
-    """A range of memory that was offloaded."""
+    """A range of memory that was replaced."""
 
-    handle: Any
+    handles: Sequence[Any]
+    """Of its values, or of their codes and scales; without a store, these themselves."""
+    compressed_from: torch.dtype | None
+    """Type of the values before compression; None if they are not compressed."""
     storage: StorageWeakRef
     """Its original storage. While this reference lives, no other storage can have the same address."""
 
 
-_View = tuple[_StoredRange, torch.Size, tuple[int, ...]]
-"""A tensor inside such a range: its size and stride."""
+_View = tuple[_StoredRange, torch.Size, tuple[int, ...], int]
+"""A tensor inside such a range: its size, stride and offset."""
 
 
 class ActivationOffload:
-    """Offloads the tensors that are saved for backward."""
+    """Offloads or compresses the tensors that are saved for backward."""
 
-    def __init__(self, store: ActivationStore):
-        self._store = store
+    def __init__(
+        self,
+        store: ActivationStore | None,
+        compression: CompressActivations = "none",
+        restoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ):
+        """Without a `store`, compressed tensors stay on the device. Backward restores tensors inside `restoring()`."""
+        self._store, self._compression, self._restoring = store, compression, restoring
         self._weights: set[int] = set()
         # Tensors that share memory share a copy: the input of three projections is stored once.
         self._stored: weakref.WeakValueDictionary[Hashable, _StoredRange] = weakref.WeakValueDictionary()
 
     @contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """A context in which everything saved for backward is offloaded, except the model's weights."""
+        """A context in which what is saved for backward is offloaded or compressed, except the model's weights."""
         self._note_weights(model)
         # A sharded layer has its full weights only while it computes.
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -84,27 +97,55 @@ class ActivationOffload:
         self._weights.update(tensor.untyped_storage()._cdata for tensor in weights)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        """Offload the memory from a tensor's first value to its last."""
+        """Replace the memory from a tensor's first value to its last; if it is compressed, its whole storage."""
         storage = tensor.untyped_storage()
-        stays = tensor.device.type != self._store.device.type or storage._cdata in self._weights
-        if stays or tensor.nbytes < SMALLEST_BYTES:
+        if storage._cdata in self._weights or tensor.nbytes < SMALLEST_BYTES:
             return tensor
-        start = tensor.storage_offset()
+        compressed = self._compression != "none" and _is_activation(tensor)
+        if not compressed and (self._store is None or tensor.device.type != self._store.device.type):
+            return tensor
+        start, offset = tensor.storage_offset(), 0
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        key = (storage._cdata, tensor._version, tensor.dtype, start, extent)
+        if compressed:  # Once for all slices of one tensor, such as the halves of a gated product.
+            start, offset, extent = 0, start, storage.nbytes() // tensor.itemsize
+        key = (storage._cdata, tensor._version, tensor.dtype, start, extent, compressed)
         stored = self._stored.get(key)
         if stored is None:
             values = tensor.detach().as_strided((extent,), (1,), start)
-            stored = _StoredRange(handle=self._store.put(values), storage=StorageWeakRef(storage))
-            self._stored[key] = stored
-        return stored, tensor.shape, tensor.stride()
+            stored = self._stored[key] = self._store_values(values, compressed, storage)
+        return stored, tensor.shape, tensor.stride(), offset
+
+    def _store_values(self, values: torch.Tensor, compressed: bool, storage: torch.UntypedStorage) -> _StoredRange:
+        parts: Sequence[Any] = compress(values, self._compression) if compressed else (values,)
+        if self._store is not None:
+            parts = [self._store.put(part) for part in parts]
+        dtype = values.dtype if compressed else None
+        return _StoredRange(handles=parts, compressed_from=dtype, storage=StorageWeakRef(storage))
 
     def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
         """The tensor in its original layout, so that every kernel computes the same bits."""
         if isinstance(saved, torch.Tensor):
             return saved
-        stored, size, stride = saved
-        return self._store.get(stored.handle).as_strided(size, stride, 0)
+        stored, size, stride, offset = saved
+        with self._restoring():
+            parts = [handle if self._store is None else self._store.get(handle) for handle in stored.handles]
+            if stored.compressed_from is not None:
+                parts = [decompress(*parts, stored.compressed_from)]
+        return parts[0].as_strided(size, stride, offset)
+
+
+def _is_activation(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a layer's activation that 8 bits can represent.
+
+    Not masks, positions or statistics of fused attention (they need no gradient), not statistics of norms (one value
+    per token), and not copies of trained weights in another type.
+    """
+    if not tensor.requires_grad or not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.shape[-1] == 1:
+        return False
+    node = tensor.grad_fn
+    while node is not None and node.name() in CASTS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() != "torch::autograd::AccumulateGrad"
 
 
 class HostStore:
@@ -185,9 +226,18 @@ def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
         )
 
 
-def make_offload(choice: OffloadActivations, device: torch.device, directory: Path) -> ActivationOffload | None:
-    """The offload of train.offload_activations, or None; `disk` has its file in `directory`, refusals as above."""
+def make_offload(
+    choice: OffloadActivations, compression: CompressActivations, device: torch.device, directory: Path
+) -> ActivationOffload | None:
+    """What train.offload_activations and compress_activations ask for, or None; refusals as above.
+
+    `disk` has its file in `directory`.
+    """
     refuse_offload(choice, device.type)
-    if choice == "none":
+    if choice == compression == "none":
         return None
-    return ActivationOffload(HostStore(device) if choice == "cpu" else DiskStore(device, directory))
+    stores: dict[str, Callable[[], ActivationStore]] = {
+        "cpu": lambda: HostStore(device),
+        "disk": lambda: DiskStore(device, directory),
+    }
+    return ActivationOffload(stores[choice]() if choice in stores else None, compression)

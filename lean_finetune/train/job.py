@@ -147,7 +147,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
             foreach=device.type == "cuda",
             optimizer_in_backward=params.train.optimizer_in_backward,
         ),
-        offload=make_offload(params.train.offload_activations, device, SCRATCH),
+        offload=make_offload(params.train.offload_activations, params.train.compress_activations, device, SCRATCH),
         heldout_every_steps=params.train.heldout_every_steps,
         heldout_rows=params.train.heldout_rows,
         measured_steps=measured_steps(plan, rows.lengths, chunked=bool(other_layers(config))),

@@ -75,12 +75,22 @@ PADDED_SLOW: list[dict[str, Any]] = [
     {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
     {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n", "offload_activations": "disk"},
     {"method": "int8_lora", "grad_ckpt": True, "offload_activations": "disk"},
+    *({"method": method, "compress_activations": "int8"} for method in ("full", "qlora", "int8_lora")),
+    {"method": "lora", "grad_ckpt": True, "compress_activations": "fp8"},
+    *({"method": method, "grad_ckpt": True, "sequence_tiles": 4} for method in ("full", "lora", "qlora")),
+    {"method": "lora", "sequence_tiles": 3, "lora_dropout": 0.1},
+    {"method": "lora", "grad_ckpt": True, "sequence_tiles": 4, "compress_activations": "int8"},
+    {"method": "qlora", "offload_activations": "disk", "compress_activations": "int8"},
 ]
 JOINED_ROWS: list[dict[str, Any]] = [
     {"method": "qlora", "grad_ckpt": True, "optimizer": "adamw_8bit"},
     {"method": "lora", "offload_activations": "disk"},
 ]
-JOINED_SLOW: list[dict[str, Any]] = [{"method": "full"}, {"method": "lora", "attention": "eager"}]
+JOINED_SLOW: list[dict[str, Any]] = [
+    {"method": "lora", "compress_activations": "fp8", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
+    {"method": "full"},
+    {"method": "lora", "attention": "eager"},
+]
 IN_BACKWARD: dict[str, Any] = {"method": "full", "optimizer_in_backward": True, "max_grad_norm": None}
 CASES = [
     *((PADDED_STEPS, changes) for changes in PADDED),
@@ -152,6 +162,8 @@ HALVES: list[dict[str, Any]] = [
     {"method": "qlora", "precision": "fp16"},
     {"method": "lora", "precision": "pure_bf16"},
     {"method": "qlora", "precision": "bf16", "lora_dora": True},
+    {"method": "qlora", "precision": "bf16", "compress_activations": "int8"},
+    {"method": "full", "precision": "fp16", "compress_activations": "fp8"},
     {"method": "int8_lora", "precision": "bf16"},
 ]
 

@@ -126,5 +126,5 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path):
 def test_offloading_from_the_cpu_to_the_cpu_is_refused(tmp_path: Path):
     """A switch that costs copies and saves nothing."""
     with pytest.raises(UserError, match=r"train\.offload_activations: .* use disk or none"):
-        make_offload("cpu", CPU, tmp_path)
-    assert make_offload("none", CPU, tmp_path) is None
+        make_offload("cpu", "none", CPU, tmp_path)
+    assert make_offload("none", "none", CPU, tmp_path) is None

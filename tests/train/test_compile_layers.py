@@ -59,7 +59,14 @@ def test_a_gpu_is_refused_unless_its_prediction_is_not_enforced():
 
 
 @pytest.mark.parametrize(
-    "flag", ["bucket.mode=packed", "train.offload_activations=disk", "hardware.num_gpus=2 train.sharding=ddp"]
+    "flag",
+    [
+        "bucket.mode=packed",
+        "train.offload_activations=disk",
+        "train.compress_activations=int8",
+        "train.sequence_tiles=4",
+        "hardware.num_gpus=2 train.sharding=ddp",
+    ],
 )
 def test_settings_that_exclude_it_are_refused(params: Params, flag: str):
     """A run that compiles for each micro-batch, or offloads what nobody predicted."""

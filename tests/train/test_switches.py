@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
+from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.run_optimizer import OptimSpec
 from tests.conftest import ROOT
@@ -48,6 +49,8 @@ class Row:
     """Rows of a micro-batch joined (bucket.mode=packed)."""
     on_disk: bool = False
     """Offload activations to a file."""
+    bits: CompressActivations = "none"
+    """Compress activations."""
     clipped: bool = True
     in_backward: bool = False
     compiled: bool = False
@@ -92,12 +95,25 @@ MEMORY_ONLY = [
 ]
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 MASTER, LION_8BIT = {"master_weights": True}, {"name": "lion_8bit", "lr": LION_RATE}
+INT8, FP8 = "compress_activations=int8", "compress_activations=fp8"
 OTHER_ARITHMETIC = [
     Row(switch="optimizer=adamw_foreach", optim={"name": "adamw_foreach"}, **ROUNDING),
     Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, **ROUNDING),
     Row(switch="optimizer=adamw_8bit", optim={"name": "adamw_8bit"}, loss=0.005, learnt=0.1),
     Row(switch="optimizer=paged_adamw_8bit", optim={"name": "paged_adamw_8bit"}, loss=0.005, learnt=0.1),
     Row(switch="optimizer=lion_8bit against lion", plain="lion", optim=LION_8BIT, loss=0.005, learnt=0.2),
+    *(
+        Row(switch=f"sequence_tiles=4{more}", method=method, model={"sequence_tiles": 4, **model}, **ROUNDING)
+        for method in ("full", "lora", "qlora")
+        for more, model in (("", {}), (" grad_ckpt=true", CHECKPOINTED))
+    ),
+    *(Row(switch=INT8, method=method, bits="int8", loss=0.005, learnt=0.15) for method in METHODS),
+    *(Row(switch=FP8, method=method, bits="fp8", loss=0.005, learnt=0.2) for method in METHODS),
+    Row(switch=f"{INT8} offload_activations=disk", method="lora", bits="int8", on_disk=True, loss=0.005, learnt=0.15),
+    *(
+        Row(switch=f"{INT8} grad_ckpt=true", method=method, bits="int8", model=CHECKPOINTED, loss=0.005, learnt=0.1)
+        for method in METHODS
+    ),
     Row(switch="precision=bf16", model=BF16, loss=0.2, learnt=0.2),
     Row(switch="precision=bf16 master_weights=true", model=BF16, optim=MASTER, loss=0.02, learnt=0.1),
     Row(switch="precision=fp16", model=FP16, loss=0.001, learnt=0.02),
@@ -178,7 +194,7 @@ def learn(directory: Path, row: Row) -> Learnt:
             directory,
             micro_batches(row),
             chunk=row.chunk,
-            offload=ActivationOffload(DiskStore(CPU, scratch)) if row.on_disk else None,
+            offload=make_offload("disk" if row.on_disk else "none", row.bits, CPU, scratch),
             steps=STEPS,
             optim=optim,
             method=row.method,

@@ -37,12 +37,18 @@ BANDWIDTH_SHARE = 0.8
 """Assumed share of peak bandwidth that element-wise kernels reach."""
 LINK_SHARE = 0.8
 """Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
+MLP_SHARE = 0.8
+"""Assumed share of a forward pass in MLPs, which tiles compute again. Of a layer's weights in Llama-3.1-8B: 0.81."""
 SELECTIVE_SHARE = 0.1
 """Assumed share of a forward pass that policy selective recomputes: all but matmuls and attention."""
 HOST_BYTES_PER_SECOND = 20 * GIGA
 """Assumed rate of a CPU's update of weights in host memory."""
 OPTIMIZER_8BIT_PASSES = 2
 """Assumed passes of an 8-bit update over its bytes, which includes two table lookups per value."""
+COMPRESSION_BYTES = 50
+"""Bytes that compressing and decompressing a value reads and writes, all passes of its kernels, without a cache."""
+COMPRESSED_BYTES = 1 + 4 / 128
+"""Bytes of a compressed value: its code, and its share of a scale (see lean_finetune.step.activation_compression)."""
 SAVED_VALUES = 28
 """Values per token that a layer saves for backward, in multiples of its width. Traced: Llama-3.1-8B, LoRA, bf16."""
 
@@ -84,8 +90,9 @@ class Costs:
     def _states(self, setting: Setting) -> Mapping[str, int]:
         """Bytes by category at the end of a backward, on one GPU."""
         # The key leaves out what does not change states: a search needs few states of many settings.
-        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full")
-        key = replace(setting, model=model, loss_chunk=None, offload_activations="none", max_grad_norm=None)
+        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full", sequence_tiles=None)
+        key = replace(setting, model=model, loss_chunk=None, max_grad_norm=None)
+        key = replace(key, offload_activations="none", compress_activations="none")
         if key not in self._known:
             lines = state_lines(self._shapes_of(setting), setting, cuda=self.cuda)
             states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
@@ -144,7 +151,7 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
 
 
 def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
-    """Seconds of each part of a step: products, attention, weights (unpacking, reading), update, link, disk."""
+    """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors."""
     model, config, text = run.setting.model, run.config, run.config.get_text_config()
     fp32 = model.precision == "fp32"
     element_bytes = FP32_BYTES if fp32 else 2
@@ -163,7 +170,9 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2
     # Dequantization reads a weight, writes a value and reads it again.
     weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(model.method, 0)
-    offloaded = _offloaded_bytes(run)
+    saved, compressed = _saved_values(run), run.setting.compress_activations != "none"
+    saved_bytes = saved * (COMPRESSED_BYTES if compressed else (model.autocast_dtype or model.dtype).itemsize)
+    offloaded = 0.0 if run.setting.offload_activations == "none" else saved_bytes
     trained = trained_values(shapes, model)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
     link_bytes += tensor_parallel_bytes(run, element_bytes)
@@ -173,6 +182,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
         "attention": scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops,
         "weights": (element_bytes + weight_bytes) * parameters * passes * micro_batches / bandwidth,
         "update": update,
+        "compression": COMPRESSION_BYTES * saved / bandwidth if compressed else 0.0,
         "link": link_bytes / (speed.link_bytes_per_second * LINK_SHARE),
         "disk": _disk_seconds(run, shapes, offloaded, update),
     }
@@ -183,21 +193,19 @@ def _tokens(run: Workload) -> int:
 
 
 def _recomputed_share(model: ModelSpec) -> float:
-    """Share of a forward pass that gradient checkpointing computes again."""
+    """Share of a forward pass that gradient checkpointing and tiles compute again."""
+    tiles = 0.0 if model.sequence_tiles is None else MLP_SHARE
     if not model.grad_ckpt:
-        return 0
-    return SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every
+        return tiles
+    return tiles + (SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every)
 
 
-def _offloaded_bytes(run: Workload) -> int:
-    """Rough bytes that a step offloads: the inputs of recomputed layers and all activations of the others."""
+def _saved_values(run: Workload) -> float:
+    """Rough number of values that a step saves: the inputs of recomputed layers and all activations of the others."""
     text, model = run.config.get_text_config(), run.setting.model
-    if run.setting.offload_activations == "none":
-        return 0
     recomputed = 1 / model.recomputed_every if model.grad_ckpt else 0.0
     values = recomputed + (1 - recomputed) * SAVED_VALUES
-    element_bytes = (model.autocast_dtype or model.dtype).itemsize
-    return round(values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step * element_bytes)
+    return values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step
 
 
 def tensor_parallel_bytes(run: Workload, element_bytes: int) -> float:
@@ -212,7 +220,7 @@ def tensor_parallel_bytes(run: Workload, element_bytes: int) -> float:
     return 2 * (size - 1) / size * sums * text.hidden_size * element_bytes * _tokens(run)
 
 
-def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: int, update: float) -> float:
+def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: float) -> float:
     """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
     setting = run.setting
     activations = offloaded if setting.offload_activations == "disk" else 0

@@ -1,17 +1,18 @@
 """All memory switches.
 
-To add one: a parameter and its rules in `config/train_schema.py`, a `Switch` here, and the code that acts on it. The
-table in docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
+To add one: a parameter and its rules in `config/train_schema.py`, a `Switch` here (of activations and logits: in
+`activation_switches.py`), and the code that acts on it. The table in docs/memory-switches.md, switches.csv and the
+advice of estimate and `lean-finetune fit` read this list.
 """
 
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision, Sharding
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
 from lean_finetune.memory.advice.switch import (
     EFFECTS,
     OTHER_WEIGHTS,
@@ -23,7 +24,6 @@ from lean_finetune.memory.advice.switch import (
     replace_attribute,
 )
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 
 LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),
@@ -49,42 +49,6 @@ NODE_DIVISORS = (2, 4, 8)
 """Numbers of GPUs of a node that advice lets compute a product together."""
 EXCHANGE_TIME = 1.15
 """Assumed factor on the time of a step: tokens and heads are exchanged before and after attention of each layer."""
-LOSS_CHUNK_TOKENS = 512
-"""Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
-
-
-def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
-    """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
-    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full"}
-    if not setting.model.grad_ckpt and setting.model.method != "int8_lora":
-        yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
-    yield full
-    if support.cuda and setting.offload_activations == "none":
-        yield {**full, "train.offload_activations": "cpu"}
-
-
-def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
-    if not setting.model.grad_ckpt:
-        return [{"train.grad_ckpt": True}]
-    return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
-
-
-def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
-    """Liger's kernels where they are installed; a family that they do not support is refused when it is traced."""
-    if setting.model.fused_kernels != "none":
-        yield {"train.fused_kernels": "none"}
-    elif support.cuda and find_spec("liger_kernel") and setting.model.grad_ckpt_policy != "selective":
-        yield {"train.fused_kernels": "liger"}
-
-
-def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.loss_chunk is None else []
-
-
-def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    if setting.tensor_parallel > 1:  # It needs the chunked loss.
-        return []
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None}]
 
 
 def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
@@ -195,40 +159,7 @@ def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 SWITCHES = [
-    Switch(
-        name="activations",
-        parameters={
-            "train.grad_ckpt": "model.grad_ckpt",
-            "train.grad_ckpt_policy": "model.grad_ckpt_policy",
-            "train.offload_activations": "offload_activations",
-        },
-        lighter=_lighter_activations,
-        shown=_shown_activations,
-        effect=SAME,
-        ease=1,
-        saves=ACTIVATIONS,
-        changes_states=False,
-        other_memory="same",
-    ),
-    Switch(
-        name="fused_kernels",
-        parameters={"train.fused_kernels": "model.fused_kernels"},
-        lighter=lambda setting, support: (),  # No advice: no GPU has measured it.
-        shown=_shown_fused_kernels,
-        effect=ROUNDED,
-        ease=3,
-    ),
-    Switch(
-        name="loss_chunk",
-        parameters={"train.loss_chunk": "loss_chunk"},
-        lighter=_lighter_loss_chunk,
-        shown=_shown_loss_chunk,
-        effect=SAME,
-        ease=4,
-        saves=LOGITS,
-        changes_states=False,
-        other_memory="same",
-    ),
+    *ACTIVATION_SWITCHES,
     Switch(
         name="optimizer",
         parameters={"train.optimizer": "optimizer"},

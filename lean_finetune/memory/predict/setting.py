@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, OptimizerName, Precision
+from lean_finetune.config.field_types import (
+    CompressActivations,
+    OffloadActivations,
+    OffloadState,
+    OffloadTo,
+    OptimizerName,
+    Precision,
+)
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_spec import ModelSpec
@@ -25,6 +32,7 @@ class Setting:
     max_grad_norm: float | None
     master_weights: bool = False
     offload_activations: OffloadActivations = "none"
+    compress_activations: CompressActivations = "none"
     offload: OffloadState = "none"
     offload_to: OffloadTo = "cpu"
     """Decides memory of the host alone: a trace is the same."""
@@ -49,6 +57,7 @@ class Setting:
             max_grad_norm=train.max_grad_norm,
             master_weights=train.master_weights,
             offload_activations=train.offload_activations,
+            compress_activations=train.compress_activations,
             offload=train.offload,
             offload_to=train.offload_to,
             offload_buffer_bytes=params.run.offload_buffer_mib * MIB,

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -75,8 +76,14 @@ def _run_steps(
         optimizer_in_backward=setting.optimizer_in_backward,
     )
     scaler = LossScaler(finite=lambda norm: True) if model.scales_loss else None
-    store = CountingStore(trace, pinned=setting.offload_activations == "cpu")
-    offload = None if setting.offload_activations == "none" else ActivationOffload(store)
+    store = CountingStore(pinned=setting.offload_activations == "cpu")
+    offload = None
+    if (setting.offload_activations, setting.compress_activations) != ("none", "none"):
+        offload = ActivationOffload(
+            None if setting.offload_activations == "none" else store,
+            setting.compress_activations,
+            restoring=partial(trace.allocating_as, ACTIVATIONS),
+        )
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and model.autocast_dtype is not None
     parts = setting.context
@@ -138,11 +145,11 @@ class _Counted:
 class CountingStore:
     """A store for `lean_finetune.step.activation_offload` that has no values: it counts bytes and their peak."""
 
-    def __init__(self, trace: MemoryTrace, *, pinned: bool):
+    def __init__(self, *, pinned: bool):
         """`pinned`: blocks are powers of two, as in CUDA's CachingHostAllocator."""
         self.device = torch.device("cpu")
         self.peak_bytes = 0
-        self._bytes, self._trace, self._pinned = 0, trace, pinned
+        self._bytes, self._pinned = 0, pinned
 
     def put(self, values: torch.Tensor) -> _Counted:
         """Count `values` until the handle is freed."""
@@ -154,10 +161,8 @@ class CountingStore:
         return handle
 
     def get(self, handle: _Counted) -> torch.Tensor:
-        """A new activation on the traced device."""
-        values = torch.empty(handle.count, dtype=handle.dtype)
-        self._trace.register([values], ACTIVATIONS)
-        return values
+        """New memory on the traced device."""
+        return torch.empty(handle.count, dtype=handle.dtype)
 
     def _drop(self, size: int) -> None:
         self._bytes -= size

@@ -26,11 +26,16 @@ from lean_finetune.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, atte
 from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
 from lean_finetune.model.experts.packed_weights import unpacked_bytes
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
+from lean_finetune.step.activation_compression import chunk_bytes
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
 
 PACKED_GROUPED_MM = torch.ops.lean_finetune.packed_grouped_mm.default
+COMPRESSION: dict[Any, Workspace] = {
+    torch.ops.lean_finetune.compress.default: chunk_bytes,
+    torch.ops.lean_finetune.decompress.default: chunk_bytes,
+}
 
 CUDA_BLOCK_BYTES = 512
 """The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
@@ -89,6 +94,7 @@ def target_of(device: Device) -> Target:
         inside: dict[Any, Workspace] = {
             aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
             PACKED_GROUPED_MM: packed_grouped_bytes,
+            **COMPRESSION,
             **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
         }
         rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
@@ -191,6 +197,7 @@ def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
         aten.index_put_.default: index_put_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         PACKED_GROUPED_MM: packed_grouped_bytes,
+        **COMPRESSION,
     }
     if hasattr(bnb, "gemm_4bit"):
         workspaces[bnb.gemm_4bit.default] = gemm_4bit_bytes
