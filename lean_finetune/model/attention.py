@@ -89,7 +89,7 @@ def takes_flash(query: torch.Tensor, capability: tuple[int, int]) -> bool:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -121,6 +121,7 @@ def _attention(
         # In some versions the memory-efficient kernel cannot group heads and would fall back to computing all scores.
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        module = _LocalHeads(module, 1)  # With a mask transformers would repeat them again.
     if joined_rows is None:
         return _kernel(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
@@ -231,7 +232,7 @@ def key_copies(heads: int, key_heads: int, parts: int) -> int:
 
 
 class _LocalHeads:
-    """An attention module whose heads share keys and values in groups of another size."""
+    """An attention module whose query heads share keys and values in groups of another size."""
 
     def __init__(self, module: torch.nn.Module, groups: int):
         self._module, self.num_key_value_groups = module, groups

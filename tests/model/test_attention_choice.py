@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from lean_finetune.model.attention import EAGER_ATTENTION, FLASH_ATTENTION
+from lean_finetune.model.attention import ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION, attention_kernel
 from lean_finetune.model.attention_choice import choose_attention, materializes_scores, training_attention
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden
@@ -102,6 +103,19 @@ def test_scores_are_the_square_of_the_length_and_flash_is_not(monkeypatch):
         and materializes_scores(GEMMA, "auto")
     )
     assert training_attention(LLAMA, "flash_attention_2") == FLASH_ATTENTION
+
+
+def test_heads_are_repeated_once_for_the_kernel_that_cannot_group_them():
+    """A sliding window on a T4: transformers repeated the key/value heads again, and no kernel takes so many."""
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril().triu(-3)
+    attention = AttentionInterface()[ATTENTION]
+    expected, _ = attention(module, query, key, value, mask)
+    with attention_kernel(sdpa_attention_forward, (7, 5)):
+        found, _ = attention(module, query, key, value, mask)
+    torch.testing.assert_close(found, expected)
 
 
 def test_eager_scores_of_autocast_are_masked_in_their_own_type():
