@@ -100,7 +100,7 @@ def made_a_step(root: Path) -> bool:
     return any(json.loads(file.read_text())["step"] for file in files)
 
 
-LONG: dict[str, object] = {"train__epochs": 12}
+LONG: dict[str, object] = {"train__epochs": 8}
 """Enough steps to interrupt the run."""
 
 

@@ -1,0 +1,130 @@
+"""Checkpoints of two processes on two nodes whose disks are not shared; the processes are threads."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.processes import World
+from lean_finetune.train.checkpoint import node_disks
+from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
+
+WAIT_SECONDS = 20
+
+
+class Threads:
+    """Collectives between threads."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._barrier, self._local = threading.Barrier(size, timeout=WAIT_SECONDS), threading.local()
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._barrier.wait()
+        self._values[rank] = value
+        self._barrier.wait()
+        return list(self._values)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        tensor.copy_(self.exchange(self._local.rank, tensor.clone())[src])
+
+    def run(self, function: Callable[[ControlChannel], Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            self._local.rank = rank
+            return function(ThreadChannel(self, rank))
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return [done.result() for done in [pool.submit(one, rank) for rank in range(self.size)]]
+
+
+class ThreadChannel(ControlChannel):
+    """The channel of a thread."""
+
+    def __init__(self, threads: Threads, rank: int):
+        super().__init__(World(rank=rank, size=threads.size, local_rank=0, local_size=1))
+        self._threads = threads
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        return self._threads.exchange(self.rank, list(numbers))
+
+    def gather_after_work(self, *numbers: int) -> list[list[int]]:
+        return self.gather(*numbers)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    found = Threads(2)
+    monkeypatch.setattr(node_disks.dist, "broadcast", found.broadcast)
+    return found
+
+
+def written(directories: list[Path], step: int) -> Callable[[ControlChannel], bool]:
+    """Write a checkpoint whose first half of the rows is the first process's; whether the disk is shared."""
+
+    def write(channel: ControlChannel) -> bool:
+        store = CheckpointStore(directories[channel.rank], 2, print, channel)
+        rows = {"weights": (2 * channel.rank, (4, 3))}
+        pending = store.write(step, {"weights": torch.full((2, 3), float(channel.rank))}, {"step": step}, rows)
+        pending.finish_rank()
+        channel.gather(0)
+        if store.disk.is_led_here:
+            pending.publish()
+        return store.disk.is_shared
+
+    return write
+
+
+def read(directories: list[Path]) -> Callable[[ControlChannel], list[float]]:
+    def first_column(channel: ControlChannel) -> list[float]:
+        checkpoint = CheckpointStore(directories[channel.rank], 2, print, channel).newest()
+        assert checkpoint is not None
+        assert [checkpoint.values_of(rank)["step"] for rank in (0, 1)] == [1, 1]
+        column: list[float] = checkpoint.tensors()["weights"].read()[:, 0].tolist()
+        return column
+
+    return first_column
+
+
+def test_processes_find_out_whether_they_share_a_disk(tmp_path: Path, threads: Threads):
+    assert threads.run(written([tmp_path / "one", tmp_path / "one"], 1)) == [True, True]
+    assert threads.run(written([tmp_path / "a", tmp_path / "b"], 1)) == [False, False]
+    assert not list(tmp_path.glob("*/disk"))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["written-on-one-machine", "written-on-two"])
+def test_every_disk_gets_the_parts_that_it_lacks(tmp_path: Path, threads: Threads, shared: bool):
+    """Each process read the files of all, and found those of its own node alone."""
+    disks = [tmp_path / "a", tmp_path / "b"]
+    threads.run(written([disks[0]] * 2 if shared else disks, 1))
+    assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+    assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2, "now complete on both"
+
+
+def test_a_checkpoint_that_only_one_disk_has_finished_is_not_used(tmp_path: Path, threads: Threads):
+    """The second node's step is newer: it was killed after it, and the first node before."""
+    disks = [tmp_path / "a", tmp_path / "b"]
+    threads.run(written(disks, 1))
+    threads.run(written(disks, 2))
+    shutil.rmtree(disks[0] / "step-000000002")
+    assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+    assert [path.name for path in disks[1].glob("step-*")] == ["step-000000001"]
+
+
+def test_a_part_on_an_absent_machine_is_refused_and_nothing_is_removed(tmp_path: Path, threads: Threads):
+    """A half of a good checkpoint was taken for a damaged one, and deleted."""
+    disks = [tmp_path / "a", tmp_path / "b"]
+    threads.run(written(disks, 1))
+    values = disks[0] / "step-000000001/values.json"
+    values.write_text(json.dumps(json.loads(values.read_text()) | {"hosts": ["node-a", "node-b"]}))
+    with pytest.raises(UserError, match="lacks what process 1 wrote to the disk of node-b; start that machine"):
+        CheckpointStore(disks[0], 2, print).newest()
+    assert values.exists()
