@@ -100,8 +100,6 @@ def process_group(world: World, device: torch.device, timeout_seconds: float, *,
     timeout = timedelta(seconds=timeout_seconds)
     with default_signal_actions():
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        if attempt():  # Ends those of the one before that still run, on other nodes.
-            store.set(ended_key(attempt() - 1), "")
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             # The store of torchrun's agent has the addresses of processes that a restart has replaced.

@@ -154,6 +154,8 @@ def watch_other_nodes(world: World, seconds: float, end: EndProcess | None) -> I
     finished = threading.Event()
     silent = WaitTimedOut(f"run.rank_timeout_seconds: node 0 did not answer for {seconds:g} s", world, absent=[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if attempt():  # Ends those of the one before that still run, on other nodes.
+        store.set(ended_key(attempt() - 1), "")
 
     def poll() -> None:
         while not finished.wait(POLL_SECONDS):
