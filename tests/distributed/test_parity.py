@@ -178,6 +178,8 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
         ("zero3", {"method": "lora", "lora_init": "pissa"}, {}, EXACT),
         ("zero3", {"method": "qlora", "lora_init": "loftq"}, {}, EXACT),
         ("zero3", {"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective"}, {}, EXACT),
+        ("zero3", {"method": "full", "grad_ckpt": True, "sequence_tiles": 4}, {}, EXACT),
+        ("zero3", {"method": "qlora", "sequence_tiles": 3}, {}, EXACT),
         ("zero2", {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"}, {}, EXACT),
     ],
 )
