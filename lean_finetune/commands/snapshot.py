@@ -88,8 +88,7 @@ def snapshot(
         answer |= _replays_as_json(replays, card, on_card or impossible or "")
         click.echo(json.dumps(answer, indent=2, default=str))
         return
-    for line in snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card):
-        click.echo(line)
+    click.echo("\n".join(snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card)))
 
 
 def _replays_as_json(replays: "WhatIf | None", card: Device | None, on_card: "Outcome | str") -> dict[str, Any]:

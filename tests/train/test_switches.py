@@ -221,6 +221,7 @@ def plain(small_llama: Path) -> Callable[[str], Learnt]:
     ids=lambda row: f"{row.method}, {row.switch}",
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that.
 def test_switch_changes_losses_and_weights_within_its_bounds(
     small_llama: Path, plain: Callable[[str], Learnt], row: Row
 ):
