@@ -13,6 +13,7 @@ from benchmarks.gpu.cases import MODELS
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import model_spec, padded
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
@@ -28,6 +29,7 @@ TURNS = 2
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 GPUS = (2, 8, 64)
+STAGES = (2, 4)
 NODE_GPUS = 8
 MOST_SECONDS = 20
 QUICK_CASES = 2
@@ -40,6 +42,8 @@ class Case:
     method: Method
     mode: Sharding
     gpus: int
+    stages: int = 1
+    """Stages of a pipeline."""
     offload: OffloadState = "none"
     card: str = "A100-80GB"
     precision: Precision = "bf16"
@@ -52,13 +56,13 @@ class Case:
     @property
     def setting(self) -> Setting:
         """The setting that stage estimate would read from the parameters."""
-        spec = model_spec(self.method, self.precision)
-        alone = Setting(model=spec, optimizer="adamw", loss_chunk=512, max_grad_norm=1.0)
-        if self.mode == "none":
+        model = model_spec(self.method, self.precision)
+        alone = Setting(model=model, optimizer="adamw", loss_chunk=512, max_grad_norm=1.0)
+        if self.gpus == 1:
             return alone
-        sharing = Sharing(
-            spec=ShardSpec(mode=self.mode, group_gpus=self.group_gpus), gpus=self.gpus, accumulates_gradients=True
-        )
+        layout = ParallelLayout(data=self.gpus // self.stages, pipeline=self.stages)
+        spec = ShardSpec(mode=self.mode, group_gpus=self.group_gpus, layout=layout)
+        sharing = Sharing(spec=spec, gpus=self.gpus, accumulates_gradients=True)
         shared = replace(alone, sharing=sharing)
         return weights_on_host(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)
 
@@ -67,6 +71,8 @@ def cases() -> Iterator[Case]:
     """Every mode, method and number of GPUs; then the other rows of docs/many-gpus.md."""
     for method in METHODS:
         yield Case(method=method, mode="none", gpus=1)
+        for stages in STAGES:
+            yield Case(method=method, mode="none", gpus=stages, stages=stages, card="RTX-4090")
         for mode in MODES:
             for gpus in GPUS:
                 if mode != "hsdp" or gpus > GPUS[0]:  # A group of one GPU is ddp.
@@ -84,7 +90,7 @@ def predicted(case: Case) -> Row:
     device, _ = resolve_gpu(case.card)
     batch = padded(1, TOKENS, TOKENS // 2)
     start = time.process_time()
-    found = predict(MODEL, case.setting, ((batch,) * TURNS,), target_of(device))
+    found = predict(MODEL, case.setting, ((batch,) * (TURNS + case.stages - 1),), target_of(device))
     cpu_s = time.process_time() - start
     parts = found.peak.by_category
     return {
@@ -92,6 +98,7 @@ def predicted(case: Case) -> Row:
         "sharding": case.mode,
         "gpus": case.gpus,
         "group_gpus": case.group_gpus,
+        "stage_layers": [layers for layers, _ in found.stages] or None,
         "offload": case.offload,
         "card": case.card,
         "peak_bytes": found.peak.bytes,

@@ -191,6 +191,22 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "bucket.constant_shape=true; bucket.max_tokens=4097",
             "bucket.max_tokens: must be a multiple of train.context_parallel=2 .* got 4097; change it",
         ),
+        (
+            "hardware.num_gpus=4; train.pipeline_stages=2; train.sharding=zero3",
+            "train.pipeline_stages: works with one GPU for each stage.* got 2 with hardware.num_gpus=4",
+        ),
+        (
+            "hardware.num_gpus=2; train.pipeline_stages=2; train.sharding=zero3",
+            "train.sharding: the stages of a pipeline share no weights; got zero3 with train.pipeline_stages=2",
+        ),
+        (
+            "hardware.num_gpus=2; train.pipeline_stages=2; train.method=int8_lora",
+            "train.pipeline_stages: cannot send 8-bit weights.* got 2 with train.method=int8_lora",
+        ),
+        (
+            "hardware.num_gpus=2; train.pipeline_stages=2; train.method=lora; train.lora.init=pissa",
+            "train.pipeline_stages: works with adapters that start without.* got 2 with train.lora.init=pissa",
+        ),
         ("hardware.num_gpus=2; train.sharding=hsdp", "train.sharding: hsdp needs at least two .*num_gpus=2; use zero3"),
         ("hardware.num_gpus=3; train.sharding=hsdp", "train.sharding: hsdp needs at least two .*num_gpus=3; use zero3"),
         (

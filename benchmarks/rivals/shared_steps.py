@@ -43,6 +43,7 @@ OURS = {mode: ShardSpec(mode=mode) for mode in MODES} | {
     "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2)),
     "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=2)),
     "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=2)),
+    "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(2, 2)),
 }
 """Ways of two processes to share a run."""
 PLAIN, HF = "ddp_plain", "hf"
@@ -84,16 +85,18 @@ def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
     spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(parallel.owned, spec)
     rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
-    batch = collate([(np.array(row), np.array([[0, LENGTH]])) for row in rows], LENGTH, 0)
+    each = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
+    size = ROWS if sharing.pipeline_stages > 1 else len(each)
+    batches = [collate(each[start : start + size], LENGTH, 0) for start in range(0, len(each), size)]
     if (part := token_part(parallel.layout, world.rank)) is not None:
-        batch = part_of(batch, part)
+        batches = [part_of(batch, part) for batch in batches]
     chunk = None if parallel.layout.tensor == 1 else LOSS_CHUNK
 
     def step() -> torch.Tensor:
         return training_step(
             parallel.owned,
             optimizer,
-            iter([batch]),
+            iter(batches),
             supervised_tokens=ROWS * (LENGTH - 1) * world.size,
             model_spec=SPEC,
             spec=StepSpec(
@@ -104,7 +107,7 @@ def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
             phase=lambda name: nullcontext(),
             guard=lambda losses, norm: None,
             parallel=parallel,
-            micro_batches=1,
+            micro_batches=len(batches),
         ).loss
 
     return partial(timed, step)

@@ -80,14 +80,20 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     adapters = f", rank {train.lora.rank}" if model.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
     yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
-    if p.hardware.num_gpus > 1:
-        sizes = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
-        ways = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+    if prediction.stages:
+        sizes = (f"{layers} layers {readable_size(size)}" for layers, size in prediction.stages)
+        waits = (len(prediction.stages) - 1) / run.workload.micro_batches_per_step
+        waiting = f"each waits {waits / (1 + waits):.0%} of the time"
+        yield labelled("GPUs", f"stages of a pipeline: {', '.join(sizes)}; {waiting}")
+    elif p.hardware.num_gpus > 1:
+        dimensions = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
+        ways = "".join(f", {name} {size}" for name, size in dimensions.items() if size > 1)
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are those of one GPU")
     yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
     if (speed := run.tokens_per_second) is not None:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
-        per_gpu = " on each GPU, less where GPUs wait for each other" if p.hardware.num_gpus > 1 else ""
+        of_each = p.hardware.num_gpus > 1 and not prediction.stages
+        per_gpu = " on each GPU, less where GPUs wait for each other" if of_each else ""
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
     if p.train.offload_to == "disk" and (parts := run.step_seconds) is not None:
         by_time = sorted(parts.items(), key=lambda item: -item[1])
@@ -140,6 +146,7 @@ def fit_json(run: FitRun) -> dict[str, Any]:
             phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}
             for phase, peak in prediction.by_phase.items()
         },
+        "stages": [{"layers": layers, "peak_bytes": size} for layers, size in prediction.stages],
         "load_bytes": run.load_bytes(prediction),
         "outside_of_the_device": [
             {"what": what, "where": where, "bytes": size} for what, where, size in run.host_bytes(prediction)

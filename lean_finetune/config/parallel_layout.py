@@ -41,8 +41,10 @@ class ParallelLayout:
     @classmethod
     def from_params(cls, params: "Params") -> "ParallelLayout":
         """Read hardware.num_gpus and the size of each dimension that has a parameter; `data` is what remains."""
-        context, tensor = params.train.context_parallel, params.train.tensor_parallel
-        return cls(data=params.hardware.num_gpus // (context * tensor), context=context, tensor=tensor)
+        train = params.train
+        context, tensor, pipeline = train.context_parallel, train.tensor_parallel, train.pipeline_stages
+        data = params.hardware.num_gpus // (context * tensor * pipeline)
+        return cls(data=data, context=context, tensor=tensor, pipeline=pipeline)
 
     @property
     def size(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.rule import Rule, needs
@@ -43,6 +44,15 @@ def _excluded_by_tensor(excluded: Callable[["Params"], bool], reason: str, remed
         lambda p: p.train.tensor_parallel > 1 and excluded(p),
         f"{reason}; got {{train.tensor_parallel}}; {remedy}, or set train.tensor_parallel=1",
     )
+
+
+def _pipelined(params: "Params") -> bool:
+    return params.train.pipeline_stages > 1
+
+
+def _one_gpu_a_stage(params: "Params") -> ParallelLayout:
+    """The only layout that pipelines work with."""
+    return ParallelLayout(data=1, pipeline=params.train.pipeline_stages)
 
 
 SHARDING_RULES = [
@@ -122,6 +132,32 @@ SHARDING_RULES = [
         lambda p: p.bucket.constant_shape and p.bucket.max_tokens % p.train.context_parallel != 0,
         "must be a multiple of train.context_parallel={train.context_parallel} with bucket.constant_shape=true, so "
         "that each GPU has an equal part; got {bucket.max_tokens}; change it",
+    ),
+    Rule(
+        "train.pipeline_stages",
+        lambda p: _pipelined(p) and ParallelLayout.from_params(p) != _one_gpu_a_stage(p),
+        "works with one GPU for each stage, which has complete rows; got {train.pipeline_stages} with "
+        "hardware.num_gpus={hardware.num_gpus}, train.context_parallel={train.context_parallel}, "
+        "train.tensor_parallel={train.tensor_parallel}; set num_gpus to the stages and the others to 1, or "
+        "train.pipeline_stages=1 with train.sharding=zero3",
+    ),
+    Rule(
+        "train.sharding",
+        lambda p: _pipelined(p) and p.train.sharding != "none",
+        "the stages of a pipeline share no weights; got {train.sharding} with "
+        "train.pipeline_stages={train.pipeline_stages}; set it to none, or train.pipeline_stages=1",
+    ),
+    Rule(
+        "train.pipeline_stages",
+        lambda p: _pipelined(p) and p.train.method == "int8_lora",
+        "cannot send 8-bit weights, which bitsandbytes stores outside of parameters; got {train.pipeline_stages} with "
+        "train.method=int8_lora; use train.method=qlora, or train.sharding=ddp instead",
+    ),
+    Rule(
+        "train.pipeline_stages",
+        lambda p: _pipelined(p) and ADAPTER_STARTS[p.train.lora.init].changes_frozen_weights,
+        "works with adapters that start without a change of the frozen weights; got {train.pipeline_stages} with "
+        "train.lora.init={train.lora.init}; set train.lora.init=default, or use train.sharding=zero3 instead",
     ),
     Rule(
         "train.sharding",

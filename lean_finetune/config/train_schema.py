@@ -122,6 +122,8 @@ class Train(Section):
     """GPUs that divide every row's tokens among them."""
     tensor_parallel: PositiveInt
     """GPUs of a node that compute each matrix product together, each with a part of the weights."""
+    pipeline_stages: PositiveInt
+    """GPUs that each have some of the layers, and pass hidden states on to the next."""
     lr: PositiveFloat | Literal["auto"]
     """Peak learning rate; auto: by the method and the size of the model."""
     weight_decay: NonNegativeFloat

@@ -1,7 +1,17 @@
-"""Data parallelism with all weights in every process (train.sharding ddp and zero1)."""
+"""Data parallelism with all weights in every process (train.sharding ddp and zero1), and sums of its gradients.
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+Each gradient is summed over all processes as soon as the step's last backward has computed it. This needs less memory
+than PyTorch's DDP, which keeps its buckets for the whole run, next to the gradients of earlier micro-batches. Here a
+gradient exists once, and none exists during forward.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -9,9 +19,11 @@ from torch import nn
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.gradient_reduction import GradientReducer
 from lean_finetune.distributed.processes import World
-from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice, named_trained
+from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, ShardSlice, named_trained
+
+PACKED_BYTES = 2**20
+"""A layer's gradients up to this size share a bucket: at 50 GB/s, 1 MiB takes about as long as the launch."""
 
 
 class ReplicatedModel(DataParallelModel):
@@ -84,3 +96,99 @@ def assign_owners(sizes: list[int], count: int) -> list[int]:
         owner = min(range(count), key=lambda process: (load[process], process))
         owners[tensor], load[owner] = owner, load[owner] + sizes[tensor]
     return owners
+
+
+class GradientReducer:
+    """Starts all-reduces from backward hooks, in the same order in every process whatever the order of backward."""
+
+    def __init__(self, trained: NamedParameters, group: dist.ProcessGroup | None = None):
+        """Register hooks on `trained`, which is in the model's order; `group`: the processes, None = all."""
+        self._buckets = [_Bucket(parameters, group) for parameters in gradient_buckets(trained)]
+        self._unsent: deque[_Bucket] = deque()
+        self._works: list[dist.Work] = []
+        for bucket in self._buckets:
+            for _, parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """A context for the step's last backward; after it, gradients are sums over all processes.
+
+        Raises:
+            UserError: a trained parameter has no gradient.
+        """
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+        self._unsent.extend(self._buckets)
+        try:
+            yield
+            while self._unsent:  # Gradients that only earlier backwards reached.
+                self._works.append(self._unsent.popleft().send())
+            for work in self._works:
+                work.wait()
+        finally:
+            self._unsent.clear()
+            self._works.clear()
+
+    def _gradient_ready(self, bucket: "_Bucket", parameter: torch.Tensor) -> None:
+        """Backward has computed a gradient: send every bucket whose turn has come."""
+        bucket.missing -= 1
+        while self._unsent and not self._unsent[0].missing:
+            self._works.append(self._unsent.popleft().send())
+
+
+class _Bucket:
+    """Parameters of one type whose gradients are sent together."""
+
+    def __init__(self, parameters: NamedParameters, group: dist.ProcessGroup | None):
+        self.parameters = parameters
+        self.missing = 0
+        self._group = group
+
+    def send(self) -> dist.Work:
+        """Start the all-reduce: of a single gradient in place, of several in a tensor of which they become views.
+
+        Raises:
+            UserError: a gradient is missing.
+        """
+        for name, parameter in self.parameters:
+            if parameter.grad is None:
+                raise UserError(
+                    f"train.sharding: ddp and zero1 sum the gradients of all trained tensors; {name} got none in this "
+                    "step; set hardware.num_gpus=1, or adapt other modules (train.lora.targets)"
+                )
+        gradients = [cast(torch.Tensor, parameter.grad) for _, parameter in self.parameters]
+        # Flat views in memory order; autograd gives a gradient the strides of its parameter.
+        flat = [gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients]
+        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        if len(flat) > 1:
+            packed = sent.split([part.numel() for part in flat])
+            for (_, parameter), gradient, part in zip(self.parameters, gradients, packed, strict=True):
+                parameter.grad = part.as_strided(gradient.shape, gradient.stride())
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+
+def sum_gradients(trained: NamedParameters, group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group after backward; raises UserError if one is missing."""
+    for parameters in gradient_buckets(trained):
+        _Bucket(parameters, group).send().wait()
+
+
+def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
+    """Parameters grouped into buckets, about in the order of backward: the last layer first."""
+    for _, layer in groupby(reversed(trained), key=lambda named: layer_of(named[0])):
+        small: dict[torch.dtype, NamedParameters] = {}
+        for name, parameter in layer:
+            if parameter.nbytes > PACKED_BYTES:
+                yield [(name, parameter)]
+            else:
+                small.setdefault(parameter.dtype, []).append((name, parameter))
+        yield from small.values()
+
+
+def layer_of(name: str) -> str:
+    """The part of a parameter's name up to its layer's number; empty for parameters outside of layers."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""

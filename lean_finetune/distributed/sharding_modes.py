@@ -1,5 +1,6 @@
 """Load a model and share its weights among the GPUs of a run (train.sharding)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.context_parallel import HeadExchange
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, decoder_layers
+from lean_finetune.distributed.pipeline import PipelineModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
 from lean_finetune.distributed.tensor_model import TensorParallelModel
@@ -48,10 +50,12 @@ class ShardSpec:
     """Longest wait for another process of a group of some processes; None = PyTorch's default."""
     layout: ParallelLayout | None = None
     """None: all processes train different rows."""
+    stage_layers: tuple[int, ...] | None = None
+    """Number of layers of each stage of a pipeline; None = not decided yet, or no pipeline."""
 
     @classmethod
-    def from_params(cls, params: "Params") -> "ShardSpec":
-        """Read train.sharding, train.shard_group_gpus, train.offload and run.rank_timeout_seconds."""
+    def from_params(cls, params: "Params", stage_layers: Sequence[int] | None = None) -> "ShardSpec":
+        """Read how GPUs share a run; `stage_layers` is what stage estimate decided."""
         offload_weights = params.train.offload == "parameters"
         return cls(
             # One GPU fetches its layers from the host as zero3 does: it is a group of one.
@@ -60,11 +64,19 @@ class ShardSpec:
             offload_weights=offload_weights,
             timeout_seconds=params.run.rank_timeout_seconds,
             layout=ParallelLayout.from_params(params),
+            stage_layers=None if stage_layers is None else tuple(stage_layers),
         )
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Number of stages of a pipeline; 1 without one."""
+        return 1 if self.layout is None else self.layout.pipeline
 
     @property
     def division(self) -> str:
         """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
+        if self.pipeline_stages > 1:
+            return f"stages of {' + '.join(map(str, self.stage_layers or ()))} layers"
         parts = f", {self.layout.tensor} GPUs a product" if self.layout and self.layout.tensor > 1 else ""
         return (self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}") + parts
 
@@ -86,7 +98,8 @@ def load_parallel(
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
     may hold all of them.
     """
-    divided = sharing.mode in SPLIT_WEIGHTS or sharing.layout_of(world).tensor > 1
+    layout = sharing.layout_of(world)
+    divided = sharing.mode in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
     loaded_on = torch.device("cpu") if divided else device
     if world.is_first or spec.method in READ_BY_EVERY_PROCESS:
         model = load_model(directory, spec, loaded_on)
@@ -122,6 +135,13 @@ def _shared_model(
 ) -> DataParallelModel:
     """The model, or this process's part of it, with its weights shared as `spec.mode` says."""
     layout = spec.layout_of(world)
+    if layout.pipeline > 1:
+        if spec.stage_layers is None or len(spec.stage_layers) != world.size:
+            raise UserError(
+                "data/estimate/verdict.json: must say how train.pipeline_stages divides the layers; got "
+                f"{spec.stage_layers} for {world.size} stages; run `dvc repro estimate`"
+            )
+        return PipelineModel(model, world, device, layout, spec.stage_layers, spec.timeout)
     if spec.mode not in SPLIT_WEIGHTS:
         check_same_shapes(model, world, device)
         if shards is not None:

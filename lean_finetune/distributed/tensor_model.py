@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lean_finetune.distributed.gradient_reduction import sum_gradients
+from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.tensor_shards import TensorShards
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, Result, ShardSlice, WholeTensor
 

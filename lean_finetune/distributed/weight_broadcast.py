@@ -33,14 +33,30 @@ def check_same_shapes(model: nn.Module, world: World, device: torch.device) -> N
 
 def broadcast_weights(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module to a device and fill what is not yet sharded with the values of rank 0; returns the module."""
-    module.to(device)
-    for part in _unsharded(module):  # The scales of an uninitialized 4-bit layer belong to no parameter.
-        state = getattr(part, "quant_state", None)
-        if state is not None:
-            state.to(device)
+    _move(module, device)
     for tensor in _tensors(module):
         dist.broadcast(tensor, src=0)
     return module
+
+
+def send_weights(module: nn.Module, owner: int, world: World, device: torch.device) -> None:
+    """Send a module from the first process to its owner alone, which moves it to a device."""
+    if world.rank == owner:
+        _move(module, device)
+    for tensor in _tensors(module) if owner else ():
+        if world.is_first:
+            dist.send(tensor.to(device), owner)
+        elif world.rank == owner:
+            dist.recv(tensor, 0)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, with the scales of an uninitialized 4-bit layer, which belong to no parameter."""
+    module.to(device)
+    for part in _unsharded(module):
+        state = getattr(part, "quant_state", None)
+        if state is not None:
+            state.to(device)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

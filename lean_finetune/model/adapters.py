@@ -203,9 +203,8 @@ def save_adapter(
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json, equal bytes for equal weights.
 
-    This sorts target names, which peft keeps in a set of random order. Layers whose names peft takes for those of
-    experts are named by their weights, as `target_parameters`. An adapter whose start changed the frozen
-    weights (PiSSA) is rewritten for the original weights.
+    This sorts target names, which peft keeps in a set. Layers whose names peft takes for those of experts are named by
+    their weights, as `target_parameters`. An adapter whose start changed the frozen weights (PiSSA) is rewritten.
 
     Args:
         model: with the adapters.
@@ -217,11 +216,14 @@ def save_adapter(
     # "auto" would ask the hub whether the embedding was resized; ours never is.
     model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=tensors)
     (directory / "README.md").unlink(missing_ok=True)
+    file = directory / "adapter_model.safetensors"
+    if tensors is not None and len(load_file(file)) < len(tensors):  # peft left out a pipeline's other stages.
+        complete = {name.replace(f".{ADAPTER}.", "."): tensor.cpu() for name, tensor in tensors.items()}
+        save_file(complete, file, metadata={"format": "pt"})
     path = directory / "adapter_config.json"
     config = {key: _ordered(value) for key, value in _named_for_peft(model, read_json(path)).items()}
     if first := first_adapters(model):
         scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
-        file = directory / "adapter_model.safetensors"
         rewritten, config = on_original_weights(load_file(file), config, first, scale)
         save_file(rewritten, file, metadata={"format": "pt"})
     write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})

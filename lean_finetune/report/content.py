@@ -115,7 +115,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),
-        *([("waiting", waiting)] if parameters["hardware.num_gpus"] > 1 else []),
+        *([("waiting", waiting)] if parameters["hardware.num_gpus"] > parameters["train.pipeline_stages"] else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         *_experts(train),
         ("trained on", train["device"]),

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.model.attention import TokenExchange
+from lean_finetune.step.batches import Batch
 
 Result = TypeVar("Result")
 
@@ -61,6 +62,10 @@ class DataParallelModel:
         """Of processes that have a part of each row's tokens; None if rows are complete."""
         self.owned = model
         """A module whose trained parameters are those that this process updates."""
+        self.computes_loss = True
+        """Whether `run` of a loss returns one: of a pipeline's stages, only the last does."""
+        self.same_parameters = True
+        """Whether all processes have the same trained parameters, or shards of them."""
 
     @property
     def seed_rank(self) -> int:
@@ -70,6 +75,19 @@ class DataParallelModel:
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """Call `compute` with the model; sharded weights are gathered layer by layer while it runs."""
         return compute(self.model)
+
+    def run_micro_batches(
+        self,
+        batches: Iterable[Batch],
+        forward: Callable[[Batch], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Call `forward` with each micro-batch and `backward` with its loss, once for each in their order."""
+        for batch in batches:  # enumerate would keep a batch alive while the next one is made.
+            loss = forward(batch)
+            del batch
+            backward(loss)
+            del loss
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch's backward; gradients need not be summed before the `last` one."""
@@ -87,6 +105,11 @@ class DataParallelModel:
         """Which rows of each of `trained_parameters` this process has."""
         shapes = (tuple(parameter.shape) for _, parameter in self.trained_parameters())
         return [ShardSlice(first_row=0, full_shape=shape, saved_here=True) for shape in shapes]
+
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The complete shapes of the trained parameters of all processes, by name."""
+        names = (name for name, _ in self.trained_parameters())
+        return dict(zip(names, (rows.full_shape for rows in self.slices()), strict=True))
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """L2 norm of all gradients together; `gradients` are this process's share."""
@@ -117,6 +140,23 @@ class DataParallelModel:
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The trained parameters, each gathered when it is reached: keep one at a time, and iterate to the end."""
         return ((name, parameter.detach()) for name, parameter in self.trained_parameters())
+
+    def collect_weights(self) -> None:
+        """Give the first process all weights of a fully trained model, where `model` has only a part of them."""
+
+
+class Elsewhere(nn.Module):
+    """Stands for a part of the model that another process has: what it is called with passes through."""
+
+    def __init__(self, part: nn.Module):
+        """`part` is what it stands for."""
+        super().__init__()
+        # The model's code may read plain attributes, such as a layer's type of attention.
+        self.__dict__.update({name: value for name, value in vars(part).items() if isinstance(value, str | int)})
+
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Return the first argument."""
+        return hidden
 
 
 def named_trained(model: nn.Module) -> NamedParameters:

@@ -21,6 +21,7 @@ from lean_finetune.model.language_part import left_out
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
+from lean_finetune.step.data_parallel import Elsewhere
 from lean_finetune.step.head_loss import Head, summed_head_loss
 
 PROBE_TOKENS = 8
@@ -92,6 +93,8 @@ def summed_loss(
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
+    Of a pipeline's stage before the last one it is 0 while gradients are enabled, and has the gradients of that sum.
+
     Args (those that their types do not explain):
         chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist. With
             None the logits of all B × T positions exist at once.
@@ -106,6 +109,8 @@ def summed_loss(
         output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, batch.positions_BT, exchange, **more)
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
+    if isinstance(lm.get_output_embeddings(), Elsewhere):  # Before the last stage of a pipeline.
+        return hidden_BTD.sum().float()
     loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
     if router_aux_loss:
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor

@@ -77,13 +77,12 @@ def training_step(
         micro_batches: how many `batches` has, needed with `parallel` alone.
     """
     parallel = DataParallelModel(model) if parallel is None else parallel
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []  # One for each backward.
     norms: Norms = {}
-    number = 0
     loss_scale = 1.0 if scaler is None else scaler.scale
     forget_rows(parallel.model)
-    for batch in batches:  # enumerate would keep a batch alive while the next one is made.
-        number += 1
+
+    def forward(batch: Batch) -> torch.Tensor:
         compute = partial(
             summed_loss,
             batch=batch,
@@ -95,16 +94,18 @@ def training_step(
         )
         counting = counting_rows(idle=batch.idle)
         with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
-            loss = parallel.run(compute)
-        del batch, compute
+            return parallel.run(compute)
+
+    def backward(loss: torch.Tensor) -> None:
         losses.append(loss.detach() / loss_scale)
         if spec.optimizer_in_backward:
             guard(losses, torch.zeros_like(loss))
-        sync = parallel.gradient_sync(last=number == micro_batches)
+        sync = parallel.gradient_sync(last=len(losses) == micro_batches)
         updates = updates_in_backward(optimizer, norms, parallel) if spec.optimizer_in_backward else nullcontext()
         with phase("backward"), sync, updates:
             loss.backward()
-        del loss
+
+    parallel.run_micro_batches(batches, forward, backward)
     with phase("clip"):
         if spec.optimizer_in_backward:
             trained = [parameter for _, parameter in parallel.trained_parameters()]

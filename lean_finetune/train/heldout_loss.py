@@ -61,10 +61,10 @@ def heldout_loss(
     with model_spec.autocast(device.type):
         while group := list(islice(batches, parallel.layout.data)):
             batch = group[parallel.place.data] if parallel.place.data < len(group) else idle_batch(pad_id, part)
-            summed += parallel.run(
-                partial(summed_loss, batch=batch.to(device), chunk=chunk, exchange=parallel.exchange)
-            )
-            tokens += len(batch.supervised_index_N)
+            loss = parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk, exchange=parallel.exchange))
+            if parallel.computes_loss:
+                summed += loss
+                tokens += len(batch.supervised_index_N)
     parallel.model.train()
     total, count = parallel.sum_over_ranks(torch.stack([summed, torch.full_like(summed, tokens)])).tolist()
     return total / count

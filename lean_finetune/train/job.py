@@ -155,7 +155,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         device=device,
         progress=params.run.progress and world.is_first,
         world=world,
-        sharing=ShardSpec.from_params(params),
+        sharing=ShardSpec.from_params(params, read_json(paths.verdict).get("stage_layers")),
         part=token_part(layout, world.rank),
         settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads, "train.lr": lr},
         predicted_peak_bytes=predicted["peak_bytes_predicted"],

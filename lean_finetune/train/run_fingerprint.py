@@ -31,7 +31,7 @@ TRAINING = "lean_finetune.train.train_run"
 """The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
-SHARING = ("sharding", "shard_group_gpus", "context_parallel", "offload_to")
+SHARING = ("sharding", "shard_group_gpus", "context_parallel", "pipeline_stages", "offload_to")
 """Parameters of `train` that say where weights and state are."""
 MISSING = "missing"
 MOST_NAMES, MOST_DIGITS = 5, 12
@@ -61,6 +61,8 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
         "precision": precision_of(params, paths.verdict),
     }
     sharing = {f"train.{name}": values["train"][name] for name in SHARING if name in values["train"]}
+    if params.train.pipeline_stages > 1:
+        sharing["stage_layers"] = read_json(paths.verdict).get("stage_layers")
     return {
         "parameters": dotted(parameters),
         "data": {

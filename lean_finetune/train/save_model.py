@@ -92,7 +92,7 @@ def _send_shards(parallel: DataParallelModel) -> None:
     if isinstance(parallel.model, PeftModel):
         for _ in parallel.full_parameters():
             pass
-    else:
+    elif parallel.same_parameters:
         write_loaded(Path(os.devnull), _tensors_of(cast(PreTrainedModel, parallel.model), parallel))
 
 
@@ -115,6 +115,8 @@ def save_tuned(
         UserError: the disk refused.
     """
     model = parallel.model
+    if not isinstance(model, PeftModel):
+        parallel.collect_weights()
     if parallel.rank:
         _send_shards(parallel)
         return

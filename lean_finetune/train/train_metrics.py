@@ -1,5 +1,6 @@
 """Compute the figures of a training run from its curves and measured peaks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.growth import classify
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.step.run_optimizer import trained_parameters
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
@@ -38,7 +38,7 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
         "tokens_per_second": sum(row["tokens"] for row in timed) / seconds,
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
         "train_seconds": sum(row["seconds"] for row in curves),
-        "trained_parameters": sum(p.numel() for p in trained_parameters(result.model)),
+        "trained_parameters": sum(math.prod(shape) for shape in result.parallel.trained_shapes().values()),
         **_experts(result.model, last),
         **skipped,
         **splits,

@@ -38,6 +38,8 @@ class Case:
     """Processes that divide each row's tokens."""
     tensor: int = 1
     """Processes that compute each product together."""
+    stages: tuple[int, ...] | None = None
+    """Layers of each stage of a pipeline."""
     sizes: tuple[int, ...] = (8,)
     """Rows of each micro-batch of a step, eight together."""
     flat: bool = False
@@ -96,11 +98,14 @@ def learn(case: Case, world: World) -> Outcome:
     model_spec = spec_of(**case.model)
     offload_weights = case.optim.get("offload") == "parameters"
     layout = ParallelLayout(data=world.size // (case.context * case.tensor), context=case.context, tensor=case.tensor)
+    if case.stages:
+        layout = ParallelLayout(data=1, pipeline=len(case.stages))
     sharing = ShardSpec(
         mode=case.mode,  # type: ignore[arg-type]
         group_gpus=case.group_gpus,
         offload_weights=offload_weights,
         layout=layout,
+        stage_layers=case.stages,
     )
     parallel = load_parallel(Path(case.directory), model_spec, world, sharing, CPU)
     optimizer = build_optimizer(parallel.owned, OptimSpec(**{**PLAIN, **case.optim}))

@@ -72,7 +72,9 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
 
 
 def sharing_of(name: str, processes: int) -> ShardSpec:
-    """The mode; `hsdp` in groups of two; after `tp `, two processes compute each product together."""
+    """The mode; `hsdp` in groups of two; after `tp `, two processes compute each product; `pp`: stages of a layer."""
+    if name == "pp":
+        return ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(1, 1))
     mode, tensor = (name.removeprefix("tp "), 2) if name.startswith("tp ") else (name, 1)
     layout = ParallelLayout(data=processes // tensor, tensor=tensor)
     return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]

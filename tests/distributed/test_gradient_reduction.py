@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.gradient_reduction import PACKED_BYTES, GradientReducer
+from lean_finetune.distributed.replicated import PACKED_BYTES, GradientReducer
 from lean_finetune.step.data_parallel import named_trained
 
 LARGE = PACKED_BYTES // 4 + 1

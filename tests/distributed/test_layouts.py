@@ -77,6 +77,23 @@ def test_products_of_several_processes_learn_the_same(
     assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], rel=1e-5)
 
 
+STAGES = {"pair": (2, 3), "four": (1, 2, 1, 1)}
+"""Layers of each stage of a pipeline."""
+
+
+@pytest.mark.parametrize("batches", [*BATCHES, "one micro-batch"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("processes", STAGES)
+def test_a_pipeline_learns_what_one_process_learns(request, tmp_path, single: Single, processes, method, batches):
+    """Five micro-batches of different shapes, or fewer than stages; a head that is the embedding too, or is not."""
+    directory = save_small_llama(tmp_path, num_hidden_layers=5, tie_word_embeddings=batches == "padded")
+    given = dict(BATCHES.get(batches, {}))
+    model = {"method": method, **given.pop("model", {})}
+    case = Case(directory=str(directory), mode="none", stages=STAGES[processes], steps=8, model=model, **given)
+    results = check(request.getfixturevalue(processes), single, case, plain_of(case), EXACT)
+    assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "method"),
     [
@@ -90,6 +107,20 @@ def test_divided_layers_of_a_family_learn_the_same(tmp_path, pair: Group, single
     case = Case(directory=str(save_small(family, tmp_path)), mode="none", tensor=2, sizes=IDLE, chunk=16, steps=8)
     # Gemma 2's first loss and gradient are equal; rounding of partial sums grows to 3e-6 in eight steps.
     check(pair, single, replace(case, model=model), same_batches(replace(case, model=model)), (1e-5, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("Mistral, window", "full"), ("Gemma 2", "lora"), ("Gemma 3", "qlora"), ("GPT-NeoX", "full"), ("Qwen3", "lora")],
+)
+def test_a_pipeline_of_a_family_learns_the_same(tmp_path, pair: Group, single: Single, family, method):
+    """Embeddings scaled in each stage again, or masks of another kind of layer."""
+    save_small(family, tmp_path)
+    model = {"method": method, "grad_ckpt": True}
+    layers = read_json(tmp_path / "config.json")["num_hidden_layers"]
+    case = Case(directory=str(tmp_path), mode="none", stages=(1, layers - 1), sizes=IDLE, chunk=16, model=model)
+    case = replace(case, steps=8)
+    check(pair, single, case, same_batches(case), EXACT)
 
 
 @pytest.mark.parametrize(

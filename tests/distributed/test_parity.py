@@ -33,7 +33,7 @@ IDLE = (2, 1, 2, 2, 1)
 def plain_of(case: Case) -> Case:
     """The same learning in one process, without what saves memory."""
     model = {key: value for key, value in case.model.items() if "ckpt" not in key}
-    alone = replace(case, mode="none", group_gpus=None, context=1, tensor=1)
+    alone = replace(case, mode="none", group_gpus=None, context=1, tensor=1, stages=None)
     return replace(alone, sizes=(8,), flat=False, chunk=None, model=model)
 
 

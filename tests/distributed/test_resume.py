@@ -54,7 +54,12 @@ def check_exact(group: Group, model: Path, directory: Path, mode: str, **options
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "method", "optimizer"),
-    [("zero3", "full", "adamw_8bit"), ("ddp", "lora", "adamw"), ("zero1", "full", "adafactor")],
+    [
+        ("zero3", "full", "adamw_8bit"),
+        ("ddp", "lora", "adamw"),
+        ("zero1", "full", "adafactor"),
+        ("pp", "lora", "adamw_8bit"),
+    ],
 )
 def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path, pair: Group, mode, method, optimizer):
     """Weights, state, and what dropout draws in each process."""
@@ -96,10 +101,19 @@ def test_another_number_of_processes_resumes(small_llama: Path, tmp_path: Path, 
     check_reshard(small_llama, tmp_path, (pair, first), (pair, then))
 
 
-def check_reshard(model: Path, directory: Path, first: tuple[Group, str], then: tuple[Group, str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("pp", "none"), ("none", "pp"), ("pp", "zero3")])
+def test_a_pipeline_resumes_on_one_process_and_back(small_llama: Path, tmp_path: Path, pair: Group, first, then):
+    """Each stage writes and reads the weights and state of its own layers."""
+    check_reshard(small_llama, tmp_path, (pair, first), (pair, then), method="lora")
+
+
+def check_reshard(
+    model: Path, directory: Path, first: tuple[Group, str], then: tuple[Group, str], **options: Any
+) -> None:
     """Mode `none` runs in this process."""
-    alone = Runner(model, directory / "alone").part(first[0], "none")
-    parts = Runner(model, directory / "parts")
+    alone = Runner(model, directory / "alone", **options).part(first[0], "none")
+    parts = Runner(model, directory / "parts", **options)
     assert parts.part(*first, stop_after=2)["stopped_at"] == 2
     ended = parts.part(*then)
     assert ended["first_step"] == 2

@@ -103,6 +103,19 @@ def test_two_processes_write_a_full_model(copy: Path, sharding: str):
     assert all(torch.isfinite(parameter).all() for parameter in loaded.parameters())
 
 
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_a_pipeline_writes_what_one_process_writes(copy: Path, method: str):
+    """The other stage's layers missing in data/tuned, and its shapes and layers wrong in the figures of the run."""
+    alone = train_alone(copy, train__method=method, train__lr=1e-3)
+    planned(copy, 2, "none", train__pipeline_stages=2)
+    verdict = json.loads((copy / "data/estimate/verdict.json").read_text())
+    (copy / "data/estimate/verdict.json").write_text(json.dumps({**verdict, "stage_layers": [1, 3]}))
+    run_module("stages.train", cwd=copy, check=True)
+    assert_same_learning(copy, alone)
+    figures = [json.loads((root / "data/train/figures.json").read_text()) for root in (copy, alone)]
+    assert figures[0]["trained_parameters"] == figures[1]["trained_parameters"]
+
+
 def test_a_user_error_is_printed_once(copy: Path):
     """Every process raises it; a user needs one line."""
     planned(copy, 2, "zero3", train__lr=1e30)

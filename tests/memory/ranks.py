@@ -110,6 +110,21 @@ def batch_of(shape: BatchShape, part: TokenPart | None) -> Batch:
     return replace(own, joined_rows=rows, positions_BT=positions)
 
 
+IN_FLIGHT: TracedSteps = (
+    (shape(4, 96, 200), shape(2, 128, 100), shape(6, 64, 300), shape(3, 96, 100)),
+    (shape(6, 64, 300),),
+)
+"""Steps with more micro-batches than stages, and with fewer."""
+
+
+def pipeline_setting(stage_layers: tuple[int, ...] | None, stages: int = 2, **changes: Any) -> Setting:
+    """A setting of a pipeline."""
+    layout = ParallelLayout(data=1, pipeline=len(stage_layers or range(stages)))
+    spec = ShardSpec(mode="none", layout=layout, stage_layers=stage_layers)
+    sharing = Sharing(spec=spec, gpus=layout.size, accumulates_gradients=True)
+    return replace(setting_of(**changes), sharing=sharing)
+
+
 def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Load and train under the CPU's meter, as train does; peaks by phase."""
     sharing = setting.sharing
@@ -123,7 +138,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
             parallel = make_parallel(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
             optimizer = build_optimizer(parallel.owned, replace(setting.optim_spec, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
-            idle = sharing.accumulates_gradients and len(shapes) == 1
+            idle = sharing.accumulates_gradients and len(shapes) == 1 and sharing.spec.pipeline_stages == 1
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:
@@ -153,9 +168,17 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
 
 def do_peaks(world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Peaks by phase, of each the largest of all processes."""
+    by_rank = do_peaks_by_rank(world, directory, model, setting, steps)
+    return {name: max(found[name] for found in by_rank) for name in by_rank[0]}
+
+
+def do_peaks_by_rank(
+    world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps
+) -> list[dict[str, int]]:
+    """Peaks by phase of every process."""
     with without_launches(setting.model.fused_kernels, 1):  # Triton has no kernels for a CPU.
         found = count(world, model, setting, steps)
-    names = sorted(found)
-    peaks = torch.tensor([found[name] for name in names])
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-    return dict(zip(names, peaks.tolist(), strict=True))
+    peaks = torch.zeros(world.size, len(found), dtype=torch.int64)
+    peaks[world.rank] = torch.tensor([found[name] for name in sorted(found)])
+    dist.all_reduce(peaks)
+    return [dict(zip(sorted(found), row, strict=True)) for row in peaks.tolist()]

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.advice.switches import weights_on_host
+from lean_finetune.memory.predict.layer_structure import of_stage
 from lean_finetune.memory.predict.offloaded_states import closed_form
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
@@ -17,7 +18,7 @@ from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, llama
-from tests.memory.ranks import STEPS, do_peaks, shared_setting
+from tests.memory.ranks import IN_FLIGHT, STEPS, do_peaks, do_peaks_by_rank, pipeline_setting, shared_setting
 from tests.small_model import save_small_llama
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
@@ -81,6 +82,31 @@ def test_fused_kernels_are_predicted_as_processes_count_them(small_llama: Path, 
 def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mode, changes):
     """Scales of packed experts, which every process has, divided among them."""
     check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
+
+
+PIPELINE_CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"grad_ckpt": True, "loss_chunk": 64},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("method", "changes"), list(product(("full", "lora", "qlora"), PIPELINE_CHANGES)))
+def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Group, method, changes):
+    """Micro-batches in flight that are not counted, or a hidden state that is kept after it was sent."""
+    directory = save_small_llama(tmp_path, num_hidden_layers=5, tie_word_embeddings=False)
+    setting = pipeline_setting((2, 3), method=method, **PIPELINE_CHANGES[changes])
+    config = read_config(directory)
+    counted = pair.ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
+    for stage, found in enumerate(counted):
+        own = of_stage(setting, stage, (2, 3))
+        predicted = trace_steps(MemoryTrace, config, own, IN_FLIGHT, CPU_TARGET)[0].peaks()
+        for phase, peak in predicted.items():
+            allowed = max(TOLERATED_SHARE * found[phase], TOLERATED_BYTES)
+            assert abs(peak.bytes - found[phase]) <= allowed, (stage, phase, peak.bytes - found[phase], peak)
+    prediction = predict(config, setting, IN_FLIGHT, CPU_TARGET)
+    assert max(found["backward"] for found in counted) == pytest.approx(prediction.by_phase["backward"].bytes, rel=1e-3)
 
 
 @pytest.mark.slow

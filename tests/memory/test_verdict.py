@@ -8,7 +8,7 @@ from lean_finetune.memory.advice.verdict import Verdict, judge
 from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.memory_trace import Peak
-from tests.memory.common import card, joined, shape
+from tests.memory.common import card, joined, setting_of, shape
 
 
 def prediction_of(gib: float, rows=None, forward_gib: float = 1) -> Prediction:
@@ -17,7 +17,8 @@ def prediction_of(gib: float, rows=None, forward_gib: float = 1) -> Prediction:
     peak = Peak(bytes=size, by_category=parts)
     forward = Peak(bytes=int(forward_gib * GIB), by_category={"weights": int(forward_gib * GIB)})
     by_phase = {"forward": forward, "backward": peak}
-    return Prediction(by_phase=by_phase, steps_of_peak=((rows or shape(2, 128, 100),),), layers_traced="all")
+    steps = ((rows or shape(2, 128, 100),),)
+    return Prediction(setting=setting_of(), by_phase=by_phase, steps_of_peak=steps, layers_traced="all")
 
 
 def verdict(run: Prediction, gpu: Device, remedies: list[Remedy] | None = None, headroom: float = 8.0) -> Verdict:

@@ -155,7 +155,9 @@ WITHOUT_ROW = {
     "sharding": "of several GPUs: tests/distributed/test_parity.py",
     "offload_to": "bit-equal with every optimizer: tests/step/test_disk_state.py",
     "shard_group_gpus": "of several GPUs: tests/distributed/test_parity.py",
-    **dict.fromkeys(("context_parallel", "tensor_parallel"), "of several GPUs: tests/distributed/test_layouts.py"),
+    **dict.fromkeys(
+        ("context_parallel", "tensor_parallel", "pipeline_stages"), "of several GPUs: tests/distributed/test_layouts.py"
+    ),
     **dict.fromkeys(
         ("lr", "weight_decay", "schedule", "warmup_fraction", "epochs", "tokens_per_step"), "what is learnt"
     ),

@@ -216,17 +216,17 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         refuse_joined_rows(config, length)
     shape = full_batch(p.bucket.mode, length, max_tokens=p.bucket.max_tokens, fixed_rows=p.bucket.fixed_rows)
     tokens = shape.rows * shape.length
-    several = p.train.tokens_per_step > tokens * layout.data
+    micro_batches = max(1, math.ceil(p.train.tokens_per_step / tokens / layout.data))
     return Workload(
         config=config,
-        setting=Setting.from_params(p, precision, accumulates_gradients=several),
-        steps=largest_steps(shape, several=several),
+        setting=Setting.from_params(p, precision, accumulates_gradients=micro_batches > 1),
+        steps=largest_steps(shape, several=micro_batches > 1, in_flight=min(layout.pipeline, micro_batches)),
         mode=p.bucket.mode,
         max_tokens=p.bucket.max_tokens,
         fixed_rows=p.bucket.fixed_rows,
         longest=length,
         tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
-        micro_batches_per_step=max(1, math.ceil(p.train.tokens_per_step / tokens / layout.data)),
+        micro_batches_per_step=micro_batches,
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
     )

@@ -104,7 +104,7 @@ def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mappin
 def _peak(run: Workload, target: Target, length: int, *, rows: int) -> int:
     """The predicted peak with micro-batches of such rows."""
     shape = full_batch(run.mode, length, max_tokens=rows * length, fixed_rows=rows)
-    steps = largest_steps(shape, several=run.micro_batches_per_step > 1)
+    steps = largest_steps(shape, several=run.micro_batches_per_step > 1, in_flight=run.in_flight)
     return predict(run.config, run.setting, steps, target).peak.bytes
 
 

@@ -9,7 +9,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import LESS_DATA, SAME, SMALLER_STEPS, UNCLIPPED, Support, Switch, flag
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.advice.workload import Workload, full_batch
+from lean_finetune.memory.advice.workload import Workload, full_batch, in_stages
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape
@@ -135,9 +135,11 @@ class Space:
         values = {key: value for option in options for key, value in option.values.items()}
         resized = next((option.run for option in options if option.run is not self._run), self._run)
         setting = setting_with(self._run.setting, values)
-        # Fewer groups of GPUs train different rows.
-        micro_batches = resized.micro_batches_per_step * setting.context / self._run.setting.context
-        changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
+        if setting.pipeline_stages != self._run.setting.pipeline_stages:
+            changed = in_stages(resized, setting)
+        else:  # Fewer groups of GPUs train different rows.
+            micro_batches = resized.micro_batches_per_step * setting.context / self._run.setting.context
+            changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 
 

@@ -119,7 +119,7 @@ class Costs:
 
 
 def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:
-    """Lowest and highest tokens per second, with padding, of one GPU; None if its speed is not known.
+    """Lowest and highest tokens per second, with padding, of one GPU or pipeline; None if its speed is not known.
 
     Computed from the data sheet of the device, without the time that GPUs wait for each other.
     """
@@ -151,7 +151,10 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
 
 
 def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
-    """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors."""
+    """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors.
+
+    Of a pipeline, those of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
+    """
     model, config, text = run.setting.model, run.config, run.config.get_text_config()
     fp32 = model.precision == "fp32"
     element_bytes = FP32_BYTES if fp32 else 2
@@ -177,7 +180,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
     link_bytes += tensor_parallel_bytes(run, element_bytes)
     update = _update_seconds(run.setting, trained, element_bytes, bandwidth)
-    return {
+    seconds = {
         "products": FLOP_PER_PRODUCT * passes * parameters * tokens / flops,
         "attention": scores * (PASSES_FORWARD + PASSES_BACKWARD + recomputed) / flops,
         "weights": (element_bytes + weight_bytes) * parameters * passes * micro_batches / bandwidth,
@@ -186,10 +189,21 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
         "link": link_bytes / (speed.link_bytes_per_second * LINK_SHARE),
         "disk": _disk_seconds(run, shapes, offloaded, update),
     }
+    if (stages := run.setting.pipeline_stages) > 1:
+        sent = pipeline_bytes(run, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE)
+        seconds = {part: value / stages for part, value in seconds.items()} | {"sent": sent}
+        # Stages wait for the first and the last micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+        seconds["bubble"] = sum(seconds.values()) * (stages - 1) / micro_batches
+    return seconds
 
 
 def _tokens(run: Workload) -> int:
     return max(1, round(run.tokens_per_step))
+
+
+def pipeline_bytes(run: Workload, element_bytes: int) -> int:
+    """Bytes that a stage of a pipeline sends in a step: hidden states to the next, and their gradients back."""
+    return 2 * _tokens(run) * int(run.config.get_text_config().hidden_size) * element_bytes
 
 
 def _recomputed_share(model: ModelSpec) -> float:

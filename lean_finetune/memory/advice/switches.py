@@ -13,6 +13,7 @@ from lean_finetune.config.field_types import Method, Precision, Sharding
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
 from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
+from lean_finetune.memory.advice.stages_switch import STAGES, with_stages
 from lean_finetune.memory.advice.switch import (
     EFFECTS,
     OTHER_WEIGHTS,
@@ -191,6 +192,7 @@ SWITCHES = [
         other_memory="not less",
         time=_communication_time,
     ),
+    STAGES,
     Switch(
         name="tensor_parallel",
         parameters={"train.tensor_parallel": "sharing.spec.layout.tensor"},
@@ -280,7 +282,8 @@ def setting_with(setting: Setting, values: Values) -> Setting:
     """The setting with other values."""
     paths = _attributes()
     for key, value in values.items():
-        setting = replace_attribute(setting, paths[key], value)
+        staged = key in STAGES.parameters
+        setting = with_stages(setting, value) if staged else replace_attribute(setting, paths[key], value)
         if key in ("train.tensor_parallel", "train.context_parallel") and setting.sharing is not None:
             others = setting.context * setting.tensor_parallel
             setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // others)

@@ -11,8 +11,14 @@ from dataclasses import dataclass, replace
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
 from lean_finetune.core.units import readable_size
-from lean_finetune.distributed.gradient_reduction import layer_of
-from lean_finetune.memory.advice.step_cost import DURATION_RANGE, FP32_BYTES, step_seconds, tensor_parallel_bytes
+from lean_finetune.distributed.replicated import layer_of
+from lean_finetune.memory.advice.step_cost import (
+    DURATION_RANGE,
+    FP32_BYTES,
+    pipeline_bytes,
+    step_seconds,
+    tensor_parallel_bytes,
+)
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
@@ -86,6 +92,9 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     mode, spec, rings = sharing.spec.mode, run.setting.model, run.setting.tensor_parallel
     gpus = sharing.gpus // rings
     element_bytes = FP32_BYTES if spec.precision == "fp32" else 2
+    if run.setting.pipeline_stages > 1:
+        sent = pipeline_bytes(run, element_bytes)
+        return Traffic(gpus=gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0)
     parts = {
         "rings": rings,
         "in_products_bytes": round(tensor_parallel_bytes(run, element_bytes)),

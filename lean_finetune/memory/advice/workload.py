@@ -1,5 +1,6 @@
 """A run as advice varies it: its setting, its largest micro-batches and the size of its steps."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,8 +34,14 @@ class Workload:
     micro_batches_per_step: float
     unpadded_tokens_per_step: int
     """train.tokens_per_step: of all GPUs."""
+
     disk_bytes_per_second: float = 2e9
     """hardware.disk_gb_per_second."""
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches between forward and backward at the same time."""
+        return min(self.setting.pipeline_stages, math.ceil(self.micro_batches_per_step))
 
 
 def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:
@@ -47,7 +54,24 @@ def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> B
     return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), joined_lengths=None)
 
 
-def largest_steps(shape: BatchShape, *, several: bool) -> TracedSteps:
-    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one."""
+def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
+    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one.
+
+    `in_flight` of them can be between forward and backward at the same time, in a pipeline.
+    """
     first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
-    return ((first, shape),) if several else ((shape,),)
+    largest = (shape,) * in_flight
+    return ((first, *largest),) if several else (largest,)
+
+
+def in_stages(run: Workload, setting: Setting) -> Workload:
+    """The run with another setting, in which its GPUs divide layers and no longer rows."""
+    stages = setting.pipeline_stages
+    changed = replace(
+        run,
+        setting=setting,
+        tokens_per_step=run.tokens_per_step * stages,
+        micro_batches_per_step=run.micro_batches_per_step * stages,
+    )
+    largest = max((shape for step in run.steps for shape in step), key=lambda shape: shape.rows * shape.length)
+    return replace(changed, steps=largest_steps(largest, several=True, in_flight=changed.in_flight))

@@ -1,7 +1,7 @@
 """Stage estimate: predict the planned run, judge whether it fits, search for advice, and write the results."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         native_bf16=device.native_bf16,
         progress=p.run.progress,
     )
-    run, by_phase = _workload(p, planned, prediction), _phases(p, planned, prediction)
+    run, planned = _workload(p, planned, prediction), replace(planned, setting=prediction.setting)
+    by_phase = _phases(p, planned, prediction)
     duration = duration_text(run, device, len(planned.plan.steps), p.hardware.num_gpus)
     if duration is not None:
         click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
@@ -87,7 +88,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
     states = list(closed_form(planned.config, planned.setting, target_of(device)))
     documents = {
-        "verdict.json": found.verdict.as_json(precision),
+        "verdict.json": {**found.verdict.as_json(precision), **_stage_layers(prediction)},
         "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
         "breakdown.json": {phase: peak.by_category for phase, peak in {**by_phase, "peak": prediction.peak}.items()},
         "explanation.json": {**explanation.as_json(), "states": states},
@@ -208,6 +209,11 @@ def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Predic
     return {"reason": None, **asdict(found)}
 
 
+def _stage_layers(prediction: Prediction) -> dict[str, list[int]]:
+    """The part of verdict.json by which train divides the layers; empty without a pipeline."""
+    return {"stage_layers": [layers for layers, _ in prediction.stages]} if prediction.stages else {}
+
+
 def _figures(
     planned: PlannedRun, prediction: Prediction, by_phase: Mapping[str, Peak], documents: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -221,6 +227,7 @@ def _figures(
         "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
         "worst_phase": prediction.worst_phase,
         "layers_traced": prediction.layers_traced,
+        **({"peak_bytes_by_stage": [peak for _, peak in prediction.stages]} if prediction.stages else {}),
         "gpu": planned.device.name,
         "gpu_reason": planned.reasons["gpu"],
         "capacity_gib": round(planned.device.memory_bytes / GIB, 2),

@@ -26,7 +26,7 @@ from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import longest_row, traced_steps
+from lean_finetune.memory.predict.traced_shapes import longest_row, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.allocator_settings import segments_from_environment
@@ -92,7 +92,11 @@ class PlannedRun:
         """Predict and explain the peak of the worst micro-batches."""
         tiled = self.device.kind == "cuda"
         chunked = bool(other_layers(self.config))
-        steps = traced_steps(self.plan, self.lengths, tiled=tiled, windowed=self.windowed, chunked=chunked)
+        kinds = {"tiled": tiled, "windowed": self.windowed, "chunked": chunked}
+        if (stages := self.setting.pipeline_stages) > 1:
+            steps = steps_in_flight(self.plan, self.lengths, stages, **kinds)
+        else:
+            steps = traced_steps(self.plan, self.lengths, **kinds)
         return predict_explained(self.config, self.setting, steps, target_of(self.device))
 
     def replay(self, prediction: Prediction) -> tuple[PlanMemory | None, str | None]:

@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.autograd import _get_sequence_nr
 
-from lean_finetune.memory.predict.layer_structure import Repetition, decoder_layers
+from lean_finetune.memory.predict.layer_structure import Repetition
 from lean_finetune.memory.trace.allocation_origins import NO_SEQUENCE
 from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
 from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.data_parallel import Elsewhere
 from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.pipeline_parts import decoder_layers
 
 BEFORE, AFTER = -1, -2
 """Layer numbers of operations outside of any layer: before the first layer of the phase, and after."""
@@ -70,13 +72,14 @@ class WindowTrace(MemoryTrace):
         self._fullest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._raw_bytes: list[int] = []
         self._inside = False
+        self._windows: dict[tuple[int, int], Window] | None = None
 
     def begin_steps(self, model: nn.Module) -> None:
         """Track which of the model's layers runs."""
         super().begin_steps(model)
         layers = decoder_layers(causal_lm(model))
         assert layers is not None  # Checked by find_repetition.
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(layer for layer in layers if not isinstance(layer, Elsewhere)):
             self._track(number, layer)
 
     def _track(self, number: int, layer: nn.Module) -> None:
@@ -147,7 +150,12 @@ class WindowTrace(MemoryTrace):
         return (self._categories[storage_id],)
 
     def windows(self) -> dict[tuple[int, int], Window]:
-        """Windows by (index of the phase, layer), in the order of the run."""
+        """Windows by (index of the phase, layer), in the order of the run, once it has ended."""
+        if self._windows is None:
+            self._windows = self._find_windows()
+        return self._windows
+
+    def _find_windows(self) -> dict[tuple[int, int], Window]:
         contents: dict[tuple[int, int], Contents] = {}
         live: Contents = Counter()
         done = 0

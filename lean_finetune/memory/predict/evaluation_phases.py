@@ -84,7 +84,7 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
 def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
     repetition, _ = find_repetition(config, setting.model)
-    if repetition is not None:
+    if repetition is not None and setting.pipeline_stages == 1:
         try:
             shallow = (with_layers(config, depth) for depth in repetition.depths)
             traces = [_traced(WindowTrace, each, setting, target, use) for each in shallow]

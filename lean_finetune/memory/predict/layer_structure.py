@@ -2,20 +2,27 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.step.pipeline_parts import decoder_layers
 
 Signature = tuple[Any, ...]
 """Structure of a layer: its modules, their parameters' shapes, and their plain attributes."""
 
 DEPTHS = 3
 """Number of traced models: the fewest that can contradict a straight line."""
+
+PeakOf = Callable[[int, int], int]
+"""Predicted bytes of a stage of a pipeline with a number of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +90,6 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     return shallow
 
 
-def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
-    """A model's list of layers; None unless exactly one list has as many entries as the model has layers."""
-    count = lm.config.get_text_config().num_hidden_layers
-    lists = [m for m in lm.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return lists[0] if len(lists) == 1 else None
-
-
 def _signatures(config: PretrainedConfig) -> list[Signature] | None:
     """Signature of each layer, or None if the model has no list of layers."""
     layers = decoder_layers(meta_model(config))
@@ -113,3 +113,63 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{path}.{name}"] = value
     return found
+
+
+def is_pipeline(setting: Setting) -> bool:
+    """Whether a setting is that of a whole pipeline, and not of one stage."""
+    sharing = setting.sharing
+    return sharing is not None and sharing.spec.pipeline_stages > 1 and sharing.stage is None
+
+
+def stages_of(setting: Setting) -> list[Setting]:
+    """The setting of each stage of a pipeline whose layers are divided; without one, the setting itself."""
+    counts = None if setting.sharing is None else setting.sharing.spec.stage_layers
+    return [setting] if counts is None else [of_stage(setting, stage, counts) for stage in range(len(counts))]
+
+
+def of_stage(setting: Setting, stage: int, stage_layers: tuple[int, ...]) -> Setting:
+    """The setting of one stage of a pipeline."""
+    assert setting.sharing is not None
+    spec = replace(setting.sharing.spec, stage_layers=stage_layers)
+    return replace(setting, sharing=replace(setting.sharing, stage=stage, spec=spec))
+
+
+def stage_in_shallow_model(
+    config: PretrainedConfig, setting: Setting, stage: int, layers: int, period: int
+) -> tuple[PretrainedConfig, Setting]:
+    """The model and setting for a trace of a stage with a number of layers: other stages have as few as they can.
+
+    A stage begins where layers begin to repeat, so before it is a period of them.
+    """
+    assert setting.sharing is not None
+    counts = [0] * setting.sharing.spec.pipeline_stages
+    counts[stage] = layers
+    if stage > 0:
+        counts[stage - 1] = period
+    if stage < len(counts) - 1:
+        counts[stage + 1] = 1
+    return with_layers(config, sum(counts)), of_stage(setting, stage, tuple(counts))
+
+
+def divide_layers(layers: int, stages: int, period: int, peak_of: PeakOf) -> tuple[int, ...]:
+    """Number of layers of each stage, with the lowest peak of the fullest stage.
+
+    Stages begin where layers begin to repeat. A peak grows with the layers, so it is the best to give each next period
+    to the stage that then has the lowest peak.
+
+    Raises:
+        UserError: there are too few layers.
+    """
+    blocks = -(-layers // period)
+    if blocks < stages:
+        raise UserError(
+            f"train.pipeline_stages: every stage needs a layer (and here layers repeat every {period}); got {stages} "
+            f"for {layers} layers; lower it"
+        )
+    short = blocks * period - layers  # The last period may be incomplete.
+    counts = [period] * stages
+    counts[-1] -= short
+    for _ in range(blocks - stages):
+        stage = min(range(stages), key=lambda number: (peak_of(number, counts[number] + period), number))
+        counts[stage] += period
+    return tuple(counts)

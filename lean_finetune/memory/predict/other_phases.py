@@ -21,6 +21,7 @@ from lean_finetune.memory.predict.evaluation_phases import (
     peak_of_answers,
     peak_of_loss,
 )
+from lean_finetune.memory.predict.layer_structure import stages_of
 from lean_finetune.memory.predict.load_phase import load_peak
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
@@ -161,7 +162,7 @@ def _heldout(
     def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return summed_loss(model, batch, chunk, exchange=exchange)
 
-    loss = peak_of_loss(config, setting, shape, target, loss_of)
+    loss = highest(peak_of_loss(config, each, shape, target, loss_of) for each in stages_of(setting))
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 

@@ -3,8 +3,8 @@
 A model whose layers repeat is traced at three small depths and extrapolated; any other model is traced whole.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
@@ -17,7 +17,15 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     deep_windows,
     offloaded_bytes,
 )
-from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.layer_structure import (
+    Repetition,
+    divide_layers,
+    find_repetition,
+    is_pipeline,
+    of_stage,
+    stage_in_shallow_model,
+    with_layers,
+)
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
 from lean_finetune.memory.predict.traced_step import trace_steps
@@ -35,6 +43,10 @@ class Prediction:
     """The shortest steps with the same peak: the first micro-batch, and the one that set the peak in its position."""
     layers_traced: str
     """Which layers were traced, and why."""
+    setting: Setting
+    """That of the process with this peak: of a pipeline, the fullest stage's."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """Layers and peak bytes of each stage of a pipeline."""
     offloaded_bytes: int = 0
     """Peak of activations offloaded to pinned host memory or to a file."""
 
@@ -66,6 +78,8 @@ def predict_from(
     kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[Prediction, Extrapolation | None]:
     """`predict`, with shallow models traced by `kind`; and their extrapolation, None if all layers were traced."""
+    if is_pipeline(setting):
+        return _of_pipeline(kind, config, setting, steps, target)
     repetition, reason = find_repetition(config, setting.model, setting.all_layers_reason)
     if repetition is not None:
         try:
@@ -76,6 +90,7 @@ def predict_from(
             reason = f"all {repetition.layers} layers: {error}"
     trace, position = trace_steps(MemoryTrace, config, setting, steps, target)
     prediction = Prediction(
+        setting=setting,
         by_phase=trace.peaks(),
         steps_of_peak=only(steps, *position),
         layers_traced=reason,
@@ -94,15 +109,108 @@ def _extrapolated(
     reason: str,
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
-    setting = setting.for_fewer_layers(config)
-    traces = [trace_steps(kind, with_layers(config, depth), setting, steps, target)[0] for depth in repetition.depths]
+    shallow = setting.for_fewer_layers(config)
+    traces = [trace_steps(kind, with_layers(config, depth), shallow, steps, target)[0] for depth in repetition.depths]
+    return _from_shallow(traces, setting, steps, target, repetition, reason)
+
+
+def _from_shallow(
+    traces: Sequence[WindowTrace],
+    setting: Setting,
+    steps: TracedSteps,
+    target: Target,
+    repetition: Repetition,
+    reason: str,
+) -> tuple[Prediction, Extrapolation]:
+    """The prediction from traces at `repetition.depths`."""
     windows = deep_windows(traces, repetition, target.granularity_bytes)
     by_phase, micro_batch = deep_peaks(windows, target.granularity_bytes)
     positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
     prediction = Prediction(
+        setting=setting,
         by_phase=by_phase,
         steps_of_peak=only(steps, *positions[micro_batch]),
         layers_traced=reason,
         offloaded_bytes=offloaded_bytes(traces, repetition),
     )
     return prediction, (windows, repetition)
+
+
+def _of_pipeline(
+    kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+) -> tuple[Prediction, Extrapolation | None]:
+    """The prediction of the fullest stage; layers are divided here unless they are already."""
+    assert setting.sharing is not None
+    spec, layers = setting.sharing.spec, config.get_text_config().num_hidden_layers
+    traces = _StageTraces(kind, config, setting, steps, target)
+    counts = spec.stage_layers or divide_layers(layers, spec.pipeline_stages, traces.period, traces.peak_bytes)
+    found = [traces.predict(stage, counts) for stage in range(len(counts))]
+    stages = tuple((count, prediction.peak.bytes) for count, (prediction, _) in zip(counts, found, strict=True))
+    fullest, deep = max(found, key=lambda pair: pair[0].peak.bytes)
+    return replace(fullest, stages=stages), deep
+
+
+class _StageTraces:
+    """Traces of the stages of a pipeline."""
+
+    def __init__(
+        self, kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+    ):
+        self._kind, self._config, self._setting, self._steps, self._target = kind, config, setting, steps, target
+        self._repetition, self._reason = find_repetition(config, setting.model)
+        self._traces: dict[tuple[int, int], WindowTrace] = {}
+        self.period = 1 if self._repetition is None else self._repetition.period
+
+    def peak_bytes(self, stage: int, count: int) -> int:
+        """Peak of a stage with a number of layers, to divide them: layers that do not repeat count as the first do."""
+        own = of_stage(self._setting, stage, ())
+        if self._repetition is not None:
+            deep = self._extrapolated(own, stage, replace(self._repetition, layers=count))
+            return deep[0].peak.bytes if deep else self._traced_bytes(stage, count)
+        assert own.sharing is not None
+        known = self._config.get_text_config().num_hidden_layers // own.sharing.spec.pipeline_stages
+        if count <= known:
+            return self._traced_bytes(stage, count)
+        layer_bytes = self._traced_bytes(stage, known) - self._traced_bytes(stage, max(1, known - 1))
+        return self._traced_bytes(stage, known) + (count - known) * layer_bytes
+
+    def predict(self, stage: int, counts: tuple[int, ...]) -> tuple[Prediction, Extrapolation | None]:
+        """The prediction of a stage."""
+        own = of_stage(self._setting, stage, counts)
+        # Where a stage begins within a period, its first layers are not those of the model.
+        repetition = self._repetition if sum(counts[:stage]) % self.period == 0 else None
+        deep = repetition and self._extrapolated(own, stage, replace(repetition, layers=counts[stage]))
+        if deep:
+            return deep
+        trace = trace_steps(MemoryTrace, self._config, own, self._steps, self._target)[0]
+        prediction = Prediction(
+            setting=own,
+            by_phase=trace.peaks(),
+            steps_of_peak=self._steps,
+            layers_traced=f"all {counts[stage]} of the stage",
+            offloaded_bytes=trace.offloaded_peak_bytes,
+        )
+        return prediction, None
+
+    def _extrapolated(
+        self, setting: Setting, stage: int, repetition: Repetition
+    ) -> tuple[Prediction, Extrapolation] | None:
+        """The prediction from shallow traces; None if it has few layers, or memory is not linear in them."""
+        if repetition.layers <= repetition.depths[-1]:
+            return None
+        traces = [self._trace(stage, depth) for depth in repetition.depths]
+        try:
+            found, deep = _from_shallow(traces, setting, self._steps, self._target, repetition, self._reason)
+        except NotRepeated:
+            return None
+        return replace(found, steps_of_peak=self._steps), deep  # Which micro-batches are in flight matters.
+
+    def _traced_bytes(self, stage: int, count: int) -> int:
+        return max(peak.bytes for peak in self._trace(stage, count).peaks().values())
+
+    def _trace(self, stage: int, count: int) -> WindowTrace:
+        """A trace of a stage with the first layers of the model."""
+        if (stage, count) not in self._traces:
+            model = stage_in_shallow_model(self._config, self._setting, stage, count, self.period)
+            self._traces[stage, count] = trace_steps(self._kind, *model, self._steps, self._target)[0]
+        return self._traces[stage, count]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.units import MIB
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device, Figure
@@ -72,12 +71,12 @@ def on_host(
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
     figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), why)
-    if setting.sharing is not None and (setting.sharing.spec.mode in SPLIT_WEIGHTS or setting.tensor_parallel > 1):
+    if setting.sharing is not None and (setting.sharing.holders > 1 or setting.tensor_parallel > 1):
         # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
         if spec.adapted:
             model_bytes += trained_values(shapes, spec) * spec.adapter_dtype.itemsize
-        figures["model"] = _derived(model_bytes, "all weights, until each layer is sharded")
+        figures["model"] = _derived(model_bytes, "all weights, until each layer is sent to its GPUs")
     batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
     figures["batches"] = _derived(batches, "one in use, and one thread's ahead; page-locked")
     return figures

@@ -76,6 +76,11 @@ class Setting:
         return 1 if self.sharing is None else self.sharing.layout.context
 
     @property
+    def pipeline_stages(self) -> int:
+        """Number of stages of a pipeline; 1 without one."""
+        return 1 if self.sharing is None else self.sharing.layout.pipeline
+
+    @property
     def all_layers_reason(self) -> str | None:
         """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
         frees = self.master_weights or self.offload != "none"

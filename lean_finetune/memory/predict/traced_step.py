@@ -86,8 +86,8 @@ def _run_steps(
         )
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and model.autocast_dtype is not None
-    parts = setting.context
-    accumulates_gradients = setting.sharing is not None and setting.sharing.accumulates_gradients
+    parts, sharing = setting.context, setting.sharing
+    accumulates_gradients = sharing is not None and sharing.accumulates_gradients and sharing.stage is None
 
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position

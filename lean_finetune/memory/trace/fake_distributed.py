@@ -1,4 +1,4 @@
-"""Simulate one process of a run on several GPUs: DDP, ZeRO-1 or FSDP2 on fake tensors, in a fake process group.
+"""Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
 
 PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private PyTorch
 functions.
@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.distributed import fsdp, replicated, sharding_modes
+from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
@@ -51,6 +51,8 @@ class Sharing:
     gpus: int
     accumulates_gradients: bool
     """Whether a GPU accumulates gradients over several micro-batches."""
+    stage: int | None = None
+    """The stage of a pipeline that is traced; None for all."""
     owned: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
     """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
 
@@ -65,7 +67,9 @@ class Sharing:
         return found if found.gpus > 1 or found.spec.offload_weights else None
 
     def holders_of(self, category: str) -> int:
-        """Number of GPUs that divide a category of state after backward."""
+        """Number of GPUs that divide a category of state after backward; of a pipeline, not equally."""
+        if self.spec.pipeline_stages > 1:
+            return self.gpus
         if self.spec.mode == "zero1":
             return self.gpus if category == OPTIMIZER else 1
         return self.holders if category in SHARDED else 1
@@ -78,6 +82,8 @@ class Sharing:
     @property
     def holders(self) -> int:
         """Number of GPUs that together hold one copy of the weights."""
+        if self.spec.pipeline_stages > 1:
+            return self.gpus
         sharing = self.spec.layout.sharing if self.spec.layout else self.gpus
         return self.spec.group_gpus or sharing if self.spec.mode in SPLIT_WEIGHTS else 1
 
@@ -135,7 +141,7 @@ def shared(
 
 def _fullest(model: nn.Module, sharing: Sharing) -> World:
     """The rank with the highest memory use: 0 gets the larger part of uneven shards; in zero1, the largest owner."""
-    rank = 0
+    rank = sharing.stage or 0
     if sharing.spec.mode == "zero1" and sharing.owned is None:
         rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], sharing.gpus)
     return World(rank=rank, size=sharing.gpus, local_rank=rank, local_size=sharing.gpus)
@@ -184,9 +190,10 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     def put(target: Any, name: str, value: Any) -> None:
         stack.enter_context(patch.object(target, name, value))
 
-    for module in (sharding_modes, fsdp):  # The model is loaded, and there is one process.
+    for module in (sharding_modes, fsdp, pipeline):  # The model is loaded, and there is one process.
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
+    put(pipeline, "send_weights", lambda module, owner, world, device: None)
     put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)
     # DTensor derives shapes on separate fake tensors, which are not memory of the step.
     put(ShardingPropagator, "_fake_mode_lock", _UncountedLock(trace))

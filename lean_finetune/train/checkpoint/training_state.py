@@ -220,7 +220,7 @@ def _check_names(
     weights = {name for name in names if name.startswith("weights/")}
     if (
         missing
-        or _without_parts(weights) != _without_parts(name for name in local if name.startswith("weights/"))
+        or _without_parts(weights) != _without_parts(f"weights/{name}" for name in run.parallel.trained_shapes())
         or (run.parallel.size == 1 and names != local.keys())
     ):
         raise RuntimeError("a checkpoint has other tensors than its run")

@@ -71,7 +71,7 @@ def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
 
 def _in_any(parallel: DataParallelModel, flags: list[bool]) -> list[bool]:
     """Return for each flag whether it is set in any process, so that all processes stop together."""
-    if parallel.size == 1 or not flags:
+    if parallel.size == 1 or not flags or not parallel.same_parameters:  # A stage that stops ends the others too.
         return flags
     device = next(parallel.model.parameters()).device
     return (parallel.sum_over_ranks(torch.tensor(flags, dtype=torch.float32, device=device)) > 0).tolist()
