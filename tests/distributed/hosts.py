@@ -12,7 +12,6 @@ import select
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,8 @@ from uuid import uuid4
 
 import psutil
 import pytest
+
+from tests.processes import run_bounded
 
 DELAY_SECONDS, LOSS = 0.05, 0.01
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -53,7 +54,7 @@ class Host:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    run_bounded(["ip", *words], check=True)
 
 
 def skip_without_hosts() -> None:
@@ -62,7 +63,7 @@ def skip_without_hosts() -> None:
     if sys.platform != "linux" or os.geteuid() != 0 or missing:
         pytest.skip(f"two hosts need Linux, root, and the commands ip and unshare; missing: {missing or 'root'}")
     probe = f"lf-{uuid4().hex[:6]}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    made = run_bounded(["ip", "netns", "add", probe])
     if made.returncode:
         pytest.skip(f"two hosts need network namespaces; {made.stderr.strip()}")
     _ip("netns", "delete", probe)
@@ -95,7 +96,7 @@ def two_hosts(*, slow: bool = False) -> Iterator[tuple[Host, Host]]:
 
 def _remove_left_behind() -> None:
     """Remove the namespaces of tests that were killed."""
-    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+    for line in run_bounded(["ip", "netns", "list"]).stdout.splitlines():
         namespace = line.split()[0]
         parts = namespace.split("-")
         if parts[0] == "lf" and len(parts) == 4 and not psutil.pid_exists(int(parts[1])):
@@ -103,11 +104,11 @@ def _remove_left_behind() -> None:
 
 
 def _remove(namespace: str) -> None:
-    inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+    inside = run_bounded(["ip", "netns", "pids", namespace]).stdout
     for process in inside.split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+    run_bounded(["ip", "netns", "delete", namespace])
     shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
 
 

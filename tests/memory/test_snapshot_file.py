@@ -104,7 +104,7 @@ def test_says_that_events_contradict_each_other(tmp_path):
     content = small_snapshot().content()
     content["device_traces"][0].append(dict(content["device_traces"][0][0]))
     (tmp_path / "s.pickle").write_bytes(pickle.dumps(content))
-    assert "1 events do not fit" in read_snapshot(tmp_path / "s.pickle")[0].notes[0]
+    assert "contradict the memory after them: 1;" in read_snapshot(tmp_path / "s.pickle")[0].notes[0]
 
 
 def test_reads_named_ranges_and_skips_unknown_actions(tmp_path):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from lean_finetune.step.offload.disk_weights import DiskMasterWeights
 from lean_finetune.step.offload.state_file import DiskFault, DiskPlace, StateFile
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.memory.common import setting_of
+from tests.processes import run_bounded
 from tests.small_model import CPU
 from tests.step.common import OPTIM, slow
 
@@ -107,7 +107,7 @@ state["exp_avg"].copy_(state["exp_avg_sq"])
 @pytest.mark.parametrize("where", ["disk", "cpu"])
 def test_neither_updates_nor_checkpoints_need_memory_for_all_state(tmp_path, where):
     """192 MiB of state, and a limit of 160 MiB for what a process allocates: state in memory must not pass."""
-    run = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path), where], capture_output=True, text=True)
+    run = run_bounded([sys.executable, "-c", LIMITED, str(tmp_path), where])
     if where == "disk":
         assert run.returncode == 0, run.stderr
         assert (tmp_path / "checkpoint").stat().st_size > 192 * 2**20

@@ -18,7 +18,7 @@ Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def head_of(layer: nn.Module, **changes: Any) -> Head:
-    return Head(layer=layer, **{"vocabulary": None, "factor": 1.0, "cap": None, **changes})
+    return Head(layer=layer, **{"vocabulary": None, "factor": 1.0, "cap": None, "shard": None, **changes})
 
 
 def draws(count: int, *, positions: int, trained: int, width: int, vocabulary: int) -> list[Draw]:

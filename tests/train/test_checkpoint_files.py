@@ -16,6 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.train.checkpoint.checkpoint_files import RANKS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import MOST_TIME_SHARE, ONE_PROCESS, Checkpointer
+from lean_finetune.train.checkpoint.node_disks import HOSTS, PARTS
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
 from lean_finetune.train.monitor.measured_peak import memory_profile
 from lean_finetune.train.process.stop_signals import StopRequest
@@ -91,7 +92,8 @@ def test_checkpoint_without_its_name_is_used_only_if_all_processes_finished(
         unnamed.finish_rank()
     [values] = store.directory.glob(f".*/*/{VALUES}")
     if ranks == 2:  # Written by two processes, the second of which has no checksums yet.
-        values.write_text(json.dumps({**json.loads(values.read_text()), RANKS: 2}))
+        two = {RANKS: 2, PARTS: [0, 1], HOSTS: ["here", "here"]}
+        values.write_text(json.dumps(json.loads(values.read_text()) | two))
     found = store.newest()
     assert found is not None and found.values["step"] == newest and not messages
     assert not list(store.directory.glob(".*"))

@@ -111,8 +111,8 @@ def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: Co
         machines = ", ".join(dict.fromkeys(hosts[part] for part in absent))
         raise UserError(
             f"{path}: lacks what process {', '.join(map(str, absent))} wrote to the disk of {machines}; start that "
-            f"machine with the others, copy the files of its {path} here, or delete {path.parent} on all machines to "
-            "start at the first step"
+            f"machine with the others, copy the files of its {path} here, or delete {path} on all machines to use the "
+            "checkpoint before it"
         )
     refused: OSError | None = None
     for part, directory in enumerate(directories):
