@@ -9,7 +9,7 @@ PACKAGE = "lean_finetune"
 PACKAGES = """
 core config pinning
 data/read data/format data/chat data/encode data/shards
-plan model/experts model/files model model/merge step/offload step distributed
+plan model/attention model/experts model/files model model/merge step/offload step distributed
 memory memory/trace memory/predict memory/allocator memory/recording memory/diagnosis memory/advice memory/estimate
 train/monitor train/oom train/process train/checkpoint train/callbacks train
 evaluate report commands/tuned commands/convert commands

@@ -12,7 +12,7 @@ import torch
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention import JoinedRows
+from lean_finetune.model.attention.rows import JoinedRows
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
 from lean_finetune.step.token_rows import TokenRows
 

@@ -18,7 +18,8 @@ from lean_finetune.memory.trace.cuda_kernels import (
 from lean_finetune.memory.trace.cuda_reductions import reduction_bytes
 from lean_finetune.memory.trace.efficient_attention import workspace_bytes
 from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
-from lean_finetune.model.attention import ATTENTION, JoinedRows
+from lean_finetune.model.attention.interface import ATTENTION
+from lean_finetune.model.attention.rows import JoinedRows
 from tests.memory.common import CPU_TARGET, gpu_target
 
 

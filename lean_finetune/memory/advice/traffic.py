@@ -24,7 +24,7 @@ from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
-from lean_finetune.model.attention import key_copies
+from lean_finetune.model.attention.rows import key_copies
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 
 

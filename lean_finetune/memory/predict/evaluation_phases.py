@@ -23,7 +23,7 @@ from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.memory.trace.trace_errors import UNTRACEABLE
-from lean_finetune.model.attention import TokenExchange
+from lean_finetune.model.attention.rows import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch

@@ -39,7 +39,7 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
-from lean_finetune.model.attention import TokenExchange
+from lean_finetune.model.attention.rows import TokenExchange
 from lean_finetune.model.files.quantized_checkpoint import stored_format, without_quantisation
 from lean_finetune.model.files.quantized_weights import UNPACKED
 from lean_finetune.step.batches import Batch, BatchShape

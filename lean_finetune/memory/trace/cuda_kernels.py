@@ -22,7 +22,7 @@ from lean_finetune.memory.trace.cuda_sorts import embedding_backward_bytes, inde
 from lean_finetune.memory.trace.efficient_attention import efficient_attention, efficient_backward
 from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
-from lean_finetune.model.attention import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
+from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
 from lean_finetune.model.experts.packed_weights import unpacked_bytes
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
