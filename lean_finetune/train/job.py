@@ -21,8 +21,9 @@ from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.merge.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import other_layers, read_config, refuse_divided_rows
+from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.row_limits import refuse_divided_rows
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload

@@ -28,18 +28,12 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model import fused_kernels
-from lean_finetune.model.adapters import layers_without_adapters
+from lean_finetune.model.adapter_targets import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.language_part import left_out_text
-from lean_finetune.model.model_config import (
-    attention_window,
-    max_positions,
-    read_config,
-    refuse_divided_rows,
-    refuse_joined_rows,
-    refuse_long_rows,
-)
+from lean_finetune.model.model_config import attention_window, max_positions, read_config
+from lean_finetune.model.row_limits import refuse_divided_rows, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.activation_offload import refuse_offload

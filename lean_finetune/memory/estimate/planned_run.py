@@ -34,14 +34,8 @@ from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.language_part import left_out_text
-from lean_finetune.model.model_config import (
-    attention_window,
-    other_layers,
-    read_config,
-    refuse_divided_rows,
-    refuse_joined_rows,
-    refuse_long_rows,
-)
+from lean_finetune.model.model_config import attention_window, other_layers, read_config
+from lean_finetune.model.row_limits import refuse_divided_rows, refuse_joined_rows, refuse_long_rows
 from lean_finetune.pinning.locate import config_directory
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.planner import PlanSettings

@@ -19,7 +19,7 @@ from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
-from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
+from lean_finetune.model.adapter_targets import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import kept_in_fp32, meta_model
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
