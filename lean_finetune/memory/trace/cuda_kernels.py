@@ -1,7 +1,7 @@
 """Memory behaviour of the target device that fake CPU tensors do not show: kernels, workspaces, block sizes.
 
 Shape legend: B rows, H query heads, G key/value heads, T tokens, D head size; a linear weight is N × K.
-Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsandbytes' backends/{cpu,cuda}/ops.py.
+Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsandbytes' backends/cuda/ops.py.
 """
 
 import math
@@ -10,32 +10,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import bitsandbytes.backends.cpu.ops as bnb_cpu
-import bitsandbytes.backends.default.ops as bnb_default
 import torch
 from torch.nn import functional as F
 from transformers import masking_utils
 
 from lean_finetune.memory.gpus import Device
+from lean_finetune.memory.trace.cpu_kernels import PROJECT_WORKSPACES, cpu_rules
 from lean_finetune.memory.trace.cuda_reductions import reduction_workspaces
 from lean_finetune.memory.trace.cuda_sorts import embedding_backward_bytes, index_put_bytes
 from lean_finetune.memory.trace.efficient_attention import efficient_attention, efficient_backward
 from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
-from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
-from lean_finetune.model.experts.packed_weights import unpacked_bytes
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
-from lean_finetune.step.activation_compression import chunk_bytes
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes
-
-PACKED_GROUPED_MM = torch.ops.lean_finetune.packed_grouped_mm.default
-COMPRESSION: dict[Any, Workspace] = {
-    torch.ops.lean_finetune.compress.default: chunk_bytes,
-    torch.ops.lean_finetune.decompress.default: chunk_bytes,
-}
 
 CUDA_BLOCK_BYTES = 512
 """The caching allocator rounds every request up to a multiple of this (kMinBlockSize)."""
@@ -47,9 +37,6 @@ CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
 """cuBLAS workspace from compute capability 9 on (PyTorch's default, :4096:8)."""
 
 FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
-CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
-"""(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
-CPU_KEY_TILE = 512
 MULTI_TENSOR_CHUNK = 65536
 """Elements of one block of the multi-tensor kernels (kChunkSize)."""
 FUSED_GEMM_MAX_ROWS = 4
@@ -91,14 +78,7 @@ class Target:
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        inside: dict[Any, Workspace] = {
-            aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
-            PACKED_GROUPED_MM: packed_grouped_bytes,
-            **COMPRESSION,
-            **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
-        }
-        rules = OpRules(expansions=_cpu_expansions(), workspaces=inside)
-        return Target(granularity_bytes=1, rules=rules, constant_bytes=0, foreach=False, capability=None)
+        return Target(granularity_bytes=1, rules=cpu_rules(), constant_bytes=0, foreach=False, capability=None)
     hopper = device.compute_capability >= (9, 0)
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
     return Target(
@@ -116,33 +96,6 @@ def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
     """Attention, dropout and 8-bit products as CUDA runs them at this compute capability."""
     with attention_kernel(cuda_attention(capability), capability), _fused_functions(), int8_training_as_on_cuda():
         yield
-
-
-def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
-    """Bitsandbytes' CPU kernels that are written in torch operations."""
-    expansions = {
-        "optimizer_update_8bit_blockwise": getattr(bnb_cpu, "_optimizer_update_8bit_blockwise_cpu", None),
-        "optimizer_update_32bit": getattr(bnb_cpu, "_optimizer_update_32bit_cpu", None),
-        "gemm_4bit": getattr(bnb_default, "_gemm_4bit_default_impl", None),
-    }
-    known = {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
-    return {**known, **int8_expansions(cuda=False)}
-
-
-def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
-    """One tile of fp32 scores, its row maxima and sums, and its output, per thread (cpu_flash_attention)."""
-    T, D = query.shape[-2:]
-    rows = next(tile for shortest, tile in CPU_QUERY_TILES if T >= shortest)
-    rows, columns = min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
-    half = 0 if query.dtype == torch.float32 else rows * columns * query.element_size()
-    return torch.get_num_threads() * (rows * (columns + 2 + D) * 4 + half)
-
-
-def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
-    """Copies of operands converted to the common type (TensorIterator; CUDA kernels convert without a copy)."""
-    common = torch.result_type(first, second)
-    tensors = [each for each in (first, second) if isinstance(each, torch.Tensor) and each.dtype != common]
-    return sum(each.numel() * common.itemsize for each in tensors)
 
 
 def _cuda_expansions(device: Device) -> dict[Any, Callable[..., Any]]:
@@ -196,8 +149,7 @@ def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
         aten.index_put.default: index_put_bytes,
         aten.index_put_.default: index_put_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
-        PACKED_GROUPED_MM: packed_grouped_bytes,
-        **COMPRESSION,
+        **PROJECT_WORKSPACES,
     }
     if hasattr(bnb, "gemm_4bit"):
         workspaces[bnb.gemm_4bit.default] = gemm_4bit_bytes
@@ -245,19 +197,6 @@ def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[
         return 0
     scales = kwargs.get("absmax_8bit")
     return math.prod(shape) * inputs.element_size() + (0 if scales is None else 2 * scales.numel() * 4)
-
-
-def packed_grouped_bytes(
-    rows_SK: torch.Tensor,
-    packed: torch.Tensor,
-    state: list[torch.Tensor],
-    ends_E: torch.Tensor,
-    shape: list[int],
-    quant_type: str,
-    *rest: Any,
-) -> int:
-    """The unpacked weight of one expert, and its fp32 block scales."""
-    return unpacked_bytes(state, shape, quant_type, rows_SK.dtype)
 
 
 def softmax_backward_bytes(grad: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
