@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -14,6 +14,7 @@ from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand
@@ -35,7 +36,7 @@ def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.command(cls=StageCommand)
 @click.option("--model", help="A hub id (only its config.json is fetched), a directory, or a config.json.")
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
-@click.option("--gpus", type=click.IntRange(min=1), help="GPUs that share the run.")
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs of the run. Those that --set leaves share it by zero3.")
 @click.option("--method", type=click.Choice(get_args(Method)), help="What is trained. Default: qlora.")
 @click.option("--length", type=click.IntRange(min=1), help="Tokens of the longest row. Default: 4096.")
 @click.option(
@@ -78,8 +79,8 @@ def fit(
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     flags += _length_flags(p, length, usual=usual and converted is None)
-    flags += sets if converted else [*_gpu_flags(p, gpus, method), *sets]
     of_config = converted.flags() if converted else []
+    flags += [*gpu_flags(p, gpus, [*of_config, *flags, *sets]), *sets]
     p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
     if p.hardware.gpu.strip().lower() != "auto":
         named_gpu(p.hardware.gpu)
@@ -109,15 +110,16 @@ def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:
     return [f"data.max_length={length}", *room]
 
 
-def _gpu_flags(p: Params, gpus: int | None, method: str | None) -> list[str]:
-    """Flags of --gpus: each GPU stores a shard where the parameters do not say how to share the run."""
+def gpu_flags(p: Params, gpus: int | None, others: Sequence[str]) -> list[str]:
+    """Flags of --gpus: GPUs that divide neither products nor layers store a shard unless `others` say otherwise."""
     if gpus is None:
         return []
+    p = with_flags(p, [*others, f"hardware.num_gpus={gpus}"], check=False)
     sharding = p.train.sharding
-    if gpus == 1:
+    if ParallelLayout.from_params(p).sharing <= 1:
         sharding = "none"
     elif sharding == "none":  # bitsandbytes cannot split 8-bit weights.
-        sharding = "ddp" if (method or p.train.method) == "int8_lora" else "zero3"
+        sharding = "ddp" if p.train.method == "int8_lora" else "zero3"
     return [f"hardware.num_gpus={gpus}", f"train.sharding={sharding}"]
 
 

@@ -49,16 +49,21 @@ def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
 
     Raises UserError, naming the dotted key, the rule, the value and the remedy.
     """
-    if not isinstance(values, Mapping):
-        raise UserError(f"{path}: must be a mapping of sections; got {type(values).__name__}; change it")
-    try:
-        params = Params.model_validate(values)
-    except ValidationError as error:
-        raise UserError(_first_error(error)) from None
+    params = parse_values(values, path)
     check_sources(params.data)
     check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
     check_heldout_readers(params)
     return params
+
+
+def parse_values(values: Any, path: Path = PARAMS_FILE) -> Params:
+    """As `parse_params`, without the rules between parameters."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: must be a mapping of sections; got {type(values).__name__}; change it")
+    try:
+        return Params.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_first_error(error)) from None
 
 
 def _first_error(error: ValidationError) -> str:

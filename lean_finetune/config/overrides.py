@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable
 
-from lean_finetune.config.load import parse_params
+from lean_finetune.config.load import parse_params, parse_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 
 
-def with_flags(params: Params, flags: Iterable[str]) -> Params:
+def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> Params:
     """Parameters with overrides such as `train.lr=1e-4`: a dotted key, an equals sign and a YAML value.
 
-    Raises UserError if a flag has another form, or the result has a wrong value.
+    `check` is whether the rules between parameters are checked. Raises UserError if a flag has another form, or the
+    result has a wrong value.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -30,4 +31,4 @@ def with_flags(params: Params, flags: Iterable[str]) -> Params:
             section[key] = YAML(typ="safe").load(value)
         except YAMLError:
             raise UserError(f"{dotted}: must be a YAML value; got {value!r}") from None
-    return parse_params(values)
+    return parse_params(values) if check else parse_values(values)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.commands.fit import fit
+from lean_finetune.commands.fit import COMMON_PARAMS, fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
@@ -66,6 +66,26 @@ def test_options_set_the_run_and_json_has_it_in_bytes(workspace: Path):
     assert p["train"]["grad_ckpt"] and content["verdict"] == "fits" and content["would_fit"] == []
     forward = content["phases"]["forward"]
     assert forward["peak_bytes"] == sum(forward["by_category_bytes"].values()) <= content["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "sharding"),
+    [
+        (1, "train.sharding=zero3", "none"),
+        (2, "train.tensor_parallel=2", "none"),
+        (4, "train.tensor_parallel=2", "zero3"),
+        (2, "train.pipeline_stages=2", "none"),
+        (2, "train.context_parallel=2", "zero3"),
+        (2, "train.sharding=zero2", "zero2"),
+        (2, "train.method=int8_lora", "ddp"),
+    ],
+)
+def test_gpus_share_what_is_not_divided_otherwise(gpus: int, others: str, sharding: str):
+    """`--gpus 2 --set train.tensor_parallel=2` refused because of a mode that the user did not set."""
+    p = load_params(COMMON_PARAMS)
+    flags = gpu_flags(p, gpus, [others])
+    assert flags == [f"hardware.num_gpus={gpus}", f"train.sharding={sharding}"]
+    assert with_flags(p, [others, *flags]).train.sharding == sharding
 
 
 def test_without_a_model_the_directory_must_have_a_params_yaml(workspace: Path):
