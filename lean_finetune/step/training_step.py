@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,21 +81,8 @@ def training_step(
     losses: list[torch.Tensor] = []  # One for each backward.
     norms: Norms = {}
     loss_scale = 1.0 if scaler is None else scaler.scale
-    forget_rows(parallel.model)
-
-    def forward(batch: Batch) -> torch.Tensor:
-        compute = partial(
-            summed_loss,
-            batch=batch,
-            chunk=spec.loss_chunk,
-            offload=offload,
-            router_aux_loss=model_spec.router_aux_loss,
-            divisor=supervised_tokens / loss_scale,
-            exchange=parallel.exchange,
-        )
-        counting = counting_rows(idle=batch.idle)
-        with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
-            return parallel.run(compute)
+    divisor = supervised_tokens / loss_scale
+    forward = partial(_forward, parallel, model_spec, phase, chunk=spec.loss_chunk, offload=offload, divisor=divisor)
 
     def backward(loss: torch.Tensor) -> None:
         losses.append(loss.detach() / loss_scale)
@@ -105,11 +93,11 @@ def training_step(
         with phase("backward"), sync, updates:
             loss.backward()
 
+    forget_rows(parallel.model)
     parallel.run_micro_batches(batches, forward, backward)
     with phase("clip"):
         if spec.optimizer_in_backward:
-            trained = [parameter for _, parameter in parallel.trained_parameters()]
-            grad_norm = total_norm(trained, norms).to(losses[0].device)
+            grad_norm = total_norm(_trained(parallel), norms).to(losses[0].device)
         else:
             grad_norm = _clip(parallel, spec, scaler)
         losses = parallel.losses_of_all_ranks(losses)
@@ -125,9 +113,25 @@ def training_step(
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
 
 
+def _forward(
+    parallel: DataParallelModel, model_spec: ModelSpec, phase: Phase, batch: Batch, **options: Any
+) -> torch.Tensor:
+    """Forward pass of one micro-batch, to its summed loss; `options` are those of `summed_loss`."""
+    router_aux_loss, exchange = model_spec.router_aux_loss, parallel.exchange
+    compute = partial(summed_loss, batch=batch, router_aux_loss=router_aux_loss, exchange=exchange, **options)
+    counting = counting_rows(idle=batch.idle)
+    with phase("forward"), model_spec.autocast(batch.input_ids_BT.device.type), counting:
+        return parallel.run(compute)
+
+
+def _trained(parallel: DataParallelModel) -> list[nn.Parameter]:
+    """This process's share of the trained parameters."""
+    return [parameter for _, parameter in parallel.trained_parameters()]
+
+
 def _clip(parallel: DataParallelModel, spec: StepSpec, scaler: LossScaler | None) -> torch.Tensor:
     """Unscale and clip the gradients; their norm before clipping."""
-    parameters = [parameter for _, parameter in parallel.trained_parameters()]
+    parameters = _trained(parallel)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler is not None:
         scaler.unscale(gradients)

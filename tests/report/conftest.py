@@ -70,6 +70,22 @@ GENERATION = {
     "tuned_correct": True,
 }
 
+TOKENIZE = {
+    "format": "messages",
+    "train_rows": 4749,
+    "heldout_rows": 250,
+    "train_tokens": 287625,
+    "supervised_percent": 35.4,
+    "longest": 512,
+    "truncated_rows": 1250,
+    "dropped_rows": 3,
+    "no_answer_rows": 1,
+    "dropped_long_rows": 0,
+    "empty_answer_rows": 0,
+    "bad_rows": 0,
+    "duplicate_rows": 2,
+}
+
 
 def metrics() -> dict[str, dict[str, Any]]:
     """Content of each metrics file."""
@@ -77,21 +93,7 @@ def metrics() -> dict[str, dict[str, Any]]:
     peak = max(by_phase.values())
     losses = {"base_loss": 2.5, "tuned_loss": 1.25, "base_perplexity": 12.18, "tuned_perplexity": 3.49}
     return {
-        "tokenize": {
-            "format": "messages",
-            "train_rows": 4749,
-            "heldout_rows": 250,
-            "train_tokens": 287625,
-            "supervised_percent": 35.4,
-            "longest": 512,
-            "truncated_rows": 1250,
-            "dropped_rows": 3,
-            "no_answer_rows": 1,
-            "dropped_long_rows": 0,
-            "empty_answer_rows": 0,
-            "bad_rows": 0,
-            "duplicate_rows": 2,
-        },
+        "tokenize": TOKENIZE,
         "bucket": {
             "mode": "bucketed",
             "optimizer_steps": 3,

@@ -1,19 +1,18 @@
 """All memory switches.
 
 To add one: a parameter and its rules in `config/train_schema.py`, a `Switch` here (of activations and logits: in
-`activation_switches.py`), and the code that acts on it. The table in docs/memory-switches.md, switches.csv and the
-advice of estimate and `lean-finetune fit` read this list.
+`activation_switches.py`; of several GPUs: in `parallel_switches.py`), and the code that acts on it. The table in
+docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
 """
 
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from lean_finetune.config.field_types import Method, Precision, Sharding
+from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
 from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
-from lean_finetune.memory.advice.stages_switch import STAGES, with_stages
+from lean_finetune.memory.advice.parallel_switches import PARALLEL_SWITCHES, with_stages
 from lean_finetune.memory.advice.switch import (
     EFFECTS,
     OTHER_WEIGHTS,
@@ -33,23 +32,6 @@ LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
     "qlora": (),
 }
 """Methods with less memory than a method, the most similar first."""
-LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
-    "none": (),
-    "ddp": ("zero1", "zero2", "zero3"),
-    "zero1": ("zero2", "zero3"),
-    "zero2": ("zero3",),
-    "zero3": (),
-    "hsdp": ("zero3",),
-}
-"""Modes with less memory per GPU than a mode, the most similar first."""
-COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
-"""Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
-DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
-"""Modes that share the parts of weights that tensor parallelism makes."""
-NODE_DIVISORS = (2, 4, 8)
-"""Numbers of GPUs of a node that advice lets compute a product together."""
-EXCHANGE_TIME = 1.15
-"""Assumed factor on the time of a step: tokens and heads are exchanged before and after attention of each layer."""
 
 
 def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
@@ -63,60 +45,6 @@ def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
     possible = not optimizer.foreach and not optimizer.paged
     if support.cuda and not setting.model.adapted and setting.offload == "none" and possible:
         yield {"train.offload": "optimizer"}
-
-
-def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
-    """Modes with smaller shards; at last, weights and gradients in host memory too."""
-    if setting.sharing is None or setting.sharing.gpus == 1:
-        return
-    mode, values, model = setting.sharing.spec.mode, {}, setting.model
-    for lighter in LIGHTER_SHARDING[mode]:
-        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
-        unsplittable = lighter in SPLIT_WEIGHTS and model.method == "int8_lora"
-        if not unsplittable and not (lighter == "zero1" and (model.adapted or setting.tensor_parallel > 1)):
-            mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
-            yield values
-    on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
-    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
-        yield {**values, "train.offload": "parameters"}
-
-
-def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
-    """Each row divided among two GPUs, or among those of a usual node."""
-    layout = None if setting.sharing is None else setting.sharing.spec.layout
-    if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss:
-        for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
-            if context > layout.context and layout.size % context == 0:
-                yield {"train.context_parallel": context}
-
-
-def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
-    """Assumed time of a step relative to complete rows."""
-    return EXCHANGE_TIME if setting.context > 1 else 1.0
-
-
-def _communication_time(setting: Setting, more_micro_batches: float) -> float:
-    """Assumed time of a step relative to ddp: the links between GPUs are unknown."""
-    if setting.sharing is None:
-        return 1.0
-    mode = setting.sharing.spec.mode
-    # Sharded weights are gathered for each micro-batch.
-    times = more_micro_batches if mode in SPLIT_WEIGHTS else 1.0
-    return 1 + times * (COMMUNICATION_TIME.get(mode, 1.0) - 1)
-
-
-def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """Products of more GPUs, of which others remain to share weights."""
-    if setting.sharing is None:
-        return
-    layout, model = setting.sharing.spec.layout, setting.model
-    if layout is None or layout.context > 1 or setting.loss_chunk is None or setting.offload == "parameters":
-        return
-    if setting.sharing.spec.mode not in DIVISIBLE or model.method == "int8_lora" or model.lora_dora:
-        return
-    for size in NODE_DIVISORS:
-        if size > layout.tensor and layout.size % size == 0 and layout.size > size:
-            yield {"train.tensor_parallel": size}
 
 
 def with_precision(precision: Precision) -> Values:
@@ -180,38 +108,7 @@ SWITCHES = [
         excludes=frozenset({"method"}),
         other_memory="not less",
     ),
-    Switch(
-        name="sharding",
-        parameters={
-            "train.sharding": "sharing.spec.mode",
-            "train.shard_group_gpus": "sharing.spec.group_gpus",
-        },
-        lighter=_lighter_sharding,
-        effect=SAME,
-        ease=9,
-        other_memory="not less",
-        time=_communication_time,
-    ),
-    STAGES,
-    Switch(
-        name="tensor_parallel",
-        parameters={"train.tensor_parallel": "sharing.spec.layout.tensor"},
-        lighter=_smaller_parts,
-        effect=SAME,
-        ease=10,
-        excludes=frozenset({"sharding", "method"}),
-        time=lambda setting, more: float(setting.tensor_parallel),  # So many GPUs for the same rows.
-    ),
-    Switch(
-        name="context_parallel",
-        parameters={"train.context_parallel": "sharing.spec.layout.context"},
-        lighter=_divided_rows,
-        effect=SAME,
-        ease=10,
-        excludes=frozenset({"tensor_parallel"}),
-        changes_states=False,
-        time=_exchange_time,
-    ),
+    *PARALLEL_SWITCHES,
     Switch(
         name="precision",
         parameters={"train.precision": "model.precision", "train.master_weights": "master_weights"},
@@ -282,7 +179,7 @@ def setting_with(setting: Setting, values: Values) -> Setting:
     """The setting with other values."""
     paths = _attributes()
     for key, value in values.items():
-        staged = key in STAGES.parameters
+        staged = key == "train.pipeline_stages"
         setting = with_stages(setting, value) if staged else replace_attribute(setting, paths[key], value)
         if key in ("train.tensor_parallel", "train.context_parallel") and setting.sharing is not None:
             others = setting.context * setting.tensor_parallel

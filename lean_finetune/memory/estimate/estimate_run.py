@@ -50,22 +50,13 @@ MODEL_REASONS = ("attention", "compiled", "experts", "fused_kernels", "not_loade
 
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
-    """Predict the planned run, judge it, and write the directory `out` (atomically) and the file `metrics`.
-
-    It reads the plan of stage bucket, the index of the training rows and the lock file of the base model.
-    """
+    """Predict the run of a plan, whose rows `index` lists, and judge it; writes the directory `out` and `metrics`."""
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     planned = read_run(p, plan_path, index, model_lock)
-    device, auto_precision = planned.device, p.train.precision == "auto"
-    precision = planned.setting.model.precision if auto_precision else None
-    if auto_precision:
-        click.echo(f"train.precision: auto is {precision}: {planned.reasons['precision']}")
-    if "not_loaded" in planned.reasons:
-        click.echo(f"not loaded: {planned.reasons['not_loaded']}")
-    notes = environment_notes(p.train.expandable_segments) if device.kind == "cuda" else []
-    for note in filter(None, (*notes, planned.reasons.get("compiled"), planned.reasons.get("fused_kernels"))):
-        click.echo(f"note: {note}", err=True)
+    device = planned.device
+    precision = planned.setting.model.precision if p.train.precision == "auto" else None
+    _echo_choices(p, planned)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)
     _echo_verdict(p, planned, prediction, memory)
@@ -96,10 +87,9 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         "process.json": _process(planned, prediction),
         "what_fits.json": _what_fits(p, planned, run, prediction),
     }
-    verdict = found.verdict
     fits: dict[str, Any] = {
-        "fits": verdict.fits,
-        "verdict": verdict.state,
+        "fits": found.verdict.fits,
+        "verdict": found.verdict.state,
         "reserved_replayed": replayed,
         "duration": duration,
     }
@@ -116,8 +106,19 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
     write_json(metrics, {name: figures[name] for name in RESULTS})
-    if (refusal := found.verdict.refusal) is not None:
-        click.echo(f"does not fit: {refusal}", err=True)
+    if found.verdict.refusal is not None:
+        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+
+
+def _echo_choices(p: Params, planned: PlannedRun) -> None:
+    """Report the precision that `auto` chose, what is not loaded, and notes on kernels and the environment."""
+    if p.train.precision == "auto":
+        click.echo(f"train.precision: auto is {planned.setting.model.precision}: {planned.reasons['precision']}")
+    if "not_loaded" in planned.reasons:
+        click.echo(f"not loaded: {planned.reasons['not_loaded']}")
+    notes = environment_notes(p.train.expandable_segments) if planned.device.kind == "cuda" else []
+    for note in filter(None, (*notes, planned.reasons.get("compiled"), planned.reasons.get("fused_kernels"))):
+        click.echo(f"note: {note}", err=True)
 
 
 def _echo_verdict(p: Params, planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> None:
