@@ -73,8 +73,7 @@ def training_step(
     Args (those that their types do not explain):
         batches: this process's micro-batches, read lazily: one is on the device at a time.
         supervised_tokens: trained tokens of the step, over all processes.
-        guard: with a `scaler` it sees a norm of 0 where the update is skipped. Updates in backward cannot wait for it:
-            it sees the loss and a norm of 0 before them, and the norm after them.
+        guard: gets a norm of 0 if `scaler` skips the update, and before updates in backward, after which it runs again.
         micro_batches: how many `batches` has, needed with `parallel` alone.
     """
     parallel = DataParallelModel(model) if parallel is None else parallel
