@@ -92,7 +92,7 @@ def snapshot(
 
 
 def _replays_as_json(replays: "WhatIf | None", card: Device | None, on_card: "Outcome | str") -> dict[str, Any]:
-    """What other settings and a GPU of another size would have done; `on_card` is the reason if it is unknown."""
+    """What other settings, and a GPU of another size, would have reserved; `on_card` is the reason if it is unknown."""
     found: dict[str, Any] = {"what_if": None}
     if replays is not None:
         found["what_if"] = asdict(replays)

@@ -49,7 +49,7 @@ class OptimizerEntry:
 
     @property
     def updates_by_value(self) -> bool:
-        """Whether a part of a tensor can be updated alone, with its own part of each state tensor."""
+        """Whether a part of a tensor can be updated alone, with the same part of each state tensor."""
         return not self.factored and not self.foreach and all(count == 1 for count in self.state.values())
 
     @property

@@ -111,9 +111,9 @@ class Run(Section):
     nodes: PositiveInt
     """Machines that train together; each has hardware.num_gpus / nodes GPUs."""
     node_rank: Annotated[int, Field(ge=0)] | None
-    """Number of this machine, from 0. None means that of torchrun's (PET_NODE_RANK) or SLURM's environment."""
+    """Number of this machine, from 0. None: read it from the environment of torchrun (PET_NODE_RANK) or SLURM."""
     rendezvous: Text | None
-    """HOST or HOST:PORT of node 0. None means this machine, or that of torchrun's or SLURM's environment."""
+    """HOST or HOST:PORT of node 0. None: this machine, unless the environment of torchrun or SLURM names one."""
     max_restarts: Annotated[int, Field(ge=0)]
     """How often torchrun starts crashed processes again, which then resume from the last checkpoint."""
     trackers: list[TrackerName]

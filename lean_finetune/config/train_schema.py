@@ -95,7 +95,7 @@ class Train(Section):
     offload_activations: OffloadActivations
     """Where to store layers' activations until the backward pass: on the device, in pinned host memory or in a file."""
     compress_activations: CompressActivations
-    """Keep what layers save for backward in 8 bits: floating-point or integer codes, with a scale per block."""
+    """Store what layers save for backward in 8 bits: floating-point or integer codes, with a scale per block."""
     sequence_tiles: Annotated[int, Field(ge=2)] | None
     """Run dense MLPs and norms in this many tiles along the sequence, recomputed in backward. None: in one."""
     expandable_segments: bool
@@ -105,13 +105,13 @@ class Train(Section):
     compile: bool
     """Compile each decoder layer with torch.compile. The predicted peak is that of layers that are not compiled."""
     fused_kernels: FusedKernels
-    """Rotary embedding, RMSNorm and SwiGLU: those of the model's own code, or Liger-Kernel's. For GPUs."""
+    """Code of rotary embedding, RMSNorm and SwiGLU: the model's, or Liger-Kernel's. For GPUs."""
     optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState
     """Move to host memory: nothing, the optimizer and its update, or also weights and gradients."""
     offload_to: OffloadTo
-    """Where offloaded master weights and optimizer state are: in host memory, or in a file in scratch/."""
+    """Where offloaded master weights and optimizer state are stored: host memory, or a file in scratch/."""
     optimizer_in_backward: bool
     """Method full, steps of one micro-batch: update each weight in the backward pass and free its gradient."""
     sharding: Sharding
@@ -123,7 +123,7 @@ class Train(Section):
     tensor_parallel: PositiveInt
     """GPUs of a node that compute each matrix product together, each with a part of the weights."""
     pipeline_stages: PositiveInt
-    """GPUs that each have some of the layers, and pass hidden states on to the next."""
+    """Pipeline stages, one per GPU: each has some of the layers and sends hidden states to the next."""
     lr: PositiveFloat | Literal["auto"]
     """Peak learning rate; auto: by the method and the size of the model."""
     weight_decay: NonNegativeFloat

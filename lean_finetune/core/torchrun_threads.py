@@ -25,5 +25,5 @@ def _set_by_torchrun() -> bool:
 
 if _set_by_torchrun():
     del os.environ[VARIABLE]
-# Else each process logs how the others ended, and that a machine's name is not known.
+# Otherwise each process logs how the others ended, and that it cannot resolve a machine's name.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,10 +1,10 @@
 """Context parallelism: every row's tokens are divided among processes, and so are the heads within attention.
 
-Before attention each process sends the other processes' heads of its own tokens and receives its own heads of their
-tokens; after it, the other way round. So any attention kernel computes some heads of complete rows, and all processes
-do equal work. Source: DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509.
+Each process has a part of the tokens. Before attention an all-to-all exchanges tokens for heads, so that a process has
+all tokens of a part of the heads; after attention another one reverses that. So any attention kernel works, on complete
+rows, and all processes do equal work. Source: DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509.
 
-Shape legend: B rows, H heads, T tokens of a complete row, t those of this process, D head size, N processes.
+Shape legend: B rows, H heads, T tokens of a complete row, t tokens of it in this process, D head size, N processes.
 """
 
 from typing import Any

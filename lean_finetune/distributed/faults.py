@@ -1,4 +1,4 @@
-"""Faults of a run on several processes and nodes: those that only waited for others, and the one line for all."""
+"""Errors of a run on several processes and nodes: tell causes from timeouts, and report one error for the run."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ DID_NOT_COME = "; the one that did not come: "
 
 
 class WaitTimedOut(UserError):
-    """This process waited too long for others, which are the ones at fault."""
+    """This process timed out while it waited for others; the cause is in one of them."""
 
     def __init__(self, message: str, world: World, *, absent: Sequence[int] = ()):
         hosts = os.environ.get(HOSTS, "").split(",")
@@ -22,7 +22,7 @@ class WaitTimedOut(UserError):
 
 
 class ConnectionLost(Exception):
-    """The connection broke while this process waited for others: one of them is at fault."""
+    """The connection broke while this process waited for others; the cause is in one of them."""
 
 
 EndProcess = Callable[[Exception], None]
@@ -34,7 +34,7 @@ class Ending:
     """Why the processes of one node ended."""
 
     kind: Literal["cause", "waited", "lost"]
-    """A fault of its own | a process waited too long for others | the connection to others broke."""
+    """An error in this node's processes | a timeout while waiting for others | a broken connection to others."""
     message: str
     details: Sequence[str] = ()
     waited: Sequence[int] = ()
@@ -42,7 +42,7 @@ class Ending:
 
 
 def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], processes: int) -> UserError:
-    """The error of the run: a cause if a node had one, else a wait that timed out, with those that did not come."""
+    """The error of the run: a cause if a node had one, otherwise a timeout, with the ranks that did not respond."""
     kinds = ("cause", "waited", "lost")
     rank = min(endings, key=lambda node: (kinds.index(endings[node].kind), node))
     ending = endings[rank]

@@ -41,7 +41,7 @@ GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one of
 them, and in versions of torch without this variable, they have 30 seconds."""
 RUN_ID = "lean-finetune"
-"""Of torchrun: the same on all nodes."""
+"""torchrun's identifier of a run; the same on all nodes."""
 LOST_SECONDS = 2
 """How long a process whose connection broke waits for another one to report the cause."""
 ONE_NODE = Node()
@@ -153,7 +153,7 @@ def _launch(
 
 
 def _ending(error: ChildFailedError, directory: Path) -> Ending:
-    """Why the processes of this node ended: a process's own error before one whose cause is waiting for another."""
+    """Why the processes of this node ended. An error in a process comes before a timeout in one that waited for it."""
     faults = sorted(directory.glob(f"*{FAULT}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     causes = [path for path in faults if not path.with_suffix(TIMED_OUT).exists()]
     waited = sorted({int(path.stem) for suffix in (TIMED_OUT, LOST) for path in directory.glob(f"*{suffix}")})
@@ -213,7 +213,7 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
 
 
 def _forget_waiting(directory: Path, world: World) -> None:
-    """Remove what this process's last attempt left, if torchrun has started it again.
+    """Remove the files of this process's last attempt, if torchrun has restarted it.
 
     Raises SystemExit if an attempt ended by a signal or by an error that it would meet again.
     """

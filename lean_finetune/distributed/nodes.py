@@ -1,7 +1,7 @@
-"""The machines (nodes) of a run: which one this is, meeting the others, and agreeing on why the run ended.
+"""The machines (nodes) of a run: the rank of this one, the rendezvous with the others, and one error for all.
 
-Node 0 hosts a key-value store, torch.distributed's TCPStore, which torchrun's static rendezvous shares. Like everything
-of torch.distributed it is not authenticated: it needs a private network.
+Node 0 hosts a key-value store, torch.distributed's TCPStore, which torchrun's static rendezvous shares. Like all of
+torch.distributed it has no authentication: use a private network.
 """
 
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOCAL = "127.0.0.1"
 DEFAULT_PORT = 29500
-"""Of torchrun too."""
+"""Default port of node 0, the same as torchrun's."""
 SLURM_PORTS = (20000, 10000)
 """First port of SLURM jobs, and their number: jobs that share a node get different ones."""
 POLL_SECONDS = 0.2
@@ -50,7 +50,7 @@ class Node:
     port: int = 0
     """Of the store on node 0; 0 = any free one, for a run on one machine."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that must be equal on all nodes before they start processes."""
+    """Parameters that must be equal on all nodes; checked before processes start."""
 
     @classmethod
     def here(cls, params: "Params", environment: Mapping[str, str] = os.environ) -> "Node":
@@ -102,7 +102,7 @@ def _endpoint(given: str | None, environment: Mapping[str, str]) -> tuple[str, i
 
 
 class NodeGroup:
-    """The nodes of a run that have met."""
+    """The nodes of a run, connected through a store on node 0."""
 
     def __init__(self, node: Node, timeout_seconds: float, notify: Callable[[str], None]):
         """Open the store on node 0, and wait for the others.
@@ -183,7 +183,7 @@ class NodeGroup:
         return fault_of(dict(endings), self.hosts, processes)
 
     def _exchange(self, ending: Ending, attempt: int, endings: dict[int, Ending]) -> None:
-        """Publish this node's ending, and collect the others' in the order in which they came."""
+        """Publish how this node ended, and collect the endings of the others in order of arrival."""
         mine, store = self.node.rank, self._store
         until = time.monotonic() + ANSWER_SECONDS
         with suppress(RuntimeError):  # The connection broke.
@@ -210,7 +210,7 @@ class NodeGroup:
 
 
 def _bounded(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function, but wait for it no longer than nodes wait for each other.
+    """Call a function with the timeout that nodes have for each other.
 
     Without a connection, a call of the store ends after a quarter of an hour.
     """
@@ -231,7 +231,7 @@ def _refuse_other_settings(found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another; nothing is sent."""
+    """The local address that routes to another machine; sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

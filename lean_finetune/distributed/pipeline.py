@@ -1,4 +1,4 @@
-"""Pipeline parallelism (train.pipeline_stages): each process has some of the layers and passes hidden states on.
+"""Pipeline parallelism (train.pipeline_stages): each process has some layers and sends hidden states to the next one.
 
 Micro-batches run in the order 1F1B (Narayanan et al. 2019, PipeDream): stage s of S has at most S - s of them between
 forward and backward. torch.distributed.pipelining needs one shape for all micro-batches of a run, at least as many of
@@ -150,7 +150,7 @@ class PipelineModel(DataParallelModel):
         return self.sum_over_ranks(squared).sqrt()
 
     def losses_of_all_ranks(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See DataParallelModel: those of the last stage; the others add 0."""
+        """See DataParallelModel: the losses of the last stage; the others add 0."""
         return list(self.sum_over_ranks(torch.stack(losses)).unbind())
 
     def trained_parameters(self) -> NamedParameters:

@@ -1,8 +1,8 @@
-"""Data parallelism with all weights in every process (train.sharding ddp and zero1), and sums of its gradients.
+"""Data parallelism with all weights in every process (train.sharding ddp and zero1), and gradient reduction.
 
 Each gradient is summed over all processes as soon as the step's last backward has computed it. This needs less memory
-than PyTorch's DDP, which keeps its buckets for the whole run, next to the gradients of earlier micro-batches. Here a
-gradient exists once, and none exists during forward.
+than PyTorch's DDP, whose buckets exist for the whole run, in addition to the gradients of earlier micro-batches. Here
+a gradient exists once, and none exists in forward.
 """
 
 import re

@@ -47,7 +47,7 @@ class ShardSpec:
     offload_weights: bool = False
     """Sharded modes: each process keeps its shards, their gradients and the update in host memory; also on one GPU."""
     timeout_seconds: float | None = None
-    """Longest wait for another process of a group of some processes; None = PyTorch's default."""
+    """Timeout of collectives in a group that is a subset of all processes; None = PyTorch's default."""
     layout: ParallelLayout | None = None
     """None: all processes train different rows."""
     stage_layers: tuple[int, ...] | None = None
@@ -185,7 +185,7 @@ def _tensor_shards(model: nn.Module, world: World, spec: ShardSpec) -> TensorSha
 
 
 def _group(layout: ParallelLayout, timeout: timedelta | None, *dimensions: Dimension) -> dist.ProcessGroup:
-    """The processes whose places differ from this one's in these dimensions alone; all processes call this."""
+    """The processes that differ from this one only in these dimensions of the mesh; all processes call this."""
     with unset_fake_temporarily():
         group, _ = dist.new_subgroups_by_enumeration(layout.groups(*dimensions), timeout=timeout)
     return group

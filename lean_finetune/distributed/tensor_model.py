@@ -15,10 +15,10 @@ from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters,
 
 
 class TensorParallelModel(DataParallelModel):
-    """A `DataParallelModel` of processes that have parts of the weights, each shared by `inner` with others."""
+    """A `DataParallelModel` in which each process has parts of weights; `inner` shards or replicates these parts."""
 
     def __init__(self, inner: DataParallelModel, shards: TensorShards):
-        """`inner` shares this process's part with the processes that have the same part."""
+        """`inner` shards or replicates this process's parts among the processes that have the same parts."""
         super().__init__(inner.model, rank=inner.rank, size=inner.size, layout=inner.layout)
         self._inner, self._shards, self.owned = inner, shards, inner.owned
 
@@ -50,7 +50,7 @@ class TensorParallelModel(DataParallelModel):
         ]
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See DataParallelModel: gradients of weights that all have count once."""
+        """See DataParallelModel: gradients of undivided weights count once."""
         own = {id(p.grad) for name, p in self.trained_parameters() if name in self._shards.parts}
         parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for gradient in gradients:

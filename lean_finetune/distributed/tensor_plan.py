@@ -11,9 +11,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.model_config import layer_settings
 
 OUTPUTS, INPUTS = "colwise", "rowwise"
-"""A process has some of a layer's outputs (rows of its weight) or of its inputs (columns of it)."""
+"""A process has a part of a layer's outputs (rows of its weight) or of its inputs (columns of its weight)."""
 WHOLE = "replicated_with_grad_allreduce"
-"""Every process has all of it, for its own heads: norms of queries and keys."""
+"""Every process has the complete weight, and applies it to its own heads: norms of queries and keys."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 

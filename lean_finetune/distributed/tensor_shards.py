@@ -5,7 +5,7 @@ same in all processes: the output is a sum over them, and so is the gradient of 
 block that is not divided (an adapter's A before divided outputs, its B after divided inputs, the norms of queries and
 keys) gets a part of its gradient in each process.
 
-Weights stay plain tensors, so adapters, 4-bit weights, FSDP2 and every optimizer work on a process's part unchanged.
+A part is a plain tensor, so adapters, 4-bit weights, FSDP2 and all optimizers work on it unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,8 +74,8 @@ class TensorShards:
         blocks = (*plan.blocks, lm.get_output_embeddings())
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         self.partial = {name for name, p in named_trained(model) if id(p) in inside and name not in self.parts}
-        """Trained parameters that are not divided and get a part of their gradient in each process."""
-        # Selective checkpointing keeps outputs of products, which a sum in place would change.
+        """Trained parameters that are not divided: each process computes a part of their gradient."""
+        # Selective checkpointing saves the outputs of products, which a sum in place would change.
         recompute = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
         kept = any("context_fn" in getattr(function, "keywords", {}) for function in recompute)
         for module in plan.inputs:
@@ -92,7 +92,7 @@ class TensorShards:
         head.vocabulary_shard = VocabularyShard(group=group, first=rows.first)
 
     def divide(self, module: nn.Module) -> nn.Module:
-        """Keep this process's part of the weights below `module`, on its device; returns the module."""
+        """Replace the weights below `module` by this process's parts, on its device; returns the module."""
         for layer in module.modules():
             if (dim := self._layers.pop(layer, None)) is None:
                 continue
@@ -151,7 +151,7 @@ def divided_parameters(layer: nn.Module, dim: int) -> Iterator[nn.Parameter]:
 
 
 def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
-    """Keep a part of a packed weight, with the same values.
+    """Replace a packed weight by a part of it, with the same values.
 
     Scales that are quantised themselves are blocks over the complete weight; those of a part become fp32.
 
@@ -185,7 +185,7 @@ def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
 
 
 def _refuse_trained_bias(module: nn.Module) -> None:
-    """Refuse to train the bias of a layer whose outputs are summed: only the process that adds it has its gradient."""
+    """Refuse to train the bias of a layer whose outputs are summed: only the process that adds it gets its gradient."""
     layer: Any = base_layer(module)
     if layer.bias is not None and layer.bias.requires_grad:
         raise UserError(
@@ -240,7 +240,7 @@ class _SumOfOutputs(torch.autograd.Function):
 class _SumOfGradients(torch.autograd.Function):
     """The input itself; its gradient is the sum over all processes.
 
-    It is summed in place: the layers that use the input are linear, so their gradients are tensors of their own.
+    It is summed in place: the layers that use the input are linear, so no other tensor aliases its gradient.
     """
 
     @staticmethod

@@ -13,7 +13,7 @@ from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.quantize import quantisation_tensors
 
 DIVIDED = "has_part_of_weights"
-"""Attribute of a module of whose weights this process has only a part."""
+"""Attribute that marks a module whose weights this process has only in part."""
 
 
 def check_same_shapes(model: nn.Module, world: World, device: torch.device) -> None:
@@ -40,7 +40,7 @@ def broadcast_weights(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def send_weights(module: nn.Module, owner: int, world: World, device: torch.device) -> None:
-    """Send a module from the first process to its owner alone, which moves it to a device."""
+    """Send a module from the first process to the one process that needs it, which moves it to a device."""
     if world.rank == owner:
         _move(module, device)
     for tensor in _tensors(module) if owner else ():

@@ -21,7 +21,7 @@ READ_DIRECTLY = {
 
 
 def adapts_by_name(model: PreTrainedModel) -> bool:
-    """Whether `all-linear` must be spelt out, because peft's would include layers that get no adapter."""
+    """Whether `all-linear` must be expanded to names, because peft's would include layers that get no adapter."""
     return has_experts(model) or bool(gates(model)) or bool(_read_directly(model))
 
 
@@ -31,7 +31,7 @@ def _read_directly(model: PreTrainedModel) -> set[str]:
 
 
 def all_linear_targets(model: PreTrainedModel) -> list[str]:
-    """What `all-linear` names where it is spelt out."""
+    """The names that `all-linear` is expanded to."""
     return sorted(set(linear_targets(model, _linear_layers(model))) - _read_directly(model))
 
 
@@ -42,7 +42,7 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[nn.Linear]:
-    """The layers that `all-linear` adapts where it is spelt out."""
+    """The layers that `all-linear` adapts if it is expanded to names."""
     names = set(all_linear_targets(model))
     return [layer for path, layer in _linear_layers(model).items() if target_name(path) in names]
 

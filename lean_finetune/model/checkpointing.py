@@ -124,7 +124,7 @@ def enable_tiles(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _takes_hidden_alone(module: nn.Module) -> bool:
-    """Whether a module is called with nothing but hidden states, as RWKV's, which mix tokens, are not."""
+    """Whether a module takes hidden states alone; RWKV's, which mix tokens, take more."""
     return len(signature(module.forward).parameters) == 1
 
 

@@ -1,4 +1,4 @@
-"""Liger-Kernel's rotary embedding, RMSNorm and SwiGLU in place of a model's own (train.fused_kernels).
+"""Liger-Kernel's rotary embedding, RMSNorm and SwiGLU instead of the model's (train.fused_kernels).
 
 The loss is ours. Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary
 embedding its inputs, RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the
@@ -18,16 +18,16 @@ from lean_finetune.config.field_types import FusedKernels
 from lean_finetune.core.errors import UserError
 
 FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types whose layers, norms, MLP and rotary embedding have the code of Llama's."""
+"""Model types with the same code as Llama in layers, norms, MLP and rotary embedding."""
 KEY = "train.fused_kernels"
 ROTARY = "apply_rotary_pos_emb"
 """The function of the rotary embedding in a family's code."""
 COUNTED = "0.8."
-"""Releases of Liger-Kernel whose traced allocations equal those that were counted on a CPU."""
+"""Releases of Liger-Kernel for which traced allocations equal those measured on a CPU."""
 
 
 def memory_note(choice: FusedKernels) -> str | None:
-    """How the peak of a run with fused kernels is known; None for other runs."""
+    """How the predicted peak of a run with fused kernels was checked; None for other runs."""
     if choice == "none":
         return None
     return (
@@ -119,7 +119,7 @@ def fuse_kernels(model: PreTrainedModel, choice: FusedKernels) -> None:
 
 
 def _with_global(function: Any, name: str, value: Callable[..., Any]) -> FunctionType:
-    """A copy of a function for which a global name of its module has another value."""
+    """A copy of a function that sees another value for one global name of its module."""
     assert name in function.__code__.co_names
     copy = FunctionType(
         function.__code__, {**function.__globals__, name: value}, function.__name__, function.__defaults__

@@ -17,7 +17,7 @@ from lean_finetune.model.model_config import (
 SEE_OTHER_ROWS = {"falcon", "openai-gpt", "xglm"}
 """Families that compute attention in their own code, where a token sees the rows before its own."""
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
-"""Remedy of families that cannot have joined rows."""
+"""Remedy for families that do not support joined rows."""
 
 
 def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:

@@ -1,6 +1,6 @@
 """Store floating-point values in 8 bits with an fp32 scale per block (train.compress_activations).
 
-Of n values there are n codes and ⌈n / 128⌉ scales. A block's largest absolute value maps to the largest code: absmax
+n values have n codes and ⌈n / 128⌉ scales. A block's largest absolute value maps to the largest code: absmax
 quantisation by blocks (Dettmers et al. 2022, arXiv 2110.02861, section 2.1). The functions are operations, so that a
 trace sees one call instead of several for each chunk.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""Type of a code, and the largest one."""
+"""Type of the codes, and their largest value."""
 BLOCK = 128
 """Values that share a scale."""
 CHUNK = BLOCK * 2**15

@@ -27,7 +27,7 @@ from lean_finetune.core.units import readable_size
 from lean_finetune.step.activation_compression import compress, decompress
 
 SMALLEST_BYTES = 1024
-"""Smaller tensors stay as they are: copying one takes as long as copying 100 KB."""
+"""Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""
 CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0"}
 """Autograd nodes between a weight and the copy or view of it that a product saves."""
 
@@ -50,7 +50,7 @@ class _StoredRange:
     """A range of memory that was replaced."""
 
     handles: Sequence[Any]
-    """Of its values, or of their codes and scales; without a store, these themselves."""
+    """What the store returned for its values, or for their codes and scales; without a store, the tensors."""
     compressed_from: torch.dtype | None
     """Type of the values before compression; None if they are not compressed."""
     storage: StorageWeakRef
@@ -62,7 +62,7 @@ _View = tuple[_StoredRange, torch.Size, tuple[int, ...], int]
 
 
 class ActivationOffload:
-    """Offloads or compresses the tensors that are saved for backward."""
+    """Offload or compress the tensors that are saved for backward."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ActivationOffload:
         compression: CompressActivations = "none",
         restoring: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
-        """Without a `store`, compressed tensors stay on the device. Backward restores tensors inside `restoring()`."""
+        """Without a `store`, compressed tensors stay on the device. Run backward inside `restoring()`."""
         self._store, self._compression, self._restoring = store, compression, restoring
         self._weights: set[int] = set()
         # Tensors that share memory share a copy: the input of three projections is stored once.
@@ -229,7 +229,7 @@ def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
 def make_offload(
     choice: OffloadActivations, compression: CompressActivations, device: torch.device, directory: Path
 ) -> ActivationOffload | None:
-    """What train.offload_activations and compress_activations ask for, or None; refusals as above.
+    """Build what train.offload_activations and compress_activations set, or None; raises as above.
 
     `disk` has its file in `directory`.
     """

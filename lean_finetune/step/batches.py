@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPart:
-    """Which part of every row's tokens a process has: number `index` of `parts` of equal size, in order."""
+    """A process's part of every row's tokens: number `index` of `parts` equal, consecutive parts."""
 
     index: int
     parts: int

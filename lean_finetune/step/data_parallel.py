@@ -29,14 +29,14 @@ class ShardSlice:
     full_shape: tuple[int, ...]
     """Shape of the parameter."""
     part: str = ""
-    """Added to the parameter's name: with tensor parallelism `full_shape` is that of this part."""
+    """Suffix of the parameter's name; with tensor parallelism `full_shape` is the shape of this part."""
     saved_here: bool
     """Whether checkpoints take these rows from this process: of several that have the same rows, one saves them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTensor:
-    """A tensor of which every process has a part."""
+    """A tensor that is divided among processes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class DataParallelModel:
         self.layout = layout or ParallelLayout(data=size)
         self.place = self.layout.coordinates(rank)
         self.exchange: TokenExchange | None = None
-        """Of processes that have a part of each row's tokens; None if rows are complete."""
+        """The exchange between processes that divide each row's tokens; None if rows are complete."""
         self.owned = model
         """A module whose trained parameters are those that this process updates."""
         self.computes_loss = True
@@ -69,7 +69,7 @@ class DataParallelModel:
 
     @property
     def seed_rank(self) -> int:
-        """The process whose random numbers this one draws: those that compute products together draw the same."""
+        """The process whose random numbers this one draws; processes that compute a product together draw the same."""
         return self.rank - self.place.tensor
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
@@ -134,7 +134,7 @@ class DataParallelModel:
         """Make the updated weights equal in all processes and free the gradients."""
 
     def whole(self, name: str, tensor: torch.Tensor) -> "torch.Tensor | WholeTensor":
-        """A tensor of the model's state dict, as the model's file has it: gathered by all processes when it is read."""
+        """A tensor of the complete model's state dict; reading it is a collective call that gathers it."""
         return tensor
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,14 +142,14 @@ class DataParallelModel:
         return ((name, parameter.detach()) for name, parameter in self.trained_parameters())
 
     def collect_weights(self) -> None:
-        """Give the first process all weights of a fully trained model, where `model` has only a part of them."""
+        """Collect all weights of a fully trained model on the first process, if `model` has only a part of them."""
 
 
 class Elsewhere(nn.Module):
-    """Stands for a part of the model that another process has: what it is called with passes through."""
+    """Placeholder for a module that another process has; returns its first argument."""
 
     def __init__(self, part: nn.Module):
-        """`part` is what it stands for."""
+        """`part` is the module that it replaces."""
         super().__init__()
         # The model's code may read plain attributes, such as a layer's type of attention.
         self.__dict__.update({name: value for name, value in vars(part).items() if isinstance(value, str | int)})

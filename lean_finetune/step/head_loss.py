@@ -24,7 +24,7 @@ BLOCK_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """The tokens whose logits this process computes, where a group of processes divides the head."""
+    """The part of the vocabulary whose logits this process computes, if a group of processes divides the head."""
 
     group: dist.ProcessGroup
     first: int
@@ -58,7 +58,7 @@ class Head:
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32 of hidden states (..., D) → (..., V); of a divided head those of its own tokens."""
+        """Logits in fp32 of hidden states (..., D) → (..., V); V is this process's part of the vocabulary."""
         logits = self.layer(hidden)[..., : self.vocabulary].float()
         if self.factor != 1.0:
             logits *= self.factor
@@ -169,7 +169,7 @@ class _SummedHeadLoss(torch.autograd.Function):
             _differentiate_chunk(head, hidden_MD.detach()[index], targets, divisor, gradient, sums)
             for index, targets, gradient in chunks
         ]
-        head.over_shards(gradient_ND)  # Each process has the part of its own tokens.
+        head.over_shards(gradient_ND)  # Each process computes it for its part of the vocabulary.
         ctx.shape = hidden_MD.shape
         ctx.save_for_backward(gradient_ND, index_N, *sums.values())
         return torch.cat(losses).sum() / divisor

@@ -93,7 +93,7 @@ def summed_loss(
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
-    Of a pipeline's stage before the last one it is 0 while gradients are enabled, and has the gradients of that sum.
+    Before the last stage of a pipeline it is 0 while gradients are enabled, and backward computes that sum's gradients.
 
     Args (those that their types do not explain):
         chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist. With
@@ -101,7 +101,7 @@ def summed_loss(
         offload: takes what the decoder saves for backward.
         router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
         divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
-        exchange: with a batch that is a part of the rows' tokens. The result is that of the part's tokens.
+        exchange: for a batch with a part of each row's tokens; the sum is over these tokens.
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
@@ -207,7 +207,7 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def check_divided_rows(model: nn.Module, exchange: TokenExchange, device: torch.device) -> None:
-    """Raise UserError if a process's part of a row's tokens gets other logits than in the complete row."""
+    """Raise UserError if a part of a row's tokens gets other logits than the same tokens of the complete row."""
     lm = causal_lm(model)
     training = lm.training
     lm.eval()

@@ -1,4 +1,4 @@
-"""The parts of a model that a stage of a pipeline has, and what stands for the others: links to the stages beside it.
+"""The modules of a pipeline stage, and the placeholders that exchange hidden states with the stages beside it.
 
 Shapes: B rows, T padded tokens, D hidden size.
 """
@@ -24,7 +24,7 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
 
 
 class Slot(NamedTuple):
-    """Where the parts of a model are that a stage has or has not."""
+    """The place of a module that may belong to another stage."""
 
     parent: nn.Module
     name: str
@@ -32,11 +32,11 @@ class Slot(NamedTuple):
 
     @property
     def module(self) -> nn.Module:
-        """What is there now."""
+        """The module at this place."""
         return self.parent.get_submodule(self.name)
 
     def put(self, module: nn.Module) -> None:
-        """Put another module there."""
+        """Replace the module."""
         self.parent._modules[self.name] = module
 
 
@@ -68,12 +68,12 @@ class Link:
     """The connection to the stage before or after: sends and receives in the order of the calls."""
 
     def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup):
-        # Two groups, so that NCCL never orders a gradient behind a hidden state that waits for it.
+        # A group per direction: NCCL orders the operations of a group, and gradients must not wait for hidden states.
         self.peer, self.forward, self.backward = peer, forward, backward
         self._sending: tuple[dist.Work, torch.Tensor] | None = None
 
     def send(self, values: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Start to send; what was sent before has arrived, and is freed."""
+        """Start to send, after the previous tensor has arrived and is freed."""
         self.wait()
         values = values.contiguous()
         work = dist.isend(values, self.peer, group=group)
@@ -81,13 +81,13 @@ class Link:
         self._sending = work, values
 
     def wait(self) -> None:
-        """Wait until what was sent has arrived."""
+        """Wait until the sent tensor has arrived."""
         if self._sending is not None:
             self._sending[0].wait()
             self._sending = None
 
     def receive(self, shape: torch.Size, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Receive a tensor of this shape, of the type of `like`."""
+        """Receive a tensor of this shape and the dtype of `like`."""
         values = like.new_empty(shape)
         dist.recv(values, self.peer, group=group)
         return values
@@ -110,7 +110,7 @@ class _Receive(torch.autograd.Function):
 class _Send(torch.autograd.Function):
     """Send hidden states to the stage after; backward receives their gradient.
 
-    The result stands for them without their memory, and has no values.
+    The result is a placeholder with their shape, but without memory and values.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Send(torch.autograd.Function):
 
 
 class FromPrevious(nn.Module):
-    """Stands for the embedding: hidden states of the stage before."""
+    """Replaces the embedding: receives the hidden states of the previous stage."""
 
     def __init__(self, link: Link, embedding: torch.Tensor, device: torch.device):
         super().__init__()
@@ -142,28 +142,28 @@ class FromPrevious(nn.Module):
 
 
 class Received(Elsewhere):
-    """Stands for the layer before the first of this stage: what the decoder did to the embeddings does not count."""
+    """Replaces the layer before this stage's first one: returns what was received, not its input."""
 
     def __init__(self, part: nn.Module, source: FromPrevious):
         super().__init__(part)
         self._source = (source,)  # Not a submodule.
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what was received, once."""
+        """Return the received hidden states, once."""
         received, self._source[0].received = self._source[0].received, None
         assert received is not None
         return received
 
 
 class ToNext(Elsewhere):
-    """Stands for the layer after the last of this stage, and sends its input."""
+    """Replaces the layer after this stage's last one: sends its input to the next stage."""
 
     def __init__(self, part: nn.Module, link: Link, embedding: torch.Tensor):
         super().__init__(part)
         self._link, self._expected = link, (embedding.shape[1:], embedding.dtype)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Send hidden states; with gradients, return what stands for them.
+        """Send hidden states; with gradients, return a placeholder for them.
 
         Raises:
             UserError: the model's layers pass on something else.

@@ -38,7 +38,7 @@ class OptimSpec:
     offload: OffloadState = "none"
     """Whether state and update are on the host; with `parameters`, trained parameters are there already."""
     disk: DiskPlace | None = None
-    """With offload: where master weights and state are on a disk instead of in host memory."""
+    """With offload: the disk for master weights and state; None = host memory."""
 
     @classmethod
     def from_params(cls, params: "Params", lr: float, scratch: Path) -> "OptimSpec":

@@ -32,7 +32,7 @@ TRAINING = "lean_finetune.train.train_run"
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
 SHARING = ("sharding", "shard_group_gpus", "context_parallel", "pipeline_stages", "offload_to")
-"""Parameters of `train` that say where weights and state are."""
+"""Parameters of `train` that decide where weights and state are stored."""
 MISSING = "missing"
 MOST_NAMES, MOST_DIGITS = 5, 12
 """In a message: number of names, and digits of a hash."""

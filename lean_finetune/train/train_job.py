@@ -53,7 +53,7 @@ class TrainJob:
     sharing: ShardSpec = ShardSpec(mode="none")
     """How the processes of `world` share the model."""
     part: TokenPart | None = None
-    """This process's part of each row's tokens; None = all of them."""
+    """This process's part of each row's tokens; None = complete rows."""
     settings: Settings = field(default_factory=dict)
     """Parameters of the run by dotted name, for callbacks and advice."""
     predicted_peak_bytes: int | None = None

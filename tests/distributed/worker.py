@@ -32,7 +32,7 @@ from tests.small_model import CPU, spec_of
 GATHERS_AND_SCATTERS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single")
 """Those that FSDP2 calls: the last two since torch 2.13."""
 SMALL_BYTES = 64
-"""Of the largest message that `do_count_sent` leaves out: norms and losses."""
+"""Bytes of the largest message that `do_count_sent` ignores: norms and losses."""
 TIMEOUT_SECONDS = 60
 """Of a process that waits for the others: one of them failed."""
 

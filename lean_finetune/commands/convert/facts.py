@@ -108,7 +108,7 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, gpus: int) 
         converted.differs.append(f"no limit on the length of rows: {LENGTH} tokens are assumed; --length sets another")
     padded = round_up(length, PAD_MULTIPLE)
     rows, steps = int(facts.get("rows", 1)), int(facts.get("accumulation") or 1)
-    different = max(1, gpus // int(values.get("train.context_parallel") or 1))  # GPUs with rows of their own.
+    different = max(1, gpus // int(values.get("train.context_parallel") or 1))  # GPUs that train different rows.
     values["data.max_length"] = length
     values["bucket.max_tokens"] = rows * padded
     values["train.tokens_per_step"] = rows * padded * steps * different

@@ -8,10 +8,10 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 
 DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
-"""Switches that divide rows or layers among GPUs: not tried with those of saved activations."""
+"""Switches that divide tokens or products among GPUs: not tried together with those of saved activations."""
 TILES = 8
 LOSS_CHUNK_TOKENS = 512
-"""Logits of so many tokens are a small part of the peak, so no smaller chunk is offered."""
+"""Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""
 
 
 def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
@@ -31,12 +31,12 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _plain_layers(setting: Setting) -> bool:
-    """Whether a GPU computes complete rows and layers, by the model's own code."""
+    """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
     return setting.model.fused_kernels == "none" and setting.tensor_parallel == setting.context == 1
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
-    """MLPs in tiles: what a recomputed layer needs at once shrinks by its largest part."""
+    """MLPs in tiles: the intermediate values of an MLP, the largest of a recomputed layer, exist a tile at a time."""
     saved_here = setting.offload_activations == setting.compress_activations == "none"
     if setting.model.sequence_tiles is None and _plain_layers(setting) and saved_here:
         yield {"train.sequence_tiles": TILES}
@@ -86,7 +86,7 @@ ACTIVATION_SWITCHES = [
     Switch(
         name="fused_kernels",
         parameters={"train.fused_kernels": "model.fused_kernels"},
-        lighter=lambda setting, support: (),  # No advice: no GPU has measured it.
+        lighter=lambda setting, support: (),  # Not advised: not measured on a GPU.
         shown=_shown_fused_kernels,
         effect=ROUNDED,
         ease=3,

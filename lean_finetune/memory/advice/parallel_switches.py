@@ -21,9 +21,9 @@ LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
 COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
 """Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
 DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
-"""Modes that share the parts of weights that tensor parallelism makes."""
+"""Modes of train.sharding that work with tensor parallelism."""
 NODE_DIVISORS = (2, 4, 8)
-"""Numbers of GPUs of a node that advice lets compute a product together."""
+"""Sizes of train.tensor_parallel that advice tries."""
 EXCHANGE_TIME = 1.15
 """Assumed factor on the time of a step: tokens and heads are exchanged before and after attention of each layer."""
 STAGES_TIME = 1.10
@@ -73,7 +73,7 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
 
 
 def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """Products of more GPUs, of which others remain to share weights."""
+    """More GPUs for each matrix product; at least two groups of them remain to share weights."""
     if setting.sharing is None:
         return
     layout, model = setting.sharing.spec.layout, setting.model
@@ -87,7 +87,7 @@ def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
-    """A stage on each GPU, where all GPUs have different rows."""
+    """A stage on each GPU, if no other setting divides rows or products."""
     sharing, model = setting.sharing, setting.model
     if sharing is None or sharing.spec.layout is None or not 1 < sharing.layout.data == sharing.gpus <= MOST_STAGES:
         return
@@ -99,13 +99,13 @@ def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def with_stages(setting: Setting, stages: int) -> Setting:
-    """The setting on several GPUs with a stage on each."""
+    """The setting with its GPUs as stages of a pipeline."""
     changed: Setting = replace_attribute(setting, "sharing.spec.layout", ParallelLayout(data=1, pipeline=stages))
     return changed
 
 
 def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
-    """Factor on the time of a token of one GPU: so many GPUs have the same rows."""
+    """Factor on a GPU's time per token: all stages process the same rows."""
     stages = setting.pipeline_stages
     return STAGES_TIME * stages if stages > 1 else 1.0
 
@@ -141,7 +141,7 @@ PARALLEL_SWITCHES = [
         effect=SAME,
         ease=10,
         excludes=frozenset({"sharding", "method"}),
-        time=lambda setting, more: float(setting.tensor_parallel),  # So many GPUs for the same rows.
+        time=lambda setting, more: float(setting.tensor_parallel),  # This many GPUs process the same rows.
     ),
     Switch(
         name="context_parallel",

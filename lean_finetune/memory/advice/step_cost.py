@@ -38,7 +38,7 @@ BANDWIDTH_SHARE = 0.8
 LINK_SHARE = 0.8
 """Assumed share of the link's bandwidth that copies from and to pinned host memory reach."""
 MLP_SHARE = 0.8
-"""Assumed share of a forward pass in MLPs, which tiles compute again. Of a layer's weights in Llama-3.1-8B: 0.81."""
+"""Assumed share of MLPs in a forward pass; tiles compute it again. In Llama-3.1-8B they have 0.81 of the weights."""
 SELECTIVE_SHARE = 0.1
 """Assumed share of a forward pass that policy selective recomputes: all but matmuls and attention."""
 HOST_BYTES_PER_SECOND = 20 * GIGA
@@ -111,7 +111,7 @@ class Costs:
         return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
 
     def _shapes_of(self, setting: Setting) -> ModelShapes:
-        """Shapes of what a GPU has; raises UserError if tensor parallelism cannot divide the model so."""
+        """Shapes of the parameters on a GPU; raises UserError if tensor parallelism cannot divide the model."""
         size = setting.tensor_parallel
         if size not in self._shapes:
             self._shapes[size] = model_shapes(self._run.config, size)
@@ -207,7 +207,7 @@ def pipeline_bytes(run: Workload, element_bytes: int) -> int:
 
 
 def _recomputed_share(model: ModelSpec) -> float:
-    """Share of a forward pass that gradient checkpointing and tiles compute again."""
+    """Share of a forward pass that gradient checkpointing and tiles recompute."""
     tiles = 0.0 if model.sequence_tiles is None else MLP_SHARE
     if not model.grad_ckpt:
         return tiles
@@ -223,7 +223,7 @@ def _saved_values(run: Workload) -> float:
 
 
 def tensor_parallel_bytes(run: Workload, element_bytes: int) -> float:
-    """Bytes that a GPU sends in a step to sum outputs and gradients of what several GPUs compute together.
+    """Bytes that a GPU sends in a step for tensor parallelism, to sum outputs and gradients.
 
     Two sums a layer in forward and two in backward, one again where the layer is recomputed, and those of embedding
     and head. A sum of B bytes over N GPUs in a ring sends 2 · B · (N - 1) / N. The links are taken to be those to the

@@ -102,7 +102,7 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
         "exchanged_bytes": _exchanged_bytes(run),
     }
     micro_batches = max(1, round(run.micro_batches_per_step))
-    # Offload moves states, not what is sent.
+    # Offload changes where states are stored, not what GPUs send.
     lines = state_lines(shapes, replace(run.setting, offload="none", optimizer_in_backward=False), cuda=True)
     gradients = sum(sum(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
     if mode not in SPLIT_WEIGHTS:
@@ -126,7 +126,7 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
 
 
 def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, str]]:
-    """For people: what GPUs send, how fast a network hides it behind computing, and modes that send less."""
+    """Text: what GPUs send, which network speed hides it behind computing, and modes that send less."""
     sharing = run.setting.sharing
     if sharing is None:
         return []

@@ -116,7 +116,7 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
 
 
 def is_pipeline(setting: Setting) -> bool:
-    """Whether a setting is that of a whole pipeline, and not of one stage."""
+    """Whether a setting describes a complete pipeline, not one stage."""
     sharing = setting.sharing
     return sharing is not None and sharing.spec.pipeline_stages > 1 and sharing.stage is None
 

@@ -58,7 +58,7 @@ def _page_locked(line: Line, setting: Setting) -> Line:
 
 
 def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
-    """What train.offload_to=disk has in its file: whole blocks for each tensor."""
+    """The file of train.offload_to=disk: whole blocks for each tensor."""
     if setting.offload_to != "disk":
         return ()
     copies, states = _copies_and_states(shapes, setting)

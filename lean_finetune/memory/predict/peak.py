@@ -44,7 +44,7 @@ class Prediction:
     layers_traced: str
     """Which layers were traced, and why."""
     setting: Setting
-    """That of the process with this peak: of a pipeline, the fullest stage's."""
+    """The setting of the process with this peak; of a pipeline, the stage with the highest peak."""
     stages: tuple[tuple[int, int], ...] = ()
     """Layers and peak bytes of each stage of a pipeline."""
     offloaded_bytes: int = 0

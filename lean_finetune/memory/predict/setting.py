@@ -35,7 +35,7 @@ class Setting:
     compress_activations: CompressActivations = "none"
     offload: OffloadState = "none"
     offload_to: OffloadTo = "cpu"
-    """Decides memory of the host alone: a trace is the same."""
+    """Changes the host's memory only; a trace is the same."""
     offload_buffer_bytes: int = 0
     """Host memory that state on disk passes through."""
     optimizer_in_backward: bool = False

@@ -76,7 +76,7 @@ class ModelShapes:
     stored_by_expert: bool = False
     """Whether the model's files have a tensor for each expert."""
     in_parts: bool = False
-    """Whether shapes are those of a GPU's parts, whose 4-bit scales are not quantised themselves."""
+    """Whether shapes are a GPU's parts of divided weights, whose 4-bit scales are not quantised."""
 
     @property
     def values(self) -> int:

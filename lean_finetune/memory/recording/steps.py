@@ -14,7 +14,7 @@ from lean_finetune.memory.recording.recording import Event, Frame, Recording
 ANNOTATION = "Optimizer.step#"
 """Prefix of the names under which torch.optim annotates its steps."""
 SCALE = 1 << 48
-"""Moves the addresses of each step apart, so that no two steps share an address."""
+"""Offset between the addresses of two steps, so that no two steps share an address."""
 
 
 class NoSteps(Exception):

@@ -46,7 +46,7 @@ PROJECT_WORKSPACES: dict[Any, Workspace] = {
 
 
 def cpu_rules() -> OpRules:
-    """What operations allocate on a CPU besides their results."""
+    """What operations allocate on a CPU in addition to their results."""
     workspaces: dict[Any, Workspace] = {
         aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
         **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),

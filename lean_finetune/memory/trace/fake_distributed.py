@@ -58,7 +58,7 @@ class Sharing:
 
     @classmethod
     def from_params(cls, params: "Params", *, accumulates_gradients: bool) -> "Sharing | None":
-        """Read hardware.num_gpus and train.sharding; None for one GPU that has all weights."""
+        """Read hardware.num_gpus and train.sharding; None for one GPU that stores all weights."""
         found = cls(
             spec=ShardSpec.from_params(params),
             gpus=params.hardware.num_gpus,

@@ -34,7 +34,7 @@ def without_launches(choice: FusedKernels, multiprocessors: int) -> Iterator[Non
 
 
 class _RowPerMultiprocessor(TorchFunctionMode):
-    """Makes the partial sums of a norm's weight gradient, of which Liger has one row off a GPU."""
+    """Allocates the partial sums of a norm's weight gradient as on a GPU; without one, Liger allocates a single row."""
 
     def __init__(self, rows: int):
         super().__init__()

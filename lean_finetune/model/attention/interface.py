@@ -32,7 +32,7 @@ from lean_finetune.model.attention.sinks import sink_attention
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
-"""The same function; under a name with sdpa, transformers refuses models whose attention PyTorch's sdpa lacks."""
+"""The same function as lean_sdpa. transformers refuses names with `sdpa` for models that sdpa cannot compute."""
 EAGER_ATTENTION = "lean_eager"
 """Computes all length × length scores with plain matrix products."""
 FLASH_ATTENTION = "lean_fa2"
@@ -149,7 +149,7 @@ class _LocalHeads:
 
 
 def _exchanging(attention: Kernel) -> Kernel:
-    """Attention that computes this process's heads of complete rows where their tokens are divided."""
+    """Wrap `attention`: where tokens are divided among processes, it computes this process's heads of complete rows."""
 
     def exchanged(
         module: Any,
@@ -181,7 +181,7 @@ def _exchanging(attention: Kernel) -> Kernel:
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for plain causal attention, else transformers' mask, of complete rows where their tokens are divided.
+    """None for plain causal attention, else transformers' mask; it covers complete rows if their tokens are divided.
 
     transformers would read tensor values to decide, which fake tensors do not have; deciding from the arguments gives
     real and fake tensors the same mask. BioGPT makes a mask of ones if it gets none; that mask is ignored.

@@ -1,4 +1,4 @@
-"""Kernels of attention: which of them a device supports, all scores in plain operations, joined rows in one call.
+"""Kernels of attention: flash for joined rows, plain operations for all scores, and what a device supports.
 
 Shape legend: B rows (1 where they are joined), H query heads, T tokens, D head size.
 """

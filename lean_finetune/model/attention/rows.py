@@ -37,7 +37,7 @@ class TokenExchange(ABC):
     """Exchanges tokens for heads among the processes that each have a part of every row's tokens."""
 
     def __init__(self, *, parts: int, index: int):
-        """`parts` is the number of processes, and `index` this one, from 0: it has the row's tokens in that place."""
+        """`parts` is the number of processes, `index` (from 0) this process and the part of each row that it has."""
         self.parts, self.index = parts, index
 
     @abstractmethod
@@ -57,7 +57,7 @@ def key_copies(heads: int, key_heads: int, parts: int) -> int:
 
 @dataclass
 class CurrentForward:
-    """The forward pass that is running: masks are made, and attention is called, without arguments of ours."""
+    """State of the running forward pass, for functions that transformers calls without our arguments."""
 
     without_mask: bool = False
     rows_are_joined: bool = False
@@ -71,7 +71,7 @@ current = CurrentForward()
 
 
 def rows_reached_attention() -> bool:
-    """Whether no call of attention in the last forward was without the joined rows, or the exchange of divided ones."""
+    """Whether every call of attention in the last forward got the joined rows, or the exchange of divided ones."""
     return all(current.got_rows)
 
 
@@ -99,4 +99,4 @@ def maskless_forward(
 
 
 def _no_joined_rows(position_ids: torch.Tensor) -> None:
-    """The answer of transformers' search for joined rows where there are none."""
+    """Replaces transformers' search for joined rows; finds none."""

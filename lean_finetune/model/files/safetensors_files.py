@@ -63,7 +63,7 @@ class LazyTensor(Protocol):
 
 
 class FileTensor(LazyTensor, Protocol):
-    """A tensor of a model's files, not yet read: as it is stored, or to be unpacked."""
+    """A tensor of a model's files that is read on demand, as stored or unpacked."""
 
     @property
     def path(self) -> Path:

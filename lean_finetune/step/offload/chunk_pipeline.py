@@ -1,4 +1,4 @@
-"""Chunks of a file on their way through a buffer of fixed size: read ahead, changed, written behind."""
+"""Read chunks of a file ahead into a buffer of fixed size, and write changed ones in the background."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from lean_finetune.core.units import round_up
 from lean_finetune.step.offload.state_file import BLOCK_BYTES, StateFile
 
 THREADS = 8
-"""Transfers at the same time: enough for the full speed of a solid-state disk at some MiB each."""
+"""Concurrent transfers; at some MiB each, enough for the full speed of a solid-state disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FileRange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Ranges of values that are updated together."""
+    """Ranges of values that are read, updated and written together."""
 
     first: int
     """The first value in its tensor."""
@@ -52,7 +52,7 @@ class Chunk:
 class ChunkPipeline:
     """Slots of the buffer, and threads that fill and empty them.
 
-    A chunk is followed by the one that followed it last time, so the next ones are read while one is changed.
+    It expects chunks in the order of the previous step, and reads the next ones while one is updated.
     """
 
     def __init__(self, file: StateFile, chunks: Sequence[Chunk], *, slots: int, slot_bytes: int):
@@ -89,7 +89,7 @@ class ChunkPipeline:
         self._behind[chunk] = self._threads.submit(self._transfer, self._file.write, chunk, slot)
 
     def flush(self) -> None:
-        """Wait until everything is written; raises DiskFault if the disk refused."""
+        """Wait until everything is written; raises DiskFault if a transfer failed."""
         while self._behind:
             self._free.append(self._behind.pop(next(iter(self._behind))).result())
 

@@ -1,6 +1,6 @@
 """Master weights and optimizer state in a file, updated chunk by chunk in host memory (train.offload_to=disk).
 
-Updates work on single values, or on blocks that chunks never divide, so the weights are those of whole tensors to the
+Updates work on single values, or on blocks that chunks never divide, so they equal updates of whole tensors to the
 bit. Chunks are read ahead and written behind: Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857, section 5.2.2.
 """
 
@@ -18,13 +18,13 @@ from lean_finetune.step.offload.master_weights import Groups, MasterWeights
 from lean_finetune.step.offload.state_file import DiskPlace, FileTensor, StateFile
 
 CHUNK_VALUES = 4 * 2**20
-"""Most values of a chunk: fp32 ranges of 16 MiB reach a disk's full speed."""
+"""Maximum values of a chunk: fp32 ranges of 16 MiB reach a disk's full speed."""
 ALIGNED_VALUES = 2**18
-"""Chunks begin at multiples of this: the scales of so many 8-bit values are a whole block of the file."""
+"""Chunks begin at multiples of this: the scales of this many 8-bit values fill a block of the file."""
 SCALED_VALUES = 256
 """8-bit values that share a scale (bitsandbytes)."""
 FEWEST_SLOTS, MOST_SLOTS = 4, 16
-"""Of the buffer: one chunk that changes, the others before and after it."""
+"""Slots of the buffer: one for the chunk that is updated, the others for reading ahead and writing."""
 MASTER = "master"
 
 
@@ -72,7 +72,7 @@ class DiskMasterWeights(MasterWeights):
     def _make_state(
         self, parameter: nn.Parameter, files: dict[str, FileTensor], make_state: Callable[[torch.optim.Optimizer], None]
     ) -> dict[str, Any]:
-        """The state that the first step would make: large tensors in the file, the others as for the first chunk."""
+        """Allocate the state that the first step would create: large tensors in the file, the others in memory."""
         master, groups = self.state[parameter][MASTER], self.inner.param_groups
         first = nn.Parameter(torch.zeros(min(master.numel(), CHUNK_VALUES), dtype=master.dtype))
         self.inner.param_groups = [{**groups[self._inner_group[parameter]], "params": [first]}]

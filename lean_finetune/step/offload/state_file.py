@@ -20,12 +20,12 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskFault(UserError):
-    """The disk refused; the optimizer's state is lost, checkpoints are not."""
+    """Reading or writing the file failed. The optimizer's state is lost; checkpoints are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskPlace:
-    """Where optimizer state is on disk, and the host memory that it passes through."""
+    """Directory of the optimizer state's file, and size of the host buffer."""
 
     directory: Path
     buffer_bytes: int
@@ -46,7 +46,7 @@ class FileTensor:
 
 
 class StateFile:
-    """The file. It disappears with the process, however that ends."""
+    """The file. The system removes it when the process ends, for any reason."""
 
     def __init__(self, directory: Path):
         """Make the file in `directory`, creating that if needed.
@@ -104,7 +104,7 @@ class StateFile:
 
     @contextmanager
     def _faults(self, start: int) -> Iterator[None]:
-        """Turn an error of the disk into one line."""
+        """Raise errors of the disk as DiskFault, with a message of one line."""
         try:
             yield
         except OSError as error:

@@ -120,12 +120,12 @@ class PendingCheckpoint:
                 sync(self._directory / name)
 
     def publish(self) -> None:
-        """Rename it once all processes have finished, then remove the oldest. For the first process of each disk."""
+        """Publish it when all processes have finished, and remove the oldest. Called by the first process of a disk."""
         self._rename.close()
         self._store.remove_old()
 
     def drop(self) -> None:
-        """Remove it. For the first process of each disk."""
+        """Remove it. Called by the first process of a disk."""
         with suppress(_Dropped), self._rename:
             raise _Dropped
 

@@ -169,7 +169,7 @@ class Checkpointer(CheckpointHooks):
         return starts
 
     def mark_finished(self, metrics: Path | None) -> None:
-        """Keep the last checkpoint until DVC has recorded the metrics, a file that the first process gives, or None."""
+        """Keep the last checkpoint until DVC has recorded the metrics file, which only the first process passes."""
         digest = self._channel.gather_text("" if metrics is None else metrics_digest(metrics))[0]
         if digest and self._store.disk.is_led_here:
             mark_finished(self._store.directory, digest)

@@ -1,7 +1,7 @@
-"""Checkpoints on the disks of several nodes, which may be one shared disk, or one of each node.
+"""Checkpoints of several nodes, on a shared disk or on a separate disk of each node.
 
-Processes write their parts of a checkpoint to the disk that their node has. Before a run resumes, parts that a disk
-lacks are sent to it, so that any process can read any part.
+A process writes its part of a checkpoint to its node's disk. Before a run resumes, every disk receives the parts that
+it lacks, so that any process can read any part.
 """
 
 import json
@@ -23,11 +23,11 @@ from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.progress_barrier import wait_for_all
 
 CHUNK_BYTES = 16 * 2**20
-"""Sent at a time: 10 ms at 10 Gbit/s."""
+"""Bytes of one message: 10 ms at 10 Gbit/s."""
 PROBE = "disk"
 VALUES = "values.json"
 RANKS, PARTS, HOSTS = "ranks", "parts", "hosts"
-"""Keys of it: number of processes that wrote; those whose parts are on this disk; the machine of each."""
+"""Its keys: number of processes that wrote, processes whose parts are on this disk, machine of each process."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Disk:
 
     rank: int
     ranks: Sequence[int]
-    """Processes that share it, in order."""
+    """Ranks that share it, in order."""
     size: int
     """Number of all processes."""
 
     @property
     def is_led_here(self) -> bool:
-        """Whether this process locks and renames for those that share the disk."""
+        """Whether this process locks and renames files for all that share the disk."""
         return self.rank == self.ranks[0]
 
     @property
@@ -51,14 +51,14 @@ class Disk:
         return len(self.ranks) == self.size
 
     def share(self, parts: Sequence[int]) -> Sequence[int]:
-        """Those of `parts` that this process verifies, where each process on the disk verifies some."""
+        """The `parts` that this process verifies; the processes of a disk divide the work."""
         return parts[self.ranks.index(self.rank) :: len(self.ranks)]
 
 
 def find_disk(directory: Path, channel: ControlChannel) -> Disk:
-    """Find out which processes share the disk of a directory: those that see what the first one writes there.
+    """Find which processes share the disk of a directory: those that see a file that the first process writes there.
 
-    Of nodes that do not, each is taken to have a disk of its own. All processes call this.
+    Every other node is assumed to have a separate disk. All processes call this.
 
     Raises:
         UserError: the first process cannot write there.

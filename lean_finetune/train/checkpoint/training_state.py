@@ -51,7 +51,7 @@ def restored_after_fault(device: torch.device) -> Iterator[None]:
 
 
 READ_BYTES = 256 * 2**20
-"""Most bytes that are read at once while a checkpoint is restored."""
+"""Maximum bytes read at once while a checkpoint is restored."""
 RANDOM = "random/"
 """Prefix of the names of random states."""
 SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
@@ -227,7 +227,7 @@ def _check_names(
 
 
 def _without_parts(names: Iterable[str]) -> set[str]:
-    """Names of parameters of which other processes have other parts (`ShardSlice.part`)."""
+    """Names of the parameters that are divided among processes (`ShardSlice.part`)."""
     return {name.partition("@")[0] for name in names}
 
 

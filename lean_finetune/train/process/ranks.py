@@ -32,7 +32,7 @@ CONNECTION_LOST = re.compile(
 
 
 def launch_ranks(params: Params, directory: Path) -> bool:
-    """Run this command in one process per GPU of this node, if there are several; return True once all have ended.
+    """Run this command in one process per GPU of this node, if there are several GPUs; return True once all have ended.
 
     Processes exchange messages about their end in `directory`, and have `run.rank_timeout_seconds` to finish a step and
     write a checkpoint after a signal.
@@ -95,7 +95,7 @@ def explain_timeouts(
 
 POLL_SECONDS = 1.0
 ENDED_SECONDS = 2.0
-"""Time for a process to end because its connection broke, and report that, before it is ended."""
+"""Time for a process to notice a broken connection and report it, before it is killed."""
 NO_ERROR = "SUCCESS"
 TIMEOUT = "TIMEOUT"
 

@@ -130,6 +130,6 @@ def check_disk(needed_bytes: int, scratch: Path) -> None:
 
 
 def free_disk_bytes(scratch: Path) -> tuple[int, str]:
-    """Free bytes of the disk of a directory, and where that is; the directory is created."""
+    """Free bytes of a directory's disk, and the place for a message; creates the directory."""
     scratch.mkdir(parents=True, exist_ok=True)
     return shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
