@@ -37,6 +37,10 @@ class ControlChannel:
         wait_for_all()
         return self.gather(*numbers)
 
+    def failed_ranks(self, failed: bool) -> list[int]:
+        """The ranks that call this with an error, after work; all processes call it."""
+        return [rank for rank, (one,) in enumerate(self.gather_after_work(int(failed))) if one]
+
     def from_first(self, *numbers: int) -> list[int]:
         """The numbers of rank 0."""
         return self.gather(*numbers)[0]

@@ -76,7 +76,7 @@ def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore
     damage(keep(store, 2))
     found = store.newest()
     assert found is not None and found.values["step"] == 1
-    assert len(messages) == 1 and "step-000000002: checkpoint is damaged (" in messages[0]
+    assert len(messages) == 1 and "step-000000002: checkpoint cannot be used (" in messages[0]
     assert messages[0].endswith("using the one before it")
     assert store.last_step() == 1
 

@@ -1,9 +1,8 @@
 """Checkpoints of two processes on two nodes whose disks are not shared; the processes are threads."""
 
 import json
-import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from lean_finetune.train.checkpoint import node_disks
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 
 WAIT_SECONDS = 20
+KILLED: list[object] = []
+"""What killed processes did not publish: without a reference it would be removed."""
 
 
 class Threads:
@@ -67,27 +68,35 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     return found
 
 
-def written(directories: list[Path], step: int) -> Callable[[ControlChannel], bool]:
-    """Write a checkpoint whose first half of the rows is the first process's; whether the disk is shared."""
+def written(
+    directories: list[Path], step: int, finished: Sequence[int] = (0, 1), published: Sequence[int] = (0, 1)
+) -> Callable[[ControlChannel], bool]:
+    """Write a checkpoint whose first half of the rows is the first process's; whether the disk is shared.
+
+    Processes that are not `finished` were killed before they had flushed it, others before they had renamed it.
+    """
 
     def write(channel: ControlChannel) -> bool:
         store = CheckpointStore(directories[channel.rank], 2, print, channel)
         rows = {"weights": (2 * channel.rank, (4, 3))}
         pending = store.write(step, {"weights": torch.full((2, 3), float(channel.rank))}, {"step": step}, rows)
-        pending.finish_rank()
+        if channel.rank in finished:
+            pending.finish_rank()
         channel.gather(0)
-        if store.disk.is_led_here:
+        if store.disk.is_led_here and channel.rank in published:
             pending.publish()
+        else:
+            KILLED.append(pending)
         return store.disk.is_shared
 
     return write
 
 
-def read(directories: list[Path]) -> Callable[[ControlChannel], list[float]]:
+def read(directories: list[Path], step: int = 1) -> Callable[[ControlChannel], list[float]]:
     def first_column(channel: ControlChannel) -> list[float]:
         checkpoint = CheckpointStore(directories[channel.rank], 2, print, channel).newest()
         assert checkpoint is not None
-        assert [checkpoint.values_of(rank)["step"] for rank in (0, 1)] == [1, 1]
+        assert [checkpoint.values_of(rank)["step"] for rank in (0, 1)] == [step, step]
         column: list[float] = checkpoint.tensors()["weights"].read()[:, 0].tolist()
         return column
 
@@ -109,14 +118,21 @@ def test_every_disk_gets_the_parts_that_it_lacks(tmp_path: Path, threads: Thread
     assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2, "now complete on both"
 
 
-def test_a_checkpoint_that_only_one_disk_has_finished_is_not_used(tmp_path: Path, threads: Threads):
-    """The second node's step is newer: it was killed after it, and the first node before."""
+@pytest.mark.parametrize(
+    ("finished", "published", "newest"),
+    [((0,), (), 1), ((1,), (), 1), ((0, 1), (0,), 2), ((0, 1), (1,), 2)],
+    ids=["first-finished", "second-finished", "first-renamed", "second-renamed"],
+)
+def test_a_kill_between_the_saves_of_two_disks_leaves_the_newest_that_both_have(
+    tmp_path: Path, threads: Threads, finished: tuple[int, ...], published: tuple[int, ...], newest: int
+):
+    """The run was refused, or half of a checkpoint used."""
     disks = [tmp_path / "a", tmp_path / "b"]
     threads.run(written(disks, 1))
-    threads.run(written(disks, 2))
-    shutil.rmtree(disks[0] / "step-000000002")
-    assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2
-    assert [path.name for path in disks[1].glob("step-*")] == ["step-000000001"]
+    threads.run(written(disks, 2, finished, published))
+    assert threads.run(read(disks, newest)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+    for disk in disks:
+        assert sorted(path.name for path in disk.iterdir()) == [f"step-{step:09d}" for step in range(1, newest + 1)]
 
 
 def test_a_part_on_an_absent_machine_is_refused_and_nothing_is_removed(tmp_path: Path, threads: Threads):

@@ -118,11 +118,12 @@ class PendingCheckpoint:
             (self._directory / SUMS).write_text(json.dumps(sums))
             for name in (TENSORS, VALUES, SUMS):
                 sync(self._directory / name)
+            for directory in (self._directory, *self._directory.parents[:3]):  # The names of files and directories.
+                sync(directory)
 
     def publish(self) -> None:
-        """Publish it when all processes have finished, and remove the oldest. Called by the first process of a disk."""
+        """Publish it when all processes have finished. Called by the first process of a disk."""
         self._rename.close()
-        self._store.remove_old()
 
     def drop(self) -> None:
         """Remove it. Called by the first process of a disk."""
@@ -177,7 +178,7 @@ class CheckpointStore:
                     refused = error
             else:
                 stack.enter_context(write_errors(directory))
-            if failed := _ranks_with_error(self.channel, refused is not None):
+            if failed := self.channel.failed_ranks(refused is not None):
                 raise refused or UserError(f"{path}: cannot be written by process {failed[0]}; see its log")
             more = {ROW_RANGES: row_ranges or {}, **parts_and_hosts(self.disk, self.channel)}
             with self._fail_together():
@@ -195,20 +196,19 @@ class CheckpointStore:
             yield
         except OSError as error:
             refused = error
-        failed = _ranks_with_error(self.channel, refused is not None)
-        if failed:
+        if failed := self.channel.failed_ranks(refused is not None):
             raise refused or UserError(
                 f"process {failed[0]} of {self.channel.size} could not write its files; see its log"
             )
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; report and remove damaged ones, and remove unfinished ones.
+        """Return the newest checkpoint that all disks have finished; remove newer ones, and report those damaged.
 
         A checkpoint that was finished but not renamed before a kill is renamed now. All processes call this, and each
         verifies a share of the files.
 
         Raises:
-            UserError: the disk refused.
+            UserError: the disk refused, or a machine that has a part of the checkpoint is absent.
         """
         leads = self.disk.is_led_here
         with write_errors(self.directory):
@@ -223,14 +223,13 @@ class CheckpointStore:
                 if step < 0:
                     return None
                 path = self.directory / NAME.format(step)
-                send_missing_parts(path, (TENSORS, SUMS), self.disk, self.channel)
-                fault = _fault(path, self.disk)
-                damaged = _ranks_with_error(self.channel, fault is not None)
+                fault = send_missing_parts(path, (TENSORS, SUMS), self.disk, self.channel) or _fault(path, self.disk)
+                damaged = self.channel.failed_ranks(fault is not None)
                 if not damaged:
                     return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
-                if leads:
+                if leads and path.exists():
                     what = fault or f"found by process {damaged[0]}"
-                    self._notify(f"{path}: checkpoint is damaged ({what}); using the one before it")
+                    self._notify(f"{path}: checkpoint cannot be used ({what}); using the one before it")
                     shutil.rmtree(path)
 
     def remove_newer(self, step: int) -> None:
@@ -256,11 +255,6 @@ class CheckpointStore:
 def steps_in(directory: Path) -> list[int]:
     """Return the finished steps of each checkpoint in a directory, in order."""
     return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("step-*"))
-
-
-def _ranks_with_error(channel: ControlChannel, error: bool) -> list[int]:
-    """Return the ranks that call this with an error; all processes call it."""
-    return [rank for rank, (failed,) in enumerate(channel.gather_after_work(int(error))) if failed]
 
 
 def _rename_if_finished(partial: Path) -> None:

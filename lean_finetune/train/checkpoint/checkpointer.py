@@ -252,24 +252,28 @@ class Checkpointer(CheckpointHooks):
         self._record_cost(self._spent + time.thread_time() - start)
 
     def _settle(self) -> None:
-        """Wait until all have finished; the first process of each disk then publishes the checkpoint or drops it."""
+        """Wait until all have finished; the first process of each disk then publishes the checkpoint or drops it.
+
+        Older ones are removed once every disk has the new one.
+        """
         self.wait()
         if not self._unsettled:
             return
-        failed = [rank for rank, (bad,) in enumerate(self._channel.gather_after_work(int(self._failed))) if bad]
+        failed = self._channel.failed_ranks(self._failed)
         pending, self._pending, self._unsettled = self._pending, None, False
-        if not self._store.disk.is_led_here or pending is None:
-            return
-        if not failed:
+        leads = self._store.disk.is_led_here
+        if leads and pending is not None and not failed:
             try:
                 pending.publish()
             except UserError as error:
                 self._fail(error)
-            return
-        pending.drop()
-        if failed != [0]:
-            rank = next(rank for rank in failed if rank)
-            self._fail(f"process {rank} of {self._channel.size} could not write its files; see its log")
+        elif leads and pending is not None:
+            pending.drop()
+            if failed != [0]:
+                rank = next(rank for rank in failed if rank)
+                self._fail(f"process {rank} of {self._channel.size} could not write its files; see its log")
+        if not self._channel.failed_ranks(self._failed) and leads:
+            self._store.remove_old()
 
     def _fail(self, error: UserError | str) -> None:
         """Report a checkpoint that failed; the run continues."""

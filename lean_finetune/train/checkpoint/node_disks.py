@@ -5,6 +5,7 @@ it lacks, so that any process can read any part.
 """
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -89,13 +90,14 @@ def rank_directory(path: Path, rank: int) -> Path:
     return path / str(rank) if rank else path
 
 
-def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: ControlChannel) -> None:
+def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: ControlChannel) -> str | None:
     """Copy each part of a checkpoint to the disks that lack it; all processes call this.
 
-    A part has the files `VALUES` and `names`; the last one marks it as complete.
+    A part has the files `VALUES` and `names`; the last one marks it as complete. Returns why the checkpoint is
+    incomplete, if a process of a machine that is here was killed before it had finished its part.
 
     Raises:
-        UserError: no disk has a part, or one is full.
+        UserError: a part is on a machine that is not here, or a disk is full.
     """
     written: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # Damaged: reported when checksums are compared.
@@ -103,14 +105,16 @@ def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: Co
     known = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
     ranks, parts, hosts = json.loads(channel.gather_text(known)[0])
     if parts is None or (disk.is_shared and len(parts) == ranks):
-        return
+        return None
     directories = [rank_directory(path, rank) for rank in range(ranks)]
     present = channel.gather(*(int((directory / names[-1]).exists()) for directory in directories))
     absent = [part for part in range(len(directories)) if not any(row[part] for row in present)]
     if absent:
-        machines = ", ".join(dict.fromkeys(hosts[part] for part in absent))
+        which, machines = f"process {', '.join(map(str, absent))}", {hosts[part]: None for part in absent}
+        if machines.keys() <= set(channel.gather_text(platform.node())):
+            return f"{which} had not finished writing it"
         raise UserError(
-            f"{path}: lacks what process {', '.join(map(str, absent))} wrote to the disk of {machines}; start that "
+            f"{path}: lacks what {which} wrote to the disk of {', '.join(machines)}; start that "
             f"machine with the others, copy the files of its {path} here, or delete {path} on all machines to use the "
             "checkpoint before it"
         )
@@ -120,14 +124,16 @@ def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: Co
         writes = disk.is_led_here and not present[channel.rank][part]
         for name in (VALUES, *names) if not all(row[part] for row in present) else ():
             refused = _send_file(directory / name, source, channel, writes=writes and refused is None) or refused
-    if failed := [rank for rank, (bad,) in enumerate(channel.gather_after_work(int(refused is not None))) if bad]:
+    if failed := channel.failed_ranks(refused is not None):
         raise UserError(
             f"{path}: process {failed[0]} cannot write parts of it ({refused or 'see its log'}); free space"
         )
+    return None
 
 
 def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool) -> OSError | None:
     """Send a file of process `source` to those that write it; return why this one could not."""
+    partial = path.with_name(f"{path.name}.partial")
     wait_for_all()
     size = channel.gather(path.stat().st_size if channel.rank == source else 0)[source][0]
     with ExitStack() as stack:
@@ -137,7 +143,8 @@ def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool
             if writes:
                 path.parent.mkdir(parents=True, exist_ok=True)
             if writes or channel.rank == source:
-                file = cast(BinaryIO, stack.enter_context(open(path, "wb" if writes else "rb")))
+                opened = open(partial, "wb") if writes else open(path, "rb")  # noqa: SIM115 - closed by the stack
+                file = cast(BinaryIO, stack.enter_context(opened))
         except OSError as error:
             refused = error
         for start in range(0, size, CHUNK_BYTES):
@@ -152,4 +159,10 @@ def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool
                     file.flush()
             except OSError as error:
                 refused, file = error, None
+        if file is not None and writes:
+            try:
+                os.fsync(file.fileno())
+                partial.rename(path)
+            except OSError as error:
+                refused = error
     return refused
