@@ -13,7 +13,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 LOSS = 1e-5
 """Largest difference of a loss from that of one process."""
+EXACT = 1e-6
+"""The same in fp32 without dropout, for the few steps of this run."""
 CHANGED = ["bucket", "estimate", "train", "evaluate", "report"]
+MODES: dict[str, tuple[int, dict[str, object]]] = {
+    "ddp": (2, {"train.sharding": "ddp"}),
+    "zero1": (2, {"train.sharding": "zero1"}),
+    "zero2": (2, {"train.sharding": "zero2"}),
+    "zero3": (2, {"train.sharding": "zero3"}),
+    "hsdp": (4, {"train.sharding": "hsdp", "train.shard_group_gpus": 2}),
+    "pp": (2, {"train.pipeline_stages": 2}),
+    "tp": (2, {"train.tensor_parallel": 2}),
+    "cp": (2, {"train.sharding": "ddp", "train.context_parallel": 2}),
+    "tp x zero3": (4, {"train.sharding": "zero3", "train.tensor_parallel": 2}),
+    "cp x zero3": (4, {"train.sharding": "zero3", "train.context_parallel": 2}),
+}
+"""GPUs, and the parameters that start each way to share a run."""
 
 
 def shared(sharding: str) -> list[str]:
@@ -60,3 +75,19 @@ def test_two_processes_run_under_dvc(clone: Clone):
         found = json.loads(clone.run("git", "show", f"{revision}:metrics/evaluate.json"))
         assert found["tuned_loss"] == pytest.approx(tuned_loss, abs=LOSS)
     assert all((path.parent / "finished").exists() for path in (clone.root / "scratch/train").glob("*/step-*"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_alone_start_every_mode(clone: Clone, mode: str):
+    """A parameter that no stage reads, layers that estimate and train divide differently, or tokens made anew."""
+    losses, tuned_loss = curve(clone), clone.json("metrics/evaluate.json")["tuned_loss"]
+    gpus, parameters = MODES[mode]
+    given = {"hardware.num_gpus": gpus, **parameters}.items()
+    output = clone.dvc("exp", "run", *(word for key, value in given for word in ("-S", f"{key}={value}")), "evaluate")
+    # Plans of equal layouts and evaluations of equal weights are cached.
+    assert {"estimate", "train"} <= set(stages_run(output)) <= set(CHANGED[:-1])
+    assert curve(clone) == pytest.approx(losses, abs=EXACT)
+    assert clone.json("metrics/evaluate.json")["tuned_loss"] == pytest.approx(tuned_loss, abs=EXACT)
+    found = clone.json("data/train/figures.json")
+    assert len(found["peak_bytes_measured_by_rank"]) == gpus
+    assert ("stage_layers" in clone.json("data/estimate/verdict.json")) == (mode == "pp")

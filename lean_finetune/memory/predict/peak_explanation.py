@@ -76,7 +76,7 @@ def predict_explained(
     """
     prediction, deep = predict_from(OriginWindowTrace, config, setting, steps, target)
     if deep is None:
-        return prediction, explain(trace_origins(config, setting, prediction.steps_of_peak, target))
+        return prediction, explain(trace_origins(config, prediction.setting, prediction.steps_of_peak, target))
     return prediction, _explain_extrapolation(deep, prediction, steps, target.granularity_bytes)
 
 
