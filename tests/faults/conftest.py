@@ -1,5 +1,6 @@
 """A server process that forks stages, and a workspace with the outputs of all stages; each test uses a copy of it."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ SMALL = {
 }
 
 
-NAMESPACE = ("unshare", "--map-root-user", "--mount")
+NAMESPACE = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
 """Only its child processes see the mounts made in it; they are removed when it exits."""
 
 

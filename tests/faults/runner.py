@@ -17,6 +17,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -108,8 +109,11 @@ def read_out(pipe: int) -> str:
     return text.decode()
 
 
-def mount(target: str, size_bytes: int) -> None:
-    """Mount memory of this size at a directory, for this process and its forks."""
+def mount(target: str, size_bytes: int, image: str | None) -> None:
+    """Mount memory of this size, or a file with a file system, at a directory, for this process and its forks."""
+    if image is not None:
+        subprocess.run(["mount", "-o", "loop", image, target], check=True)
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(target)
     if libc.mount(b"tmpfs", where, b"tmpfs", 0, b"size=%d" % size_bytes):

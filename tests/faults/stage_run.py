@@ -149,9 +149,9 @@ class Runner:
         self.left.add(run.pid)
         return run
 
-    def mount(self, target: Path, size_bytes: int) -> None:
-        """Mount a tmpfs of this size at a directory, for this runner's runs only."""
-        self.ask({"mount": {"target": str(target), "size_bytes": size_bytes}})
+    def mount(self, target: Path, size_bytes: int = 0, image: Path | None = None) -> None:
+        """Mount a tmpfs of this size, or a file with a file system, at a directory, for this runner's runs only."""
+        self.ask({"mount": {"target": str(target), "size_bytes": size_bytes, "image": image and str(image)}})
 
     def seen(self, path: Path) -> Path:
         """Return a path as this runner's runs see it."""

@@ -5,16 +5,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import write_params
+from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
 from tests.conftest import ROOT
-from tests.faults.outputs import declared, state
+from tests.faults.conftest import NAMESPACE
+from tests.faults.outputs import declared, digest, state
 from tests.faults.stage_run import Fault, Runner
 from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
-from tests.processes import run_bounded
+from tests.processes import run_bounded, wait_for
 
 STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
 LINKS = "locks/watched-files"
@@ -113,6 +117,61 @@ def test_full_disk_when_training_saves(mounting, trained, tmp_path):
     assert resumed is not None and resumed[1] == resumed[2], ended.output
     assert state(seen, "train") == trained.states["train"]
     assert not list(seen.glob("scratch/train/*/*step-*"))
+
+
+STATE_BYTES = 6 << 20
+"""About the optimizer state of all weights."""
+ON_DISK = {"train.offload": "optimizer", "train.offload_to": "disk"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file with an ext4 file system, which has the direct access that a tmpfs lacks."""
+    image = tmp_path / "disk.img"
+    with open(image, "wb") as file:
+        file.truncate(DISK_BYTES)
+    (tmp_path / "tried").mkdir()
+    tried = 'mkfs.ext4 -q -m 0 "$0" && mount -o loop "$0" "$1"'  # -m 0: no blocks are reserved for root.
+    made = run_bounded([*NAMESPACE, "sh", "-c", tried, image, tmp_path / "tried"])
+    if made.returncode:
+        pytest.skip(f"no process may mount a file with a file system here: {made.stderr.strip()}")
+    return image
+
+
+def checkpoints(root: Path) -> dict[str, str]:
+    """Hashes of the finished checkpoints, by name."""
+    return {path.name: digest(path) for path in root.glob("scratch/train/*/step-*")}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("predicted", [True, False])
+def test_optimizer_state_that_its_disk_has_no_room_for(mounting, small_disk, quick, tmp_path, predicted):
+    """Found before the first step, by the prediction or by the disk; the checkpoint there remains and is used later."""
+    workspace, alone = quick.copy(tmp_path / "work"), quick.copy(tmp_path / "alone")
+    for directory, moved in ((workspace, ON_DISK), (alone, {})):
+        write_params(directory, {"train.method": "full", "train.lr": 1e-3, **moved}, directory / "params.yaml")
+    assert mounting.run("train", alone).status == 0
+    shutil.rmtree(workspace / "scratch", ignore_errors=True)
+    (workspace / "scratch").mkdir()
+    mounting.mount(workspace / "scratch", image=small_disk)
+    seen = mounting.seen(workspace)
+    estimate = read_json(seen / "data/estimate" / FIGURES)
+    write_json(seen / "data/estimate" / FIGURES, {**estimate, "disk_bytes_predicted": predicted * STATE_BYTES})
+
+    run = mounting.start("train", workspace)
+    wait_for(lambda: checkpoints(seen))
+    run.send(signal.SIGKILL, to_group=True)
+    run.wait()
+    fill(seen / "scratch", STATE_BYTES // 2)
+    before = checkpoints(seen)
+    line = mounting.run("train", workspace).refusal()
+    assert re.match(r"train\.offload_to: disk (needs|must have) room for .*free some, (or )?use ", line), line
+    assert checkpoints(seen) == before and not (seen / "data/tuned").exists()
+    (seen / "scratch/ballast").unlink()
+    ended = mounting.run("train", workspace)
+    assert ended.status == 0 and "train: resumed at optimizer step " in ended.output, ended.output
+    assert digest(seen / "data/tuned") == digest(alone / "data/tuned")
 
 
 @pytest.mark.slow

@@ -99,3 +99,23 @@ def test_kill_before_dvc_records_the_outputs_costs_no_step(clone: Clone, tmp_pat
     assert results(clone, "HEAD") == results(clone, "HEAD~1")
     third = clone.dvc(*HERE)
     assert "resumed" not in third, "--force trains a recorded run again"
+
+
+def tuned(clone: Clone) -> Any:
+    """What dvc.lock says of the tuned weights: a hash of every byte."""
+    lock = YAML(typ="safe").load((clone.root / "dvc.lock").read_text())
+    return next(out for out in lock["stages"]["train"]["outs"] if out["path"] == "data/tuned")
+
+
+@pytest.mark.slow
+def test_state_on_disk_learns_the_bytes_of_memory_also_after_a_kill(clone: Clone, tmp_path: Path):
+    """train.offload_to=disk with other weights than in memory, without a prediction, or lost with its file."""
+    clone.set_params(train__method="full", train__lr=1e-3, run__checkpoint_seconds=0.05)
+    clone.dvc("repro", "train")
+    in_memory = tuned(clone)
+    clone.set_params(train__offload="optimizer", train__offload_to="disk")
+    first = interrupted(clone, tmp_path / "first", ("repro", "train"), lambda _: trainers(clone)[0].kill())
+    assert "Running stage 'estimate'" in first and "Running stage 'train'" in first
+    assert "train: resumed at optimizer step" in clone.dvc("repro", "train")
+    assert tuned(clone) == in_memory
+    assert clone.json("data/estimate/figures.json")["disk_bytes_predicted"] > 0

@@ -125,8 +125,9 @@ def check_disk(needed_bytes: int, scratch: Path) -> None:
     Raises:
         UserError: naming needed and free bytes.
     """
+    free, where = free_disk_bytes(scratch)
     what = "train.offload_to: disk needs room for master weights and optimizer state"
-    _check_free(needed_bytes, *free_disk_bytes(scratch), what, "use train.optimizer=adamw_8bit, or cpu")
+    _check_free(needed_bytes, free, what, where, "use train.optimizer=adamw_8bit, or cpu")
 
 
 def free_disk_bytes(scratch: Path) -> tuple[int, str]:
