@@ -78,6 +78,13 @@ class CountingStore(DiskStore):
         return super().put(values)
 
 
+def layout_of(case: Case, processes: int) -> ParallelLayout:
+    """How the processes divide the work."""
+    if case.stages:
+        return ParallelLayout(data=1, pipeline=len(case.stages))
+    return ParallelLayout(data=processes // (case.context * case.tensor), context=case.context, tensor=case.tensor)
+
+
 def divided(case: Case, layout: ParallelLayout, rank: int) -> tuple[list[Batch], int]:
     """The micro-batches of one process, and the trained tokens of all processes."""
     batches, start, part = [], 0, token_part(layout, rank)
@@ -97,9 +104,7 @@ def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     model_spec = spec_of(**case.model)
     offload_weights = case.optim.get("offload") == "parameters"
-    layout = ParallelLayout(data=world.size // (case.context * case.tensor), context=case.context, tensor=case.tensor)
-    if case.stages:
-        layout = ParallelLayout(data=1, pipeline=len(case.stages))
+    layout = layout_of(case, world.size)
     sharing = ShardSpec(
         mode=case.mode,  # type: ignore[arg-type]
         group_gpus=case.group_gpus,

@@ -1,6 +1,8 @@
 """What GPUs are predicted to send in a step is what the collectives of real steps send."""
 
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,29 +13,39 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
-from tests.distributed.cases import Case, divided
+from lean_finetune.step.batches import BatchShape
+from tests.distributed.cases import Case, divided, layout_of
 from tests.distributed.group import Group
 from tests.distributed.worker import do_count_sent
-from tests.small_model import spec_of
-
-MICRO_BATCHES = 2
+from tests.small_model import save_small_llama, spec_of
 
 
-def predicted(case: Case, gpus: int, tokens_per_step: float = 128.0) -> Traffic:
-    layout = ParallelLayout(data=gpus // case.context, context=case.context)
-    spec = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, layout=layout)  # type: ignore[arg-type]
+def trained_by(case: Case, layout: ParallelLayout, rank: int) -> tuple[int, list[BatchShape]]:
+    """Tokens and micro-batches of a process."""
+    shapes = []
+    for batch in divided(case, layout, rank)[0]:
+        rows, length = batch.input_ids_BT.shape
+        trained = len(batch.supervised_index_N)
+        shapes.append(BatchShape(rows=rows, length=length, supervised=trained, joined_lengths=None))
+    return sum(shape.rows * shape.length for shape in shapes), shapes
+
+
+def predicted(case: Case, gpus: int) -> Traffic:
+    layout = layout_of(case, gpus)
+    spec = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, layout=layout, stage_layers=case.stages)  # type: ignore[arg-type]
+    tokens, shapes = max((trained_by(case, layout, rank) for rank in range(gpus)), key=itemgetter(0))
     sharing = Sharing(spec=spec, gpus=gpus, accumulates_gradients=True)
     model = spec_of(**case.model)
     run = Workload(
         config=read_config(Path(case.directory)),
         setting=Setting(model=model, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0, sharing=sharing),
-        steps=(),
+        steps=(tuple(shapes),),
         mode="bucketed",
         max_tokens=64,
         fixed_rows=1,
         longest=64,
-        tokens_per_step=tokens_per_step,
-        micro_batches_per_step=MICRO_BATCHES,
+        tokens_per_step=tokens,
+        micro_batches_per_step=len(shapes),
         unpadded_tokens_per_step=128,
     )
     found = traffic_of(run)
@@ -41,36 +53,54 @@ def predicted(case: Case, gpus: int, tokens_per_step: float = 128.0) -> Traffic:
     return found
 
 
+@pytest.fixture(scope="module")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, and as many inputs of a part as blocks of 4-bit weights need."""
+    directory = tmp_path_factory.mktemp("wide_llama")
+    return save_small_llama(
+        directory, hidden_size=128, intermediate_size=256, num_key_value_heads=4, num_hidden_layers=4
+    )
+
+
+CHECKPOINTS: dict[str, Any] = {"grad_ckpt": True}
+SELECTIVE = {**CHECKPOINTS, "grad_ckpt_policy": "selective"}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "method"),
-    [("ddp", "lora"), ("zero1", "full"), ("zero2", "lora"), ("zero3", "full"), ("zero3", "qlora"), ("hsdp", "full")],
+    ("gpus", "layout", "model"),
+    [
+        (2, {"mode": "ddp"}, {"method": "lora"}),
+        (2, {"mode": "zero1"}, {"method": "full"}),
+        (2, {"mode": "zero2"}, {"method": "lora"}),
+        (2, {"mode": "zero3"}, {"method": "full"}),
+        (2, {"mode": "zero3"}, {"method": "qlora"}),
+        (4, {"mode": "hsdp", "group_gpus": 2}, {"method": "full"}),
+        (4, {"mode": "ddp", "context": 2}, {"method": "full", **CHECKPOINTS}),
+        (4, {"mode": "ddp", "context": 4}, {"method": "full", **CHECKPOINTS}),
+        (4, {"mode": "zero3", "context": 2}, {"method": "lora"}),
+        (2, {"mode": "none", "tensor": 2}, {"method": "full"}),
+        (2, {"mode": "none", "tensor": 2}, {"method": "lora", **SELECTIVE}),
+        (4, {"mode": "zero3", "tensor": 2}, {"method": "qlora"}),
+        (4, {"mode": "zero3", "tensor": 2}, {"method": "full", **CHECKPOINTS}),
+        (2, {"mode": "none", "stages": (1, 3)}, {"method": "full"}),
+        (4, {"mode": "none", "stages": (1, 1, 1, 1)}, {"method": "lora"}),
+    ],
+    ids=repr,
 )
-def test_predicted_bytes_are_sent(request, small_llama: Path, mode: str, method: str):
-    """Advice for slow networks would be wrong."""
-    gpus, group = (4, 2) if mode == "hsdp" else (2, None)
-    processes: Group = request.getfixturevalue("four" if mode == "hsdp" else "pair")
-    sizes = (8 // MICRO_BATCHES // gpus,) * MICRO_BATCHES * gpus
-    case = Case(directory=str(small_llama), mode=mode, group_gpus=group, sizes=sizes, model={"method": method})
+def test_predicted_bytes_are_sent(
+    request, small_llama: Path, wide_llama: Path, gpus: int, layout: dict[str, Any], model: dict[str, Any]
+):
+    """Advice for slow networks would be wrong. Two key/value heads for four processes have copies."""
+    directory = wide_llama if {"tensor", "stages"} & layout.keys() else small_llama
+    case = Case(directory=str(directory), sizes=(1,) * 8 if gpus == 4 else (2,) * 4, chunk=16, model=model, **layout)
+    processes: Group = request.getfixturevalue("four" if gpus == 4 else "pair")
     expected = predicted(case, gpus)
-    sent = processes.ask(do_count_sent, case)
-    assert sent == pytest.approx(expected.in_group_bytes + expected.between_groups_bytes, rel=1e-3)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("context", [2, 4])
-def test_predicted_exchanges_are_sent(small_llama: Path, four: Group, context: int):
-    """Copies of two key/value heads for four processes, or what checkpointing sends again, left out."""
-    model = {"method": "full", "grad_ckpt": True}
-    case = Case(directory=str(small_llama), mode="ddp", context=context, sizes=(2, 2, 2, 2), model=model)
-    layout = ParallelLayout(data=4 // context, context=context)
-    tokens = sum(batch.input_ids_BT.numel() for batch in divided(case, layout, 0)[0])
-    expected = predicted(case, 4, tokens)
-    assert expected.exchanged_bytes > 0
-    sent = four.ask(do_count_sent, case)
-    assert sent == pytest.approx(expected.in_group_bytes + expected.exchanged_bytes, rel=1e-3)
+    in_rings = expected.in_group_bytes + expected.between_groups_bytes
+    total = in_rings + expected.in_products_bytes + expected.exchanged_bytes
+    assert (expected.in_products_bytes > 0, expected.exchanged_bytes > 0) == ("tensor" in layout, "context" in layout)
+    assert processes.ask(do_count_sent, case) == pytest.approx(total, rel=1e-3)
 
 
 def test_a_ring_leaves_each_node_once():
@@ -82,3 +112,7 @@ def test_a_ring_leaves_each_node_once():
     exchanging = Traffic(gpus=16, group=8, in_group_bytes=0, between_groups_bytes=0, context=16, exchanged_bytes=150)
     assert (exchanging.network_bytes(8), exchanging.network_bytes(16)) == (80 * 8, 0)
     assert Traffic(gpus=16, group=4, in_group_bytes=100, between_groups_bytes=3).network_bytes(8) == 12
+    four_parts = Traffic(gpus=8, group=2, rings=4, in_group_bytes=10, between_groups_bytes=0, in_products_bytes=7)
+    assert [four_parts.network_bytes(each) for each in (2, 4, 8)] == [2 * 10 + 7, 4 * 10, 0]
+    stages = Traffic(gpus=8, group=8, in_group_bytes=0, between_groups_bytes=0, passed_bytes=5, tied_bytes=2)
+    assert [stages.network_bytes(each) for each in (2, 4)] == [10, 7]

@@ -56,8 +56,9 @@ def do_learn(world: World, directory: Path, case: Case) -> dict[str, Any]:
 
 
 def do_count_sent(world: World, directory: Path, case: Case) -> int:
-    """Bytes that this process sends in a step by rings: collectives are counted in runs of one and of two steps."""
+    """Most bytes that a process sends in a step by rings: collectives are counted in runs of one and of two steps."""
     sent, factors = 0, {"all_reduce": 2, **dict.fromkeys(("broadcast", "all_to_all_single", *GATHERS_AND_SCATTERS), 1)}
+    factors["isend"] = 2  # To one of the two processes of a group.
 
     def counted(name: str) -> Any:
         call = getattr(dist, name)
@@ -80,7 +81,9 @@ def do_count_sent(world: World, directory: Path, case: Case) -> int:
             sent = 0
             learn(replace(case, steps=steps), world)
             counts.append(sent)
-    return counts[1] - counts[0]
+    most = torch.tensor(counts[1] - counts[0])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     offloaded = 0.0 if run.setting.offload_activations == "none" else saved_bytes
     trained = trained_values(shapes, model)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
-    link_bytes += tensor_parallel_bytes(run, element_bytes)
+    link_bytes += tensor_parallel_bytes(run)
     update = _update_seconds(run.setting, trained, element_bytes, bandwidth)
     seconds = {
         "products": FLOP_PER_PRODUCT * passes * parameters * tokens / flops,
@@ -190,7 +190,7 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
         "disk": _disk_seconds(run, shapes, offloaded, update),
     }
     if (stages := run.setting.pipeline_stages) > 1:
-        sent = pipeline_bytes(run, element_bytes) / (speed.link_bytes_per_second * LINK_SHARE)
+        sent = 2 * pipeline_bytes(run) / (speed.link_bytes_per_second * LINK_SHARE)
         seconds = {part: value / stages for part, value in seconds.items()} | {"sent": sent}
         # Stages wait for the first and the last micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
         seconds["bubble"] = sum(seconds.values()) * (stages - 1) / micro_batches
@@ -201,9 +201,9 @@ def _tokens(run: Workload) -> int:
     return max(1, round(run.tokens_per_step))
 
 
-def pipeline_bytes(run: Workload, element_bytes: int) -> int:
-    """Bytes that a stage of a pipeline sends in a step: hidden states to the next, and their gradients back."""
-    return 2 * _tokens(run) * int(run.config.get_text_config().hidden_size) * element_bytes
+def pipeline_bytes(run: Workload) -> int:
+    """Bytes that a stage of a pipeline sends to the next one in a step; the next one sends as many back."""
+    return _tokens(run) * int(run.config.get_text_config().hidden_size) * run.setting.model.dtype.itemsize
 
 
 def _recomputed_share(model: ModelSpec) -> float:
@@ -222,16 +222,24 @@ def _saved_values(run: Workload) -> float:
     return values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step
 
 
-def tensor_parallel_bytes(run: Workload, element_bytes: int) -> float:
+def tensor_parallel_bytes(run: Workload) -> float:
     """Bytes that a GPU sends in a step for tensor parallelism, to sum outputs and gradients.
 
-    Two sums a layer in forward and two in backward, one again where the layer is recomputed, and those of embedding
-    and head. A sum of B bytes over N GPUs in a ring sends 2 · B · (N - 1) / N. The links are taken to be those to the
-    host; NVLink is many times faster.
+    Two sums a layer in forward and two in backward, one again where the layer is recomputed, and that of the embedding;
+    of trained tokens that of the head's gradient and three fp32 values. A sum of B bytes over N GPUs in a ring sends
+    2 · B · (N - 1) / N. The links are taken to be those to the host; NVLink is many times faster.
     """
-    text, size = run.config.get_text_config(), run.setting.tensor_parallel
-    sums = text.num_hidden_layers * (4 + _recomputed_share(run.setting.model)) + 2
-    return 2 * (size - 1) / size * sums * text.hidden_size * element_bytes * _tokens(run)
+    text, model, size = run.config.get_text_config(), run.setting.model, run.setting.tensor_parallel
+    if size == 1:
+        return 0.0
+    hidden_bytes = text.hidden_size * (model.autocast_dtype or model.dtype).itemsize
+    sums = text.num_hidden_layers * (4 + (1 / model.recomputed_every if model.grad_ckpt else 0)) + 1
+    if model.adapted and not model.grad_ckpt:
+        sums -= 1  # The input of the first layer needs no gradient.
+    shapes = [shape for step in run.steps for shape in step]
+    trained = sum(shape.supervised for shape in shapes) / sum(shape.rows * shape.length for shape in shapes)
+    token_bytes = sums * hidden_bytes + trained * (hidden_bytes + 3 * FP32_BYTES)
+    return 2 * (size - 1) / size * token_bytes * _tokens(run)
 
 
 def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: float) -> float:

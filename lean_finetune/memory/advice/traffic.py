@@ -14,14 +14,13 @@ from lean_finetune.core.units import readable_size
 from lean_finetune.distributed.replicated import layer_of
 from lean_finetune.memory.advice.step_cost import (
     DURATION_RANGE,
-    FP32_BYTES,
     pipeline_bytes,
     step_seconds,
     tensor_parallel_bytes,
 )
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, Device
-from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines
+from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
 from lean_finetune.model.attention.rows import key_copies
@@ -46,14 +45,22 @@ class Traffic:
     """train.context_parallel: GPUs that divide each row's tokens."""
     exchanged_bytes: int = 0
     """train.context_parallel: queries, keys, values and outputs of attention."""
+    passed_bytes: int = 0
+    """train.pipeline_stages: hidden states to the next stage, and as many bytes of gradients back."""
+    tied_bytes: int = 0
+    """train.pipeline_stages: what the first and the last stage send to sum gradients of a weight that both have."""
 
     def network_bytes(self, gpus_per_node: int) -> int:
         """What a node sends to others: a ring that spans nodes leaves each node once."""
-        members = gpus_per_node // self.rings
+        if self.passed_bytes:
+            return _most_of_a_stage(self.passed_bytes, self.tied_bytes, self.gpus // gpus_per_node)
+        rings = min(self.rings, gpus_per_node)
+        members = gpus_per_node // rings
         in_group = self.in_group_bytes if self.group > members else 0
+        products = self.in_products_bytes if self.rings > gpus_per_node else 0
         own = min(self.context, gpus_per_node)
         exchanged = self.exchanged_bytes * (self.context - own) // max(1, self.context - 1) * gpus_per_node
-        return self.rings * (in_group + self.between_groups_bytes * min(self.group, members)) + exchanged
+        return rings * (in_group + self.between_groups_bytes * min(self.group, members)) + products + exchanged
 
     def as_json(self, nodes: int) -> dict[str, int]:
         """Bytes in a step: of a GPU in its group and between groups, and of one of `nodes` nodes."""
@@ -88,16 +95,34 @@ def _exchanged_bytes(run: Workload) -> int:
     return round(run.tokens_per_step * layers * values * element_bytes * passes * (parts - 1) / parts)
 
 
+def _most_of_a_stage(passed: int, tied: int, stages: int) -> int:
+    """What a stage, or a node with stages, sends: to both neighbours, or to one and to the other end."""
+    return max(passed * min(2, stages - 1), passed + tied)
+
+
+def _undivided_bytes(run: Workload, shapes: ModelShapes) -> int:
+    """Adapters that every GPU of a tensor-parallel group has, and of whose gradients each has a part."""
+    spec = run.setting.model
+    if not spec.adapted or run.setting.tensor_parallel == 1:
+        return 0
+    pairs = zip(trained_tensors(shapes, spec), trained_tensors(model_shapes(run.config), spec), strict=True)
+    return sum(own.values * own.value_bytes for own, whole in pairs if own.shape == whole.shape)
+
+
 def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     mode, spec, rings = sharing.spec.mode, run.setting.model, run.setting.tensor_parallel
     gpus = sharing.gpus // rings
-    element_bytes = FP32_BYTES if spec.precision == "fp32" else 2
     if run.setting.pipeline_stages > 1:
-        sent = pipeline_bytes(run, element_bytes)
-        return Traffic(gpus=gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0)
+        text, passed = run.config.get_text_config(), pipeline_bytes(run)
+        tied = spec.method == "full" and text.tie_word_embeddings
+        tied_bytes = text.vocab_size * text.hidden_size * spec.dtype.itemsize if tied else 0
+        most = _most_of_a_stage(passed, tied_bytes, gpus)
+        pipeline = {"passed_bytes": passed, "tied_bytes": tied_bytes}
+        return Traffic(gpus=gpus, group=gpus, in_group_bytes=most, between_groups_bytes=0, **pipeline)
+    summed = 2 * _undivided_bytes(run, shapes) // sharing.holders * (rings - 1) // rings
     parts = {
         "rings": rings,
-        "in_products_bytes": round(tensor_parallel_bytes(run, element_bytes)),
+        "in_products_bytes": round(tensor_parallel_bytes(run)) + summed,
         "context": run.setting.context,
         "exchanged_bytes": _exchanged_bytes(run),
     }
@@ -128,16 +153,17 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
 def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, str]]:
     """Text: what GPUs send, which network speed hides it behind computing, and modes that send less."""
     sharing = run.setting.sharing
-    if sharing is None:
+    if sharing is None or sharing.gpus == 1:
         return []
     shapes = model_shapes(run.config, run.setting.tensor_parallel)
     traffic = _traffic(run, sharing, shapes)
-    between = traffic.between_groups_bytes
-    each = readable_size(traffic.in_group_bytes) + (f", and {readable_size(between)} between groups" if between else "")
-    products = traffic.in_products_bytes
-    each += f", and {readable_size(products)} within products" if products else ""
-    exchanged = traffic.exchanged_bytes
-    each += f", and {readable_size(exchanged)} around attention" if exchanged else ""
+    sent = {
+        "": traffic.in_group_bytes,
+        " between groups": traffic.between_groups_bytes,
+        " within products": traffic.in_products_bytes,
+        " around attention": traffic.exchanged_bytes,
+    }
+    each = ", and ".join(f"{readable_size(size)}{where}" for where, size in sent.items() if size)
     lines = [("sent in a step", f"{each}, by each GPU")]
     if nodes == 1:
         return lines
