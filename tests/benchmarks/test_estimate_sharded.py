@@ -14,8 +14,12 @@ HEAD = "| GPUs | run | peak | weights | gradients | state | sharding | |"
 
 def published(case: Case) -> dict[str, object]:
     """The row of the results file for a case."""
-    wanted = (case.method, case.mode, case.gpus, case.offload, case.card)
-    (row,) = [row for row in ROWS if tuple(row[k] for k in ("method", "sharding", "gpus", "offload", "card")) == wanted]
+    wanted = {
+        "sharding": case.mode,
+        **vars(case.layout),
+        **{k: getattr(case, k) for k in ("method", "offload", "card")},
+    }
+    (row,) = [row for row in ROWS if wanted.items() <= row.items()]
     return row
 
 
