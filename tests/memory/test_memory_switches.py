@@ -117,13 +117,15 @@ def test_adapters_of_experts_are_made_smaller_then_left_out():
 
 @pytest.mark.parametrize(
     ("mode", "method", "expected"),
-    [("zero3", "full", [2, 4]), ("zero3", "qlora", [2, 4]), ("zero1", "full", []), ("ddp", "int8_lora", [])],
+    [("zero3", "full", [2, 4, 8]), ("zero3", "qlora", [2, 4, 8]), ("zero1", "full", []), ("ddp", "int8_lora", [])],
 )
-def test_tensor_parallelism_leaves_gpus_that_share_weights(mode: Any, method: str, expected: list[int]):
-    """Of eight GPUs; a setting with other numbers of rows and parts than its GPUs."""
+def test_tensor_parallelism_of_some_gpus_or_all(mode: Any, method: str, expected: list[int]):
+    """Of eight GPUs; a setting with other numbers of rows and parts than its GPUs, or a mode without GPUs to share."""
     spec = ShardSpec(mode=mode, layout=ParallelLayout(data=8))
     setting = setting_of(method=method, sharing=Sharing(spec=spec, gpus=8, accumulates_gradients=False))
-    assert lighter("tensor_parallel", setting) == [(f"train.tensor_parallel={size}",) for size in expected]
+    alone = {8: ("train.sharding=none",)}
+    found = [(f"train.tensor_parallel={size}", *alone.get(size, ())) for size in expected]
+    assert lighter("tensor_parallel", setting) == found
     for size in expected:
         changed = setting_with(setting, {"train.tensor_parallel": size}).sharing
         assert changed is not None and changed.spec.layout == ParallelLayout(data=8 // size, tensor=size)

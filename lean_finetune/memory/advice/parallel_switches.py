@@ -30,6 +30,8 @@ STAGES_TIME = 1.10
 """Assumed factor on the time of a step, besides the pipeline's bubble: stages are never equally long."""
 MOST_STAGES = 4
 """Each stage is traced, so no more are tried."""
+UNTRIED = frozenset({"compression", "tiles", "fused_kernels"})
+"""Switches that work only where all GPUs take different rows."""
 
 
 def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
@@ -48,10 +50,16 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
         yield {**values, "train.offload": "parameters"}
 
 
+def _untried(setting: Setting) -> bool:
+    """Whether a setting works only where all GPUs take different rows."""
+    model = setting.model
+    return setting.compress_activations != "none" or model.sequence_tiles is not None or model.fused_kernels != "none"
+
+
 def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
     """Each row divided among two GPUs, or among those of a usual node."""
     layout = None if setting.sharing is None else setting.sharing.spec.layout
-    if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss:
+    if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss and not _untried(setting):
         for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
             if context > layout.context and layout.size % context == 0:
                 yield {"train.context_parallel": context}
@@ -73,17 +81,23 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
 
 
 def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """More GPUs for each matrix product; at least two groups of them remain to share weights."""
+    """More GPUs for each matrix product; if these are all GPUs, none share weights by train.sharding."""
     if setting.sharing is None:
         return
     layout, model = setting.sharing.spec.layout, setting.model
     if layout is None or layout.context > 1 or setting.loss_chunk is None or setting.offload == "parameters":
         return
-    if setting.sharing.spec.mode not in DIVISIBLE or model.method == "int8_lora" or model.lora_dora:
+    if (
+        _untried(setting)
+        or setting.sharing.spec.mode not in DIVISIBLE
+        or model.method == "int8_lora"
+        or model.lora_dora
+    ):
         return
     for size in NODE_DIVISORS:
-        if size > layout.tensor and layout.size % size == 0 and layout.size > size:
-            yield {"train.tensor_parallel": size}
+        if size > layout.tensor and layout.size % size == 0:
+            alone: Values = {"train.sharding": "none", "train.shard_group_gpus": None} if size == layout.size else {}
+            yield {"train.tensor_parallel": size, **alone}
 
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
@@ -91,8 +105,7 @@ def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
     sharing, model = setting.sharing, setting.model
     if sharing is None or sharing.spec.layout is None or not 1 < sharing.layout.data == sharing.gpus <= MOST_STAGES:
         return
-    untried = setting.compress_activations != "none" or model.sequence_tiles is not None
-    if untried or model.fused_kernels != "none" or model.method == "int8_lora" or model.keeps_first_adapters:
+    if _untried(setting) or model.method == "int8_lora" or model.keeps_first_adapters:
         return
     if setting.offload != "parameters":
         yield {"train.pipeline_stages": sharing.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
@@ -129,9 +142,7 @@ PARALLEL_SWITCHES = [
         lighter=_divided_layers,
         effect=SAME,
         ease=10,
-        excludes=frozenset(
-            {"sharding", "tensor_parallel", "context_parallel", "compression", "tiles", "fused_kernels"}
-        ),
+        excludes=frozenset({"sharding", "tensor_parallel", "context_parallel"}) | UNTRIED,
         time=_pipeline_time,
     ),
     Switch(
@@ -140,7 +151,7 @@ PARALLEL_SWITCHES = [
         lighter=_smaller_parts,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"sharding", "method"}),
+        excludes=frozenset({"sharding", "method"}) | UNTRIED,
         time=lambda setting, more: float(setting.tensor_parallel),  # This many GPUs process the same rows.
     ),
     Switch(
@@ -149,7 +160,7 @@ PARALLEL_SWITCHES = [
         lighter=_divided_rows,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"tensor_parallel"}),
+        excludes=frozenset({"tensor_parallel"}) | UNTRIED,
         changes_states=False,
         time=_exchange_time,
     ),
