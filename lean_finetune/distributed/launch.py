@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import psutil
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -143,6 +144,10 @@ def _launch(
             group.leave()  # A signal reached one process, and all have stopped cleanly.
             raise SystemExit(code) from None
         raise group.end(_ending(error, directory), processes, max_restarts) from None
+    except dist.DistError:  # Before a restart, the agent could not reach node 0.
+        own = list(range(node.rank * processes, (node.rank + 1) * processes))
+        lost = Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=own)
+        raise group.end(lost, processes, max_restarts) from None
     except SignalException as stopped:
         group.leave()
         if list(directory.glob(f"*{REPORTED}")):  # Rank 0 says so, on its node.
@@ -215,13 +220,14 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
 def _forget_waiting(directory: Path, world: World) -> None:
     """Remove the files of this process's last attempt, if torchrun has restarted it.
 
-    Raises SystemExit if an attempt ended by a signal or by an error that it would meet again.
+    Raises SystemExit if an attempt ended by a signal or by an error that it would meet again, or if a restarted process
+    has waited for others in vain: their machine is lost.
     """
     if not attempt():
         return
     for reported in directory.glob(f"*{REPORTED}"):
         sys.exit(int(reported.read_text()))
-    if any(not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
+    if any(attempt() > 1 or not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
         sys.exit(1)
     for suffix in (FAULT, TIMED_OUT, LOST):
         (directory / str(world.rank)).with_suffix(suffix).unlink(missing_ok=True)

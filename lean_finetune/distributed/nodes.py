@@ -133,15 +133,36 @@ class NodeGroup:
                     f"run.rendezvous: must have a free port on node 0; got {node.port}, which is in use on "
                     f"{platform.node()}{SECOND_RUN}"
                 ) from None
-        waits = False
+        where, waits, until = f"{node.host}:{node.port}", False, time.monotonic() + self._timeout
         while True:  # A plain socket, since TCPStore would not let signals through.
-            with suppress(OSError), socket.create_connection((node.host, node.port), timeout=2):
+            try:
+                socket.create_connection((node.host, node.port), timeout=2).close()
                 break
+            except socket.gaierror as error:
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"run.rendezvous: must be the address of node 0; {platform.node()} does not know {node.host} "
+                        f"({error.strerror}); correct it"
+                    ) from None
+            except OSError:
+                pass
             if not waits:
-                notify(f"train: node {node.rank} of {node.count} waits for node 0 at {node.host}:{node.port}")
+                notify(f"train: node {node.rank} of {node.count} waits for node 0 at {where}")
                 waits = True
             time.sleep(POLL_SECONDS)
-        return dist.TCPStore(node.host, node.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        stores: list[dist.TCPStore] = []
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                stores.append(dist.TCPStore(node.host, node.port, wait_for_workers=False, timeout=timeout))
+
+        _bounded(connect)
+        if not stores:
+            raise UserError(
+                f"run.rendezvous: must be the address of node 0; another program answers at {where}; correct it, or "
+                "start again if node 0 was ending"
+            )
+        return stores[0]
 
     def _meet(self) -> None:
         node, store = self.node, self._store
@@ -167,7 +188,8 @@ class NodeGroup:
                 raise UserError(
                     f"run.nodes: {node.count} machines must start within run.rank_timeout_seconds={self._timeout:g}; "
                     f"node {numbers} did not come to port {self.port} of {first}; "
-                    "start `python -m stages.train` there, or check that its network reaches this port"
+                    f"start `python -m stages.train` there with run.node_rank={absent[0]}, or check that its network "
+                    "reaches this port"
                 )
             time.sleep(POLL_SECONDS)
         self.hosts = [found[rank]["host"] for rank in range(node.count)]

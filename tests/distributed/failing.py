@@ -1,7 +1,7 @@
 """One process of a run with a fault: stages.train, and the fault of environment variable LEAN_FINETUNE_FAULT.
 
 It is `KIND RANK STEP`: the process of that rank fails when it begins that optimizer step, in the first run alone, and
-creates a file.
+creates a file. With `unsaved` it fails at a checkpoint, and STEP is -1.
 """
 
 import os
@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from lean_finetune.train.checkpoint.checkpoint_files import PendingCheckpoint
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.process import ranks
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
+SAVED_SECONDS = 3
+"""Within which the other processes have finished their parts of a checkpoint."""
 FILE_BYTES = 1024
 """Less than any output or part of a checkpoint."""
 
@@ -65,9 +68,25 @@ def _join_late() -> None:
         _meet("hangs")
 
 
+def _killed_before_saving(finish_rank: Any) -> Any:
+    """The fault `unsaved`: a process is killed when the others have finished their parts of a second checkpoint."""
+    kind, rank, _ = os.environ[VARIABLE].split()
+
+    def finish(self: PendingCheckpoint) -> None:
+        second = self._store.last_step() is not None
+        if kind == "unsaved" and os.environ["RANK"] == rank and second and not MET.exists():
+            time.sleep(SAVED_SECONDS)
+            MET.touch()
+            _meet("killed")
+        finish_rank(self)
+
+    return finish
+
+
 if __name__ == "__main__":
     _join_late()
     OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
+    PendingCheckpoint.finish_rank = _killed_before_saving(PendingCheckpoint.finish_rank)  # type: ignore[method-assign]
     if not MET.exists():
         ranks.nccl_errors = _watchdog
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

@@ -1,6 +1,7 @@
 """Start `python -m stages.train` on several processes as a user does."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def planned(root: Path, gpus: int, sharding: str, **values: object) -> None:
     """Change parameters, and plan the batches of so many GPUs."""
     change(root, hardware__num_gpus=gpus, train__sharding=sharding, **values)
     assert invoke(bucket).exit_code == 0
+
+
+def made_a_step(root: Path) -> bool:
+    """Whether a process of a run has made an optimizer step. Before, it may still be importing."""
+    files = root.glob("scratch/train/running/*/last_step.json")
+    return any(json.loads(file.read_text())["step"] for file in files)
 
 
 def curve(root: Path) -> list[dict[str, str]]:

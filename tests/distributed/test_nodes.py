@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
 from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
-from tests.distributed.launched import change, errors_of, planned, running, script
+from tests.distributed.launched import change, errors_of, made_a_step, planned, running, script
 from tests.processes import wait_for
 from tests.workspace import run_module
 
@@ -75,13 +75,23 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "gpus", "slow"),
-    [("ddp", 2, True), ("zero3", 2, False), ("hsdp", 4, False)],
-    ids=["ddp-slow-link", "zero3", "hsdp"],
+    ("sharding", "gpus", "slow", "values"),
+    [
+        ("ddp", 2, True, {}),
+        ("zero3", 2, False, {}),
+        ("hsdp", 4, False, {"train__shard_group_gpus": 2}),
+        ("zero3", 2, False, {"train__context_parallel": 2}),
+        ("none", 2, False, {"train__pipeline_stages": 2}),
+    ],
+    ids=["ddp-slow-link", "zero3", "hsdp", "context", "pipeline"],
 )
-def test_two_machines_train_what_one_trains(copy: Path, alone: Alone, sharding: str, gpus: int, slow: bool):
+def test_two_machines_train_what_one_trains(
+    copy: Path, alone: Alone, sharding: str, gpus: int, slow: bool, values: dict[str, object]
+):
     """Other weights, outputs of both machines, or a hang."""
-    expected = alone(copy, gpus, sharding, train__shard_group_gpus=2 if sharding == "hsdp" else None)
+    verdict = copy / "data/estimate/verdict.json"
+    verdict.write_text(json.dumps({**json.loads(verdict.read_text()), "stage_layers": [1, 3]}))
+    expected = alone(copy, gpus, sharding, **values)
     change(copy, run__nodes=2, run__rank_timeout_seconds=60)
     other = other_machine(copy)
     with two_hosts(slow=slow) as hosts, ExitStack() as stack:
@@ -93,11 +103,6 @@ def test_two_machines_train_what_one_trains(copy: Path, alone: Alone, sharding: 
     half = gpus // 2
     names = {f"{log.parent.name[:6]}{log.name}" for log in files}
     assert names == {f"node{rank // half}-{rank}.log" for rank in range(1, gpus)}
-
-
-def made_a_step(root: Path) -> bool:
-    files = list(root.glob("scratch/train/running/*/last_step.json"))
-    return any(json.loads(file.read_text())["step"] for file in files)
 
 
 LONG: dict[str, object] = {"train__epochs": 8}
@@ -171,6 +176,7 @@ def test_a_run_of_one_machine_goes_on_on_two(copy: Path, alone: Alone):
 
 
 LAUNCH = """
+import sys
 from pathlib import Path
 from lean_finetune.config.load import load_params
 from lean_finetune.distributed.launch import launch
@@ -178,23 +184,43 @@ from lean_finetune.distributed.nodes import Node
 
 ranks = Path("scratch/train/ranks")
 node = Node.here(load_params())
-launch("tests.distributed.failing", [], processes=1, directory=ranks, grace_seconds=60, node=node, max_restarts=1)
+processes = int(sys.argv[1])
+launch(
+    "tests.distributed.failing", [], processes=processes, directory=ranks, grace_seconds=60, node=node, max_restarts=1
+)
 """
 
 
-def test_a_killed_process_is_started_again_on_all_machines(copy: Path, alone: Alone):
-    """run.max_restarts: the processes of the other machine must come back too."""
-    expected = alone(copy, 2, "zero3")
+@pytest.mark.parametrize(
+    ("fault", "gpus", "sharding", "values"),
+    [
+        ("killed 1 4", 2, "zero3", {}),
+        ("killed 3 4", 4, "zero2", {"train__tensor_parallel": 2}),
+        ("unsaved 1 -1", 2, "ddp", {}),
+    ],
+    ids=["killed", "tensor-parallel", "between-saves"],
+)
+def test_a_killed_process_is_started_again_on_all_machines(
+    copy: Path, alone: Alone, fault: str, gpus: int, sharding: str, values: dict[str, object]
+):
+    """run.max_restarts: the processes of the other machine must come back too, from a checkpoint that both have."""
+    expected = alone(copy, gpus, sharding, **values)
     change(copy, run__nodes=2, run__checkpoint_seconds=1e-6)
+    other = other_machine(copy) if fault.startswith("unsaved") else copy
     with two_hosts() as hosts, ExitStack() as stack:
-        shared = {"LEAN_FINETUNE_FAULT": "killed 1 4", "PET_RDZV_ENDPOINT": hosts[0].address}
+        shared = {"LEAN_FINETUNE_FAULT": fault, "PET_RDZV_ENDPOINT": hosts[0].address}
         nodes = [
-            stack.enter_context(running(copy, "-c", LAUNCH, host=host, PET_NODE_RANK=rank, **shared))
-            for rank, host in enumerate(hosts)
+            stack.enter_context(running(root, "-c", LAUNCH, str(gpus // 2), host=host, PET_NODE_RANK=rank, **shared))
+            for rank, (root, host) in enumerate(zip((copy, other), hosts, strict=True))
         ]
-        assert [node.wait() for node in nodes] == [0, 0], [errors_of(copy, host) for host in hosts]
-        assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
-    assert (copy / "fault-was-met").exists() and weights(copy) == expected
+        assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
+        lines = errors_of(copy, hosts[0])
+        assert any(line.startswith("train: resumed at optimizer step ") for line in lines)
+        dropped = [line for line in lines if line.endswith("using the one before it")]
+        assert len(dropped) == (other != copy) and all(
+            "process 1 had not finished writing it" in line for line in dropped
+        )
+    assert (other / "fault-was-met").exists() and weights(copy) == expected
 
 
 DVC = """#!/bin/sh

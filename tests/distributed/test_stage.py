@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.train import main as train
-from tests.distributed.launched import curve, only_error_of, planned, running
+from tests.distributed.launched import curve, made_a_step, only_error_of, planned, running
 from tests.processes import wait_for
 from tests.workspace import invoke, run_module
 
@@ -125,13 +125,8 @@ def test_a_user_error_is_printed_once(copy: Path):
 
 
 def processes_of(launcher: subprocess.Popen[bytes], root: Path) -> list[psutil.Process]:
-    """The processes of a run that has made a step. Before, a process may still be importing."""
-
-    def has_made_a_step() -> bool:
-        files = root.glob("scratch/train/running/*/last_step.json")
-        return any(json.loads(file.read_text())["step"] for file in files)
-
-    wait_for(has_made_a_step, launcher)
+    """The processes of a run that has made a step."""
+    wait_for(lambda: made_a_step(root), launcher)
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
