@@ -49,8 +49,8 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def write_verdict(root: Path) -> None:
-    """Write the estimate of a run that fits, as stage train reads it."""
+def write_verdict(root: Path, **values: Any) -> None:
+    """Write the estimate of a run that fits, as stage train reads it; `values` are further ones of the verdict."""
     figures = {
         "gpu": "cpu",
         "capacity_gib": 16.0,
@@ -60,5 +60,5 @@ def write_verdict(root: Path) -> None:
         "worst_phase": "backward",
         "duration": None,
     }
-    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None, **values})
     write_json(root / "data/estimate" / FIGURES, figures)

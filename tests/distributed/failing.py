@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lean_finetune.core.errors import UserError
+from lean_finetune.train import loop
 from lean_finetune.train.checkpoint.checkpoint_files import PendingCheckpoint
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.process import ranks
@@ -60,12 +62,18 @@ def _watchdog(device: torch.device) -> Any:
     return (lambda: ["SUCCESS", "TIMEOUT" if waits and MET.exists() else "SUCCESS"]) if kind == "nccl" else None
 
 
-def _join_late() -> None:
-    """The fault `absent`: the process does not join the others."""
+def _fail_early() -> None:
+    """The fault `absent`: the process does not join the others; `refused`: it alone refuses the model."""
     kind, rank, _ = os.environ[VARIABLE].split()
-    if kind == "absent" and os.environ["RANK"] == rank and not MET.exists():
+    if kind in ("absent", "refused") and os.environ["RANK"] == rank and not MET.exists():
         MET.touch()
-        _meet("hangs")
+        if kind == "absent":
+            _meet("hangs")
+        loop.check_divided_rows = _refuse
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise UserError("model.name: refused")
 
 
 def _killed_before_saving(finish_rank: Any) -> Any:
@@ -84,7 +92,7 @@ def _killed_before_saving(finish_rank: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _join_late()
+    _fail_early()
     OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
     PendingCheckpoint.finish_rank = _killed_before_saving(PendingCheckpoint.finish_rank)  # type: ignore[method-assign]
     if not MET.exists():

@@ -4,11 +4,13 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.distributed.launched import curve, errors_of, planned, running
+from tests.workspace import write_verdict
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -17,6 +19,7 @@ TIMEOUT_SECONDS = 5
 ENDS_SECONDS = 60
 """Within which all is over after a fault: the timeout, the agent's 30 s for those that are stuck, a busy machine."""
 STEP = 4
+NO_FAULT = "none 2 0"
 
 LAUNCH = """
 import sys
@@ -63,16 +66,37 @@ MESSAGES = {
     "hangs": f"{WAITED}{TIMEOUT_SECONDS} s{IN_STEP}",
     "nccl": f"{WAITED}600 s{IN_STEP}",
     "absent": f"{WAITED}{TIMEOUT_SECONDS} s before or after its steps{ABSENT}",
+    "refused": "error: model.name: refused",
 }
+MODES: dict[str, dict[str, Any]] = {
+    "zero3": {"sharding": "zero3"},
+    "context": {"sharding": "zero3", "train__context_parallel": 2},
+    "tensor": {"sharding": "none", "train__tensor_parallel": 2},
+    "pipeline": {"sharding": "none", "train__pipeline_stages": 2},
+}
+KINDS = {"zero3": [kind for kind in MESSAGES if kind != "refused"], "context": ["killed", "hangs", "refused"]}
 
 
-@pytest.mark.parametrize("kind", MESSAGES)
-def test_one_process_fails_and_the_same_command_resumes(copy: Path, kind: str):
-    """The others would wait forever, or print a traceback each."""
+@pytest.fixture(scope="module")
+def learnt() -> dict[str, bytes]:
+    """The adapter that a mode learns without a fault."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(mode, kind) for mode in MODES for kind in KINDS.get(mode, ["killed", "hangs"])]
+)
+def test_one_process_fails_and_the_same_command_resumes(copy: Path, learnt: dict[str, bytes], mode: str, kind: str):
+    """The others would wait forever, or print a traceback each; or the fault would change what is learnt."""
     # `nccl` imitates NCCL's watchdog, which reports a timeout to a thread: gloo's comes after 10 minutes.
     timeout = 600 if kind == "nccl" else TIMEOUT_SECONDS
     fault = f"{kind} {0 if kind == 'disk' else 1} {STEP}"
-    planned(copy, 2, "zero3", run__rank_timeout_seconds=timeout, run__checkpoint_seconds=1e-6)
+    write_verdict(copy, stage_layers=[1, 3])
+    planned(copy, 2, **MODES[mode], run__rank_timeout_seconds=timeout, run__checkpoint_seconds=1e-6)
+    adapter = copy / "data/tuned/adapter_model.safetensors"
+    if mode not in learnt:
+        assert run_with(NO_FAULT, copy)[0] == 0
+        learnt[mode] = adapter.read_bytes()
     status, output, seconds = run_with(fault, copy)
     assert status == 1 and seconds < ENDS_SECONDS
     faults = [line for line in output if line.startswith("error: ")]
@@ -80,6 +104,7 @@ def test_one_process_fails_and_the_same_command_resumes(copy: Path, kind: str):
     assert not [line for line in output if "Traceback" in line]
     status, output, _ = run_with(fault, copy)
     assert status == 0, output
-    assert kind == "absent" or any(line.startswith("train: resumed at optimizer step ") for line in output)
+    assert kind in ("absent", "refused") or any(line.startswith("train: resumed at optimizer step ") for line in output)
+    assert adapter.read_bytes() == learnt[mode]
     assert [int(row["step"]) for row in curve(copy)] == list(range(len(curve(copy))))
     assert not list((copy / "scratch/train").glob("*/step-*"))

@@ -12,7 +12,7 @@ from lean_finetune.core.atomic_files import read_json, write_json
 from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group
-from tests.distributed.test_parity import IDLE, METHODS, check, plain_of, same_batches
+from tests.distributed.test_parity import BF16, FP16, IDLE, METHODS, check, plain_of, same_batches
 from tests.small_model import save_small_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -48,6 +48,30 @@ def test_a_layout_learns_what_one_process_learns(
     group: Group = request.getfixturevalue(processes)
     case = layout_case(small_llama, layout, method, batches)
     check(group, single, case, plain_of(case), EXACT)
+
+
+HSDP = {"mode": "hsdp", "group_gpus": 2}
+OTHER_SWITCHES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[float, float]]] = [
+    *(("four", {**HSDP, "context": 2}, {"method": method}, EXACT) for method in METHODS),
+    ("four", {**HSDP, "context": 4}, {"method": "full", "grad_ckpt": True}, EXACT),
+    ("pair", {"mode": "zero3"}, {"method": "full", "precision": "bf16"}, BF16),
+    ("pair", {"mode": "zero3"}, {"method": "full", "precision": "fp16"}, FP16),
+    ("pair", {"mode": "ddp"}, {"method": "lora", "precision": "bf16"}, BF16),
+    ("pair", {"mode": "zero3"}, {"method": "qlora", "precision": "fp16"}, FP16),
+    ("pair", {"mode": "ddp"}, {"method": "int8_lora"}, EXACT),
+    ("pair", {"mode": "zero1"}, {"method": "int8_lora", "grad_ckpt": True}, EXACT),
+    ("pair", {"mode": "ddp", "offload": True}, {"method": "lora"}, EXACT),
+    ("pair", {"mode": "zero3", "offload": True}, {"method": "full", "grad_ckpt": True}, EXACT),
+]
+
+
+@pytest.mark.parametrize(("processes", "given", "model", "bounds"), OTHER_SWITCHES)
+def test_divided_rows_with_other_switches_learn_the_same(
+    request, small_llama: Path, single: Single, processes, given, model, bounds
+):
+    """Gradients summed within one group of hsdp alone, other rounding, or what is exchanged offloaded twice."""
+    case = Case(directory=str(small_llama), sizes=IDLE, chunk=16, steps=8, model=model, **{"context": 2, **given})
+    check(request.getfixturevalue(processes), single, case, same_batches(replace(case, offload=False)), bounds)
 
 
 @pytest.fixture(scope="module")

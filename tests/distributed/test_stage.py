@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from stages.train import main as train
 from tests.distributed.launched import curve, made_a_step, only_error_of, planned, running
 from tests.processes import wait_for
-from tests.workspace import invoke, run_module
+from tests.workspace import invoke, run_module, write_verdict
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -108,8 +108,7 @@ def test_a_pipeline_writes_what_one_process_writes(copy: Path, method: str):
     """The other stage's layers missing in data/tuned, and its shapes and layers wrong in the figures of the run."""
     alone = train_alone(copy, train__method=method, train__lr=1e-3)
     planned(copy, 2, "none", train__pipeline_stages=2)
-    verdict = json.loads((copy / "data/estimate/verdict.json").read_text())
-    (copy / "data/estimate/verdict.json").write_text(json.dumps({**verdict, "stage_layers": [1, 3]}))
+    write_verdict(copy, stage_layers=[1, 3])
     run_module("stages.train", cwd=copy, check=True)
     assert_same_learning(copy, alone)
     figures = [json.loads((root / "data/train/figures.json").read_text()) for root in (copy, alone)]

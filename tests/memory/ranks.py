@@ -1,6 +1,7 @@
 """One process of several that count what their allocator does while they share a run for real."""
 
 import gc
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,9 @@ from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.model.load_model import load_model
+from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
+from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -130,6 +133,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     sharing = setting.sharing
     assert sharing is not None
     part = token_part(sharing.spec.layout_of(world), world.rank)
+    offload = make_offload(setting.offload_activations, setting.compress_activations, CPU, Path(tempfile.gettempdir()))
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
@@ -160,6 +164,8 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                 ),
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
+                scaler=LossScaler() if setting.model.scales_loss else None,
+                offload=offload,
                 parallel=parallel,
                 micro_batches=len(shapes) + idle,
             )

@@ -111,24 +111,35 @@ def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Grou
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method):
+@pytest.mark.parametrize(
+    ("method", "context"), [("full", 1), ("lora", 1), ("qlora", 1), ("full", 2), ("qlora", 2), ("lora", 4)]
+)
+def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method, context):
     """Untraced buffers of reductions between groups."""
     with group_of(4) as four:
         for steps in ("one turn", "two turns"):
-            check(four, 4, small_llama, "hsdp", steps, method=method)
+            check(four, 4, small_llama, "hsdp", steps, method=method, context=context)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(
-    ("mode", "method", "ckpt"),
-    [("ddp", "full", False), ("zero1", "lora", True), ("zero2", "qlora", False), ("zero3", "qlora", True)],
+    ("mode", "changes"),
+    [
+        ("ddp", {"method": "full"}),
+        ("zero1", {"method": "lora", "grad_ckpt": True}),
+        ("zero2", {"method": "qlora"}),
+        ("zero3", {"method": "qlora", "grad_ckpt": True}),
+        ("ddp", {"method": "int8_lora"}),
+        ("zero1", {"method": "int8_lora", "grad_ckpt": True}),
+        ("zero3", {"method": "full", "offload_activations": "disk"}),
+        ("ddp", {"method": "lora", "grad_ckpt": True, "offload_activations": "disk"}),
+    ],
 )
-def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Group, mode, method, ckpt, steps):
+def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Group, mode, changes, steps):
     """Heads of complete rows counted as those of a part, or what is exchanged counted nowhere."""
-    check(pair, 2, small_llama, mode, steps, context=2, method=method, grad_ckpt=ckpt)
+    check(pair, 2, small_llama, mode, steps, context=2, **changes)
 
 
 @pytest.mark.slow
