@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.launched import curve, errors_of, planned, running
+from tests.distributed.launched import change, curve, errors_of, planned, running
 from tests.workspace import write_verdict
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -92,11 +92,12 @@ def test_one_process_fails_and_the_same_command_resumes(copy: Path, learnt: dict
     timeout = 600 if kind == "nccl" else TIMEOUT_SECONDS
     fault = f"{kind} {0 if kind == 'disk' else 1} {STEP}"
     write_verdict(copy, stage_layers=[1, 3])
-    planned(copy, 2, **MODES[mode], run__rank_timeout_seconds=timeout, run__checkpoint_seconds=1e-6)
+    planned(copy, 2, **MODES[mode], run__checkpoint_seconds=1e-6)
     adapter = copy / "data/tuned/adapter_model.safetensors"
     if mode not in learnt:
         assert run_with(NO_FAULT, copy)[0] == 0
         learnt[mode] = adapter.read_bytes()
+    change(copy, run__rank_timeout_seconds=timeout)
     status, output, seconds = run_with(fault, copy)
     assert status == 1 and seconds < ENDS_SECONDS
     faults = [line for line in output if line.startswith("error: ")]
