@@ -14,7 +14,7 @@ from tests.workspace import write_verdict
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-TIMEOUT_SECONDS = 5
+TIMEOUT_SECONDS = 10
 """run.rank_timeout_seconds of these runs."""
 ENDS_SECONDS = 60
 """Within which all is over after a fault: the timeout, the agent's 30 s for those that are stuck, a busy machine."""
