@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.gpu.cases import MODELS
+from benchmarks.gpu.model_configs import MODELS
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import model_spec, padded
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding

@@ -5,57 +5,15 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from transformers import GptOssConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import PretrainedConfig
 
-from benchmarks.specs import joined, llama, model_spec, padded
+from benchmarks.gpu.model_configs import MODELS
+from benchmarks.specs import joined, model_spec, padded
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
-
-MODELS: Mapping[str, PretrainedConfig] = {
-    "Llama-3.1-8B": llama(4096, 14336, layers=32, heads=32, kv_heads=8, max_position_embeddings=131072),
-    "Llama-3.2-3B": llama(
-        3072, 8192, layers=28, heads=24, kv_heads=8, head_dim=128, tied=True, max_position_embeddings=131072
-    ),
-    "Qwen2.5-1.5B": Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3-30B-A3B, 4 layers": Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is not a field of the class.
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-    ),
-    "gpt-oss-20b, 4 layers": GptOssConfig(num_hidden_layers=4, num_local_experts=32),
-    "tiny experts": Qwen3MoeConfig(
-        hidden_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        vocab_size=256,
-    ),
-    "tiny": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256, tied=True),
-    "tiny, untied": llama(64, 128, layers=2, heads=4, kv_heads=2, vocabulary=256),
-}
 
 
 def _padded(rows: int, length: int) -> BatchShape:
@@ -219,9 +177,9 @@ class SpeedCase:
     grad_ckpt: bool = True
     loss_chunk: int = 512
     offload: bool = False
+    """Activations go to pinned host memory."""
     fused: bool = False
     """Liger-Kernel's operations."""
-    """Activations go to pinned host memory."""
 
     @property
     def config(self) -> PretrainedConfig:

@@ -6,7 +6,8 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.gpu.cases import MODELS, LoadCase
+from benchmarks.gpu.cases import LoadCase
+from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import base_model, free_cached
 from benchmarks.harness import Row
 from benchmarks.specs import model_spec

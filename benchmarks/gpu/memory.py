@@ -12,7 +12,8 @@ from statistics import mean
 
 import torch
 
-from benchmarks.gpu.cases import LAYOUTS, MODELS, MemoryCase
+from benchmarks.gpu.cases import LAYOUTS, MemoryCase
+from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_most
 from benchmarks.specs import Trainer, random_batch

@@ -20,7 +20,6 @@ from benchmarks.gpu.cases import (
     FIRST,
     LAYOUTS,
     LORA_4096,
-    MODELS,
     QLORA_LEAST,
     SMALL_SPEED_CASES,
     SPEED_CASES,
@@ -31,6 +30,7 @@ from benchmarks.gpu.cases import (
     small_cases,
 )
 from benchmarks.gpu.fake_cuda import FAKE_GPU, fake_cuda
+from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import random_model
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.devices import cpu_device

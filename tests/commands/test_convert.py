@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS, fit
 from lean_finetune.commands.import_config import import_config
@@ -15,91 +14,10 @@ from lean_finetune.config.load import load_params
 from lean_finetune.config.other_tools import shared, tables
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
+from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
 
-LLAMA_FACTORY = """
-model_name_or_path: org/model
-stage: sft
-do_train: true
-finetuning_type: lora
-quantization_bit: 4
-lora_rank: 16
-lora_target: q_proj,v_proj
-dataset: org/rows
-template: qwen3
-cutoff_len: 1000
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-output_dir: saves
-some_new_key: 1
-"""
-AXOLOTL = """
-base_model: org/model
-load_in_8bit: true
-adapter: lora
-lora_r: 32
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_linear: true
-datasets:
-  - path: org/rows
-    type: alpaca
-val_set_size: 0.0
-sequence_len: 4096
-sample_packing: true
-micro_batch_size: 2
-gradient_accumulation_steps: 4
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-lr_scheduler: linear
-learning_rate: 2e-4
-bf16: auto
-gradient_checkpointing: true
-warmup_steps: 10
-deepspeed: deepspeed_configs/zero1.json
-"""
-TRL = """
-model_name_or_path: org/model
-dataset_name: org/rows
-torch_dtype: bfloat16
-attn_implementation: flash_attention_2
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-gradient_checkpointing: false
-max_length: 2048
-max_grad_norm: 0.2
-optim: paged_adamw_32bit
-"""
-TORCHTUNE = """
-model:
-  _component_: torchtune.models.llama3_1.llama3_1_8b
-checkpointer:
-  _component_: torchtune.training.FullModelHFCheckpointer
-  checkpoint_dir: /models/llama/
-tokenizer:
-  path: /models/llama/tokenizer.model
-  max_seq_len: 512
-dataset:
-  packed: true
-batch_size: 2
-epochs: 1
-optimizer:
-  _component_: bitsandbytes.optim.PagedAdamW8bit
-  lr: 2e-5
-loss:
-  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
-optimizer_in_bwd: true
-gradient_accumulation_steps: 1
-enable_activation_checkpointing: true
-enable_activation_offloading: true
-dtype: bf16
-"""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LLaMA-Factory": (
         LLAMA_FACTORY,
@@ -255,71 +173,6 @@ def test_another_kind_of_run_is_refused_in_one_line(text: str, expected: str, tm
         read_config_of_tool(tmp_path / "run.yaml", gpus=1)
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}/run.yaml:") and expected in message and "\n" not in message
-
-
-def import_data(tmp_path: Path, info: dict[str, Any], names: str, more: str = "", stage: str = "sft") -> Converted:
-    """What becomes of a LLaMA-Factory configuration with these data sets."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
-    (tmp_path / "data/rows.json").write_text("[]")
-    (tmp_path / "examples").mkdir()
-    text = LLAMA_FACTORY.replace("dataset: org/rows", f"dataset: {names}").replace("sft", stage) + more
-    (tmp_path / "examples/run.yaml").write_text(text)
-    return read_config_of_tool(tmp_path / "examples/run.yaml", gpus=1)
-
-
-def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path):
-    """Rows of other columns, a system prompt that the tool did not read, or held-out rows that are trained."""
-    info = {
-        "mine": {"file_name": "rows.json", "columns": {"prompt": "question", "response": "output", "system": "role"}},
-        "chats": {
-            "hf_hub_url": "org/chats",
-            "formatting": "sharegpt",
-            "subset": "en",
-            "split": "train_sft",
-            "num_samples": 100,
-            "columns": {"messages": "messages"},
-            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
-        },
-        "test": {"file_name": "rows.json"},
-    }
-    found = import_data(tmp_path, info, "mine, chats", "eval_dataset: test\nmax_samples: 50\n").values
-    rows = str(tmp_path / "data/rows.json")
-    chats = {"source": "hf://org/chats", "config": "en", "split": "train_sft", "format": "sharegpt"}
-    assert found["data.source"] == [
-        {"source": rows, "format": "alpaca", "columns": {"instruction": "question", "system": "role"}, "rows": 50},
-        {**chats, "columns": {"conversations": "messages"}, "rows": 50},
-    ]
-    assert found["data.heldout_source"] == [{"source": rows, "format": "alpaca"}]
-    assert found["data.heldout_fraction"] == 0 and "data.max_rows" not in found
-    assert found["data.ignore_columns"] == ["history", "system", "tools"]
-    flags = Converted(tool="", values=found).flags()
-    assert with_flags(load_params(COMMON_PARAMS), flags).data.heldout_fraction == 0
-
-
-@pytest.mark.parametrize(
-    ("entry", "stage", "expected"),
-    [
-        ({"file_name": "rows.json", "ranking": True}, "sft", "ranking: preference data are not trained here"),
-        (
-            {"file_name": "rows.json", "columns": {"images": "i"}},
-            "sft",
-            "columns.images: only text is trained here",
-        ),
-        ({"file_name": "gone.json"}, "sft", "file_name: "),
-        ({"script_url": "rows"}, "sft", "script_url: scripts that make data are not run"),
-        ({"ms_hub_url": "org/rows"}, "sft", "must have hf_hub_url or file_name"),
-        ({"hf_hub_url": "a/b", "tags": {"user_tag": "Q"}}, "sft", "tags.user_tag: must be human or user; got Q"),
-        ({"hf_hub_url": "a/b"}, "pt", "stage pt trains the column of columns.prompt alone"),
-    ],
-)
-def test_data_sets_that_cannot_be_read_here_are_refused_in_one_line(
-    entry: dict[str, Any], stage: str, expected: str, tmp_path: Path
-):
-    """Rows with their pictures left out, or the worse of two answers trained."""
-    with pytest.raises(UserError) as caught:
-        import_data(tmp_path, {"rows": entry}, "rows", stage=stage)
-    assert str(caught.value).startswith(f"{tmp_path}/data/dataset_info.json: rows: {expected}")
 
 
 def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Path, tmp_path: Path):

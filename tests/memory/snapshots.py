@@ -112,3 +112,19 @@ class Snapshot:
 
 def _block(address: int, size: int, requested: int, state: str, frames: list[Dictionary]) -> Dictionary:
     return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}
+
+
+FORWARD = frame("model.py", 7, "forward")
+
+
+def small_snapshot() -> Snapshot:
+    """A recording that begins with one segment and one block of weights."""
+    snapshot = Snapshot(recording=False)
+    snapshot.reserve(0, 20 * MIB)
+    snapshot.alloc(0, 5 * MIB)
+    snapshot.recording = True
+    snapshot.alloc(5 * MIB, 3 * MIB, FORWARD)
+    snapshot.reserve(64 * MIB, 40 * MIB)
+    snapshot.alloc(64 * MIB, 40 * MIB, FORWARD)
+    snapshot.free(5 * MIB)
+    return snapshot

@@ -1,4 +1,4 @@
-"""What the tests of the tokenize room share."""
+"""Helpers for tests of stage tokenize."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "tool", "content": "3"},
     {"role": "assistant", "content": "3. 你好!"},
 ]
+USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 
 
 def chat_row(prompt: str = "Hi", answer: str = "Hello") -> dict[str, Any]:
@@ -89,3 +90,15 @@ def contents(*places: Path) -> dict[str, bytes]:
 
 def meta(directory: Path) -> dict[str, Any]:
     return read_json(directory / "meta.json")
+
+
+def messages(*given, **columns):
+    return {"messages": list(given), **columns}
+
+
+def turns(*pairs):
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+
+def call(**function):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}

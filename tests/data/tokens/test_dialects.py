@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.tokens.common import chat_row, decoder, meta, read_tokens, spans_of
+from tests.data.tokens.common import ANSWER, USER, chat_row, decoder, meta, read_tokens, spans_of
 from tests.workspace import error, write_rows
 
 OUT = Path("data/tokens")
 HUMAN, GPT = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
-USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 BAD = {**ANSWER, "content": "bad"}
 PLAIN = [chat_row(f"What is {n}?", f"{n}.") for n in range(40)]
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}

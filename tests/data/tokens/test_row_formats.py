@@ -13,24 +13,23 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
 from lean_finetune.data.format.format_base import FORMATS, RowFormat, check_columns, detect_format
 from lean_finetune.data.format.row_formats import parse_row, row_family
-from tests.data.tokens.common import CALL, MESSAGES, conversation, decoder, read_tokens, shape_of, spans_of
+from tests.data.tokens.common import (
+    ANSWER,
+    CALL,
+    MESSAGES,
+    USER,
+    conversation,
+    decoder,
+    messages,
+    read_tokens,
+    shape_of,
+    spans_of,
+    turns,
+)
 from tests.workspace import error, write_rows
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
 WRAPPED = [{"type": "function", "function": TOOL}]
-USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
-
-
-def messages(*given, **columns):
-    return {"messages": list(given), **columns}
-
-
-def turns(*pairs):
-    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
-
-
-def call(**function):
-    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
 
 
 def key_of(*given) -> bytes:
@@ -110,70 +109,6 @@ def test_auto_detects_the_format_by_keys_with_a_reason(row, columns, shape, reas
 def test_auto_refuses_unknown_keys_and_lists_the_formats():
     with pytest.raises(RowFault, match=r'the keys \["question", "answer"\].*alpaca: instruction, output'):
         detect_format({"question": "", "answer": ""}, {})
-
-
-FAULTS = {
-    "missing key": ({"instruction": "Q"}, "alpaca", "a row of data.format alpaca needs 'output'"),
-    "no assistant": (messages(USER), "messages", "no assistant turn, so nothing to train on"),
-    "no messages": (messages(), "messages", "'messages' is empty, so nothing to train on"),
-    "null messages": ({"messages": None}, "messages", "'messages' is empty"),
-    "null message": (messages(None, ANSWER), "messages", "messages 1 must be an object with 'role' and 'content'"),
-    "null role": (messages({"role": None, "content": "Q"}), "messages", "messages 1 has role=null"),
-    "unknown role": (messages({"role": "asistant", "content": ""}), "messages", 'messages 1 has role="asistant";'),
-    "role as list": (messages({"role": ["user"], "content": ""}), "messages", "messages 1 has role="),
-    "mixed turns": (messages(USER, {"from": "gpt", "value": "A"}), "messages", "messages 2 has role=null"),
-    "JSON of an object": ({"messages": '{"role": "user"}'}, "messages", "'messages' must be a list"),
-    "broken JSON": ({"messages": "[{"}, "messages", "'messages' must be a list, or JSON text of one, got \"[{\""),
-    "null part": (messages({**USER, "content": [None]}), "messages", "a content part that is not text: null"),
-    "image": (messages({**USER, "content": [{"type": "image"}]}), "messages", "a content part that is not text"),
-    "no content": (messages({"role": "user"}), "messages", "messages 1 needs text in 'content', got null"),
-    "two weights": (messages(USER, {**ANSWER, "weight": 0, "loss_weight": 1}), "messages", "messages 2: weight an"),
-    "weight as text": (messages(USER, {**ANSWER, "loss_weight": "1"}), "messages", "loss_weight must be 0 or 1"),
-    "weight true": (messages(USER, {**ANSWER, "weight": True}), "messages", "messages 2: weight must be 0 or 1"),
-    "weight": (messages(USER, {**ANSWER, "weight": 0.5}), "messages", "messages 2: weight must be 0 or 1 in a mes"),
-    "weight of a question": (messages({**USER, "weight": 1}, ANSWER), "messages", "messages 1: weight must be 0 in a"),
-    "no weight": (messages(USER, {**ANSWER, "weight": 0}), "messages", "every assistant turn is marked as not"),
-    "call by user": (messages({**call(name="f"), "role": "user"}), "messages", "messages 1: tool_calls must be a"),
-    "call as object": (messages({"role": "assistant", "tool_calls": {}}), "messages", "messages 1: tool_calls must be"),
-    "call without name": (messages(call(arguments={})), "messages", "messages 1 has a tool call without a name"),
-    "call is text": (messages({"role": "assistant", "tool_calls": ["f"]}), "messages", "messages 1 has a tool cal"),
-    "arguments list": (messages(call(name="f", arguments=[1])), "messages", "arguments of f must be an object, go"),
-    "arguments not JSON": (messages(call(name="f", arguments="{")), "messages", "messages 1 (arguments of f) must"),
-    "long number": (messages(call(name="f", arguments="9" * 5000)), "messages", "messages 1 (arguments of f) must be"),
-    "tools not JSON": (messages(USER, ANSWER, tools="{"), "messages", "'tools' must be JSON"),
-    "tools object": (messages(USER, ANSWER, tools={"a": 1}), "messages", "'tools' must be a list of objects"),
-    "two systems": (
-        messages({"role": "system", "content": "T"}, USER, ANSWER, system="S"),
-        "messages",
-        "'system' and a system message in 'messages'; keep one",
-    ),
-    "system number": (messages(USER, ANSWER, system=7), "messages", "'system' must be text, got 7"),
-    "no turns": (turns(), "sharegpt", "'conversations' is empty"),
-    "unknown from": (turns(("bing", "Q")), "sharegpt", 'conversations 1 has from="bing"; known: system, human'),
-    "from as list": (turns((["gpt"], "Q")), "sharegpt", "conversations 1 has from="),
-    "null value": (turns(("human", "Q"), ("gpt", None)), "sharegpt", "conversations 2 needs text in 'value', got null"),
-    "turn as text": ({"conversations": ["Q"]}, "sharegpt", "conversations 1 must be an object with 'from' and 'value'"),
-    "call not JSON": (turns(("function_call", "f(1)")), "sharegpt", "conversations 1 (function_call) must be JSON"),
-    "call a number": (turns(("function_call", "7")), "sharegpt", "conversations 1 has a tool call without a name: 7"),
-    "null output": ({"instruction": "Q", "output": None}, "alpaca", "'output' must be text, got null"),
-    "number input": ({"instruction": "Q", "output": "A", "input": 7}, "alpaca", "'input' must be text, got 7"),
-    "history": ({"instruction": "Q", "output": "A", "history": [["q"]]}, "alpaca", "history 1 must be a pair of texts"),
-    "text and list": ({"prompt": "Q", "completion": [ANSWER]}, "prompt_completion", "must both be text or both be"),
-    "completion without answer": (
-        {"prompt": [USER], "completion": [USER]},
-        "prompt_completion",
-        "has no assistant turn",
-    ),
-    "null prompt": ({"prompt": None, "completion": "A"}, "prompt_completion", "'prompt' must be text, got null"),
-    "null text": ({"text": None}, "text", "'text' must be text, got null"),
-}
-
-
-@pytest.mark.parametrize("row, shape, rule", FAULTS.values(), ids=FAULTS)
-def test_an_unusable_row_is_refused_with_its_rule(row, shape, rule):
-    with pytest.raises(RowFault) as fault:
-        parse_row(row, shape_of(shape))
-    assert rule in str(fault.value)
 
 
 def test_a_family_is_text_or_absent_and_may_be_in_another_column():
