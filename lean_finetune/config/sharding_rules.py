@@ -119,13 +119,8 @@ SHARDING_RULES = [
         for key, off, remedy in (
             ("train.compress_activations", "none", "set it to none"),
             ("train.sequence_tiles", None, "leave it blank"),
+            ("train.fused_kernels", "none", "set it to none"),
         )
-    ),
-    Rule(
-        "train.fused_kernels",
-        lambda p: p.train.fused_kernels != "none" and ParallelLayout.from_params(p).data < p.hardware.num_gpus,
-        "was tried only where all GPUs take different rows (train.sharding); got {train.fused_kernels} with rows or "
-        "layers divided among GPUs; set it to none",
     ),
     Rule(
         "bucket.max_tokens",
