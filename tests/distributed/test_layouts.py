@@ -118,6 +118,40 @@ def test_a_pipeline_learns_what_one_process_learns(request, tmp_path, single: Si
     assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], rel=1e-5)
 
 
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[float, float]]] = {
+    "fp16": ({"method": "full", "precision": "fp16"}, {}, FP16),
+    # One process in fp16 learns 0.023 apart from one in fp32.
+    "fp16 adapters": ({"method": "qlora", "precision": "fp16"}, {}, (0.001, 0.02)),
+    "bf16": ({"method": "full", "precision": "bf16"}, {}, BF16),
+    "bf16 adapters": ({"method": "qlora", "precision": "bf16", "grad_ckpt": True}, {}, BF16),
+    "master weights": ({"method": "full", "precision": "bf16"}, {"master_weights": True}, BF16),
+    "offload": ({"method": "full"}, {"offload": "optimizer"}, EXACT),
+    "offloaded master weights": (
+        {"method": "full", "precision": "bf16"},
+        {"master_weights": True, "offload": "optimizer"},
+        BF16,
+    ),
+    "selective": ({"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective"}, {}, EXACT),
+}
+"""Values of model and optimizer, and bounds."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("processes", "division"),
+    [("pair", {"stages": (1, 1)}), ("pair", {"tensor": 2}), ("four", {"mode": "zero3", "tensor": 2})],
+    ids=["pp", "tp", "tp x zero3"],
+)
+def test_divided_layers_and_products_in_16_bits_and_on_the_host(
+    request, wide_llama: Path, single: Single, processes, division, variant
+):
+    """A loss scale, a skipped step or a copy in fp32 of the parts of one process only."""
+    model, optim, bounds = VARIANTS[variant]
+    case = Case(directory=str(wide_llama), sizes=IDLE, chunk=16, steps=8, model=model, optim=optim)
+    case = replace(case, **{"mode": "none", **division})
+    check(request.getfixturevalue(processes), single, case, same_batches(case), bounds)
+
+
 @pytest.mark.parametrize(
     ("family", "method"),
     [

@@ -84,19 +84,26 @@ def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mo
     check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
 
 
-PIPELINE_CHANGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "recomputed": {"grad_ckpt": True, "loss_chunk": 64},
-}
+PIPELINE_CHANGES: list[dict[str, Any]] = [
+    {},
+    {"grad_ckpt": True, "loss_chunk": 64},
+    {"precision": "fp16", "grad_ckpt": True},
+    {"offload_activations": "disk"},
+]
+MASTER_WEIGHTS = {"method": "full", "precision": "bf16", "master_weights": True}
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("method", "changes"), list(product(("full", "lora", "qlora"), PIPELINE_CHANGES)))
-def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Group, method, changes):
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": method, **one} for method in ("full", "lora", "qlora") for one in PIPELINE_CHANGES],
+    ids=str,
+)
+def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Group, changes):
     """Micro-batches in flight that are not counted, or a hidden state that is kept after it was sent."""
     directory = save_small_llama(tmp_path, num_hidden_layers=5, tie_word_embeddings=False)
-    setting = pipeline_setting((2, 3), method=method, **PIPELINE_CHANGES[changes])
+    setting = pipeline_setting((2, 3), **changes)
     config = read_config(directory)
     counted = pair.ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
     for stage, found in enumerate(counted):
@@ -151,6 +158,9 @@ def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Gr
         ("none", 2, {"method": "full"}),
         ("none", 2, {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "selective"}),
         ("none", 2, {"method": "qlora", "grad_ckpt": True}),
+        ("none", 2, MASTER_WEIGHTS),
+        ("none", 2, {"method": "qlora", "precision": "fp16"}),
+        ("none", 2, {"method": "lora", "precision": "bf16", "offload_activations": "disk"}),
         ("zero3", 4, {"method": "full", "grad_ckpt": True}),
         ("zero3", 4, {"method": "qlora"}),
         ("ddp", 4, {"method": "lora"}),
