@@ -30,6 +30,8 @@ def fit_lines(run: FitRun, source: str, command: str, option: str) -> Iterator[s
     verdict, peak = run.judge(prediction), prediction.peak
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
     yield labelled("verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(peak.bytes)}, {usable}")
+    if (shortage := run.shortage(prediction)) is not None:
+        yield labelled("host", shortage)
     yield ""
     yield from _peak_lines(run, prediction)
     yield ""
@@ -79,6 +81,8 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if model.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
+    for name, off in (("sequence_tiles", None), ("compress_activations", "none")):
+        memory += f", {name}={value}" if (value := getattr(train, name)) != off else ""
     yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
         sizes = (f"{layers} layers {readable_size(size)}" for layers, size in prediction.stages)
@@ -124,6 +128,10 @@ def _remedy_lines(remedy: Remedy, command: str, option: str) -> Iterator[str]:
             line += f" {words}"
     yield line
     yield f"    peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+    if remedy.host_bytes:
+        disk = f", {readable_size(remedy.disk_bytes)} on disk" if remedy.disk_bytes else ""
+        step = "" if remedy.step_seconds is None else f"; {readable_time(remedy.step_seconds)} a step"
+        yield f"    {readable_size(remedy.host_bytes)} of offloaded state in host memory{disk}{step}"
 
 
 def _tokens(found: Largest) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.units import round_up
 from lean_finetune.distributed.processes import World
@@ -47,6 +48,7 @@ class Case:
     steps: int = 20
     offload: bool = False
     """Keep activations in a file between forward and backward."""
+    compression: CompressActivations = "none"
     in_backward: bool = False
     """Update in backward, without clipping."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -117,6 +119,7 @@ def learn(case: Case, world: World) -> Outcome:
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
+    offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
     results = [
         training_step(
@@ -134,7 +137,7 @@ def learn(case: Case, world: World) -> Outcome:
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,
-            offload=ActivationOffload(store) if case.offload else None,
+            offload=offload if case.offload or case.compression != "none" else None,
             parallel=parallel,
             micro_batches=len(batches),
         )

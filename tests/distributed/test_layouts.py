@@ -74,6 +74,18 @@ def test_divided_rows_with_other_switches_learn_the_same(
     check(request.getfixturevalue(processes), single, case, same_batches(replace(case, offload=False)), bounds)
 
 
+@pytest.mark.parametrize(
+    ("mode", "method", "bits"), [("ddp", "lora", "int8"), ("zero3", "full", "int8"), ("zero3", "qlora", "fp8")]
+)
+def test_compressed_activations_of_two_processes_learn_the_same(
+    small_llama: Path, pair: Group, single: Single, mode, method, bits
+):
+    """Weights of a gathered layer rounded to 8 bits. After more steps, rounding of sums changes some of the codes."""
+    model = {"method": method}
+    case = Case(directory=str(small_llama), mode=mode, compression=bits, steps=2, model=model, **BATCHES["padded"])
+    check(pair, single, case, replace(case, mode="none"), EXACT)
+
+
 @pytest.fixture(scope="module")
 def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers have 64 inputs and more in each of two processes, as blocks of 4-bit weights need."""

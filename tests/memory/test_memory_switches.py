@@ -133,7 +133,15 @@ def test_tensor_parallelism_of_some_gpus_or_all(mode: Any, method: str, expected
 
 def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_can_update():
     full = setting_of(method="full", precision="bf16", master_weights=True)
-    assert lighter("offload", full) == [("train.offload=optimizer",)]
+    assert lighter("offload", full) == [("train.offload=optimizer",), ("train.offload=parameters",)]
+    small_host = Support(cuda=True, native_bf16=True, host_ram_known=True)
+    on_disk = "train.offload_to=disk"
+    assert lighter("offload", full, small_host)[1::2] == [
+        ("train.offload=optimizer", on_disk),
+        ("train.offload=parameters", on_disk),
+    ]
+    moved = setting_of(method="full", precision="bf16", master_weights=True, offload="optimizer")
+    assert lighter("offload", moved, small_host)[0] == (on_disk,)
     for optimizer in ("paged_adamw_8bit", "adamw_foreach"):
         assert lighter("offload", setting_of(method="full", optimizer=optimizer)) == []
     assert lighter("offload", setting_of(method="lora")) == []

@@ -80,7 +80,8 @@ def test_a_tight_remedy_comes_with_a_roomier_one():
 @pytest.mark.slow
 def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(norm, effect):
     """Other weights trained for want of the switch that frees each gradient early."""
-    run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, max_grad_norm=norm)
+    given: dict[str, Any] = {"optimizer": "paged_adamw_8bit", "max_grad_norm": norm}  # Nothing is offloaded with it.
+    run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, **given)
     costs = costs_of(run)
     without = [c for c in Space(run, costs, native_bf16=True).of_effect(SAME) if not c.strength("in_backward")]
     found = advice_for(run, min(costs.least_bytes(c.run.setting) for c in without) - 1)
@@ -140,6 +141,29 @@ def test_the_optimizer_on_the_host_is_advised_with_its_price():
     assert remedy.effect == EFFECTS[SAME] and remedy.slowdown > 1.5
 
 
+@pytest.mark.slow
+def test_the_disk_is_advised_where_the_host_has_too_little_memory():
+    """Other weights trained, or a host that runs out of memory, where the disk has room for the optimizer's state."""
+    given: dict[str, Any] = {"method": "full", "precision": "bf16", "master_weights": True, "offload": "optimizer"}
+    run = workload(max_tokens=64, longest=64, **given)
+    in_memory, _ = costs_of(run).offloaded_bytes(run.setting)
+    small = replace(run, host_ram_bytes=in_memory // 2)
+    small = replace(small, setting=replace(run.setting, offload_buffer_bytes=in_memory // 8))
+    remedy = advice_for(small, peak_of(run))[0]
+    assert remedy.flags == ("train.offload_to=disk",) and remedy.effect == EFFECTS[SAME]
+    assert remedy.host_bytes <= in_memory // 2 and remedy.disk_bytes >= 12 * 2**10 and remedy.step_seconds
+
+
+@pytest.mark.slow
+def test_weights_on_the_host_are_advised_where_they_are_too_large():
+    """Other weights trained on one GPU that could fetch each layer from the host."""
+    run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
+    moved = setting_with(run.setting, {"train.offload": "optimizer"})
+    remedy = advice_for(run, costs_of(run).least_bytes(moved) - MIB // 8)[0]
+    assert "train.offload=parameters" in remedy.flags and remedy.effect == EFFECTS[SAME]
+    assert remedy.host_bytes and not remedy.disk_bytes and remedy.slowdown > 2
+
+
 def test_only_confirmed_candidates_are_offered():
     """A line that fits by its tensors alone; a search that confirms hundreds of runs."""
     run = workload(method="lora", loss_chunk=None)
@@ -157,8 +181,9 @@ def test_only_confirmed_candidates_are_offered():
 @pytest.mark.slow
 def test_another_method_is_offered_where_states_alone_are_too_large():
     """Shorter rows where another method would do."""
-    run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
-    usable = costs_of(run).least_bytes(replace(run.setting, offload="optimizer")) - MIB // 8
+    paged = "paged_adamw_8bit"  # Nothing is offloaded with it.
+    run = workload(method="full", loss_chunk=None, precision="bf16", longest=64, optimizer=paged)
+    usable = costs_of(run).least_bytes(run.setting) - MIB // 8
     found = advice_for(run, usable)
     assert found and all(remedy.effect == EFFECTS[OTHER_WEIGHTS] for remedy in found)
 

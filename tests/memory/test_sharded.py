@@ -70,6 +70,22 @@ def test_fused_kernels_are_predicted_as_processes_count_them(small_llama: Path, 
     check(pair, 2, small_llama, mode, "two turns", method=method, grad_ckpt=method == "qlora", fused_kernels="liger")
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("steps", ["two turns", "joined"])
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        ("ddp", {"method": "lora", "compress_activations": "int8"}),
+        ("zero3", {"method": "full", "compress_activations": "int8"}),
+        ("zero3", {"method": "qlora", "compress_activations": "fp8", "grad_ckpt": True}),
+    ],
+)
+def test_compressed_activations_are_predicted_as_processes_count_them(small_llama, pair: Group, mode, changes, steps):
+    """Gathered weights of a layer that are compressed, or codes that outlive their layer."""
+    check(pair, 2, small_llama, mode, steps, **changes)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("mode", "changes"),

@@ -13,6 +13,7 @@ from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
+from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
@@ -91,6 +92,15 @@ def test_an_interrupted_mixture_equals_an_uninterrupted_one(tmp_path: Path, meth
     save_small("Qwen3-MoE", tmp_path / "model")
     load_model(tmp_path / "model", spec_of(method=method), CPU)
     job = small_job(tmp_path / "model", tmp_path / "tokens", method=method, lora_experts=experts)
+    finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "place"), [("int8", "none"), ("fp8", "disk")])
+def test_a_run_with_compressed_activations_resumes_to_the_same_bytes(small_llama, tmp_path: Path, bits, place):
+    """Codes that depend on what a process computed before."""
+    job = small_job(small_llama, tmp_path / "tokens", method="full", grad_ckpt=bits == "fp8")
+    job = replace(job, offload=make_offload(place, bits, CPU, tmp_path))
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
 
 

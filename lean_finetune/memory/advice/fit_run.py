@@ -17,13 +17,14 @@ from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import step_seconds, tokens_per_second
 from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
-from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
+from lean_finetune.memory.advice.workload import Workload, full_batch, host_ram_bytes, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.compiled_layers import headroom_percent, memory_note, refuse_compiled
 from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.process_memory import host_shortage
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -130,12 +131,38 @@ class FitRun:
 
     def judge(self, prediction: Prediction) -> Verdict:
         """Whether it fits, without a search for what would."""
-        enforce = self.params.estimate.enforce
-        return judge(prediction, self.device, (), headroom_percent=self.headroom_percent, enforce=enforce)
+        return judge(
+            prediction,
+            self.device,
+            (),
+            headroom_percent=self.headroom_percent,
+            enforce=self.params.estimate.enforce,
+            shortage=self.shortage(prediction),
+        )
+
+    def shortage(self, prediction: Prediction) -> str | None:
+        """What the host lacks; None if it suffices or is not known."""
+        return self._shortage(self.workload, prediction.offloaded_bytes)
+
+    def _shortage(self, run: Workload, offloaded_bytes: int) -> str | None:
+        if self.device.kind != "cuda":
+            return None
+        tokens = max(shape.rows * shape.length for step in run.steps for shape in step)
+        return host_shortage(
+            run.host_ram_bytes,
+            run.config,
+            run.setting,
+            self.stored,
+            batch_tokens=tokens,
+            offloaded_bytes=offloaded_bytes,
+        )
 
     def search(self, prediction: Prediction) -> Answer:
         """Settings with which the run fits. Takes up to a minute."""
-        return answer(self.workload, prediction, self.device, self.params, confirm=self._confirmed_peak)
+        shortage = self.shortage(prediction)
+        return answer(
+            self.workload, prediction, self.device, self.params, confirm=self._confirmed_peak, shortage=shortage
+        )
 
     def limits(self, prediction: Prediction) -> Limits:
         """The smallest GPU for the run, and the longest row and the largest micro-batch that fit."""
@@ -154,11 +181,13 @@ class FitRun:
         """
         try:
             run = _checked_workload(with_flags(self.params, candidate.flags), self.device, candidate.run.config)
-            if (run.setting, run.steps) != (candidate.run.setting, candidate.run.steps):
-                peak_bytes = predict(run.config, run.setting, run.steps, target_of(self.device)).peak.bytes
+            if (run.setting, run.steps) == (candidate.run.setting, candidate.run.steps) and not run.host_ram_bytes:
+                return peak_bytes
+            prediction = predict(run.config, run.setting, run.steps, target_of(self.device))
         except UserError:
             return None
-        return peak_bytes if peak_bytes <= self.usable_bytes else None
+        fits = prediction.peak.bytes <= self.usable_bytes and not self._shortage(run, prediction.offloaded_bytes)
+        return prediction.peak.bytes if fits else None
 
 
 def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
@@ -223,4 +252,5 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         micro_batches_per_step=micro_batches,
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
+        host_ram_bytes=host_ram_bytes(p),
     )

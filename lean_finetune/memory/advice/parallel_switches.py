@@ -47,7 +47,9 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
             yield values
     on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
     if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
-        yield {**values, "train.offload": "parameters"}
+        yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
+        if support.host_ram_known and OPTIMIZERS[setting.optimizer].updates_by_value and not model.adapted:
+            yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
 
 
 def _untried(setting: Setting) -> bool:

@@ -54,6 +54,12 @@ class Remedy:
     """Predicted time per token relative to the original run."""
     effect: str
     """Effect on learning."""
+    host_bytes: int = 0
+    """What train.offload needs in the memory of a host."""
+    disk_bytes: int = 0
+    """What it needs on its disk."""
+    step_seconds: float | None = None
+    """Predicted time of a step; None if the device's speed is not known."""
 
     @property
     def command(self) -> str:
@@ -67,13 +73,20 @@ class Remedy:
 
     def as_json(self) -> dict[str, Any]:
         """Its entry in advice.json."""
-        slowdown = round(self.slowdown, 2)
-        return {"command": self.command, "peak_bytes": self.peak_bytes, "slowdown": slowdown, "effect": self.effect}
+        return {
+            "command": self.command,
+            "peak_bytes": self.peak_bytes,
+            "slowdown": round(self.slowdown, 2),
+            "effect": self.effect,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "step_seconds": self.step_seconds and round(self.step_seconds, 3),
+        }
 
     def as_row(self) -> dict[str, Any]:
         """Its line in advice.csv."""
-        entry = self.as_json()
-        return {"peak_gib": round(entry.pop("peak_bytes") / GIB, 3), **entry}
+        entry = {**self.as_json(), "peak_gib": round(self.peak_bytes / GIB, 3)}
+        return {column: entry[column] for column in ADVICE_COLUMNS}
 
 
 Confirm = Callable[[Candidate, int], int | None]
@@ -129,10 +142,20 @@ class _Search:
     @property
     def found(self) -> list[Remedy]:
         """What fits, in the order of candidates."""
-        return [
-            Remedy(flags=c.flags, peak_bytes=peak_bytes, slowdown=c.slowdown, effect=EFFECTS[c.effect])
-            for c, peak_bytes in sorted(self._fitting, key=lambda found: found[0].order)
-        ]
+        return [self._remedy(*found) for found in sorted(self._fitting, key=lambda found: found[0].order)]
+
+    def _remedy(self, candidate: Candidate, peak_bytes: int) -> Remedy:
+        """A candidate with its price."""
+        host_bytes, disk_bytes = self._costs.offloaded_bytes(candidate.run.setting)
+        return Remedy(
+            flags=candidate.flags,
+            peak_bytes=peak_bytes,
+            slowdown=candidate.slowdown,
+            effect=EFFECTS[candidate.effect],
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            step_seconds=self._costs.step_time(candidate.run),
+        )
 
     def search_group(self, candidates: Sequence[Candidate]) -> None:
         """Find the candidates of a group that fit without unnecessary switches."""

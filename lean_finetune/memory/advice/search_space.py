@@ -7,7 +7,16 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import LESS_DATA, SAME, SMALLER_STEPS, UNCLIPPED, Support, Switch, flag
+from lean_finetune.memory.advice.switch import (
+    LESS_DATA,
+    SAME,
+    SMALLER_STEPS,
+    UNCLIPPED,
+    Support,
+    Switch,
+    flag,
+    replace_attribute,
+)
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.advice.workload import Workload, full_batch, in_stages
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
@@ -104,7 +113,7 @@ class Space:
         """Find the options. `native_bf16` is whether the device supports bf16."""
         self._run, self._costs = run, costs
         unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
-        support = Support(cuda=costs.cuda, native_bf16=native_bf16)
+        support = Support(cuda=costs.cuda, native_bf16=native_bf16, host_ram_known=run.host_ram_bytes is not None)
         # Updates in the backward pass need steps of one micro-batch.
         smaller = [] if run.setting.optimizer_in_backward else budgets_of(run)
         found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
@@ -119,7 +128,13 @@ class Space:
             for options in product(*allowed)
             if max((o.effect for o in options if o.flags), default=-1) == effect and _compatible(options)
         )
-        return sorted(map(self._candidate, chosen), key=lambda candidate: candidate.order)
+        fitting = (candidate for candidate in map(self._candidate, chosen) if self._fits_host(candidate))
+        return sorted(fitting, key=lambda candidate: candidate.order)
+
+    def _fits_host(self, candidate: Candidate) -> bool:
+        """Whether the host has memory for what is offloaded."""
+        there = self._run.host_ram_bytes
+        return there is None or self._costs.offloaded_bytes(candidate.run.setting)[0] <= there
 
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that this model supports."""
@@ -139,6 +154,8 @@ class Space:
             changed = in_stages(resized, setting)
         else:  # Fewer groups of GPUs train different rows.
             micro_batches = resized.micro_batches_per_step * setting.context / self._run.setting.context
+            if setting.sharing is not None and self._run.setting.sharing is None:
+                setting = replace_attribute(setting, "sharing.accumulates_gradients", micro_batches > 1)
             changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 

@@ -14,7 +14,7 @@ from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
-from lean_finetune.memory.predict.offloaded_states import disk_lines
+from lean_finetune.memory.predict.offloaded_states import disk_lines, offloaded_state_bytes
 from lean_finetune.memory.predict.process_memory import GPUS_OF_A_NODE
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
@@ -71,6 +71,8 @@ class Costs:
         self._shapes: dict[int, ModelShapes] = {}
         self._speed, self.reason = ranking_speed(device)
         self._known: dict[Setting, Mapping[str, int]] = {}
+        self._offloaded: dict[Setting, tuple[int, int]] = {}
+        self._measures_time = device.speed is not None
 
     def least_bytes(self, setting: Setting) -> int:
         """Bytes at the end of every backward pass, for any micro-batches."""
@@ -87,12 +89,24 @@ class Costs:
             return 0
         return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
 
+    def offloaded_bytes(self, setting: Setting) -> tuple[int, int]:
+        """Bytes that train.offload needs in the memory of a host, and on its disk."""
+        key = _state_key(setting)
+        if key not in self._offloaded:
+            processes = 1 if setting.sharing is None else min(setting.sharing.gpus, GPUS_OF_A_NODE)
+            in_memory, on_disk = offloaded_state_bytes(self._shapes_of(setting), setting)
+            self._offloaded[key] = processes * in_memory, processes * on_disk
+        return self._offloaded[key]
+
+    def step_time(self, run: Workload) -> float | None:
+        """Seconds of a step by the device's data sheet; None if its speed is not known."""
+        if not self._measures_time:
+            return None
+        return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values())
+
     def _states(self, setting: Setting) -> Mapping[str, int]:
         """Bytes by category at the end of a backward, on one GPU."""
-        # The key leaves out what does not change states: a search needs few states of many settings.
-        model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full", sequence_tiles=None)
-        key = replace(setting, model=model, loss_chunk=None, max_grad_norm=None)
-        key = replace(key, offload_activations="none", compress_activations="none")
+        key = _state_key(setting)
         if key not in self._known:
             lines = state_lines(self._shapes_of(setting), setting, cuda=self.cuda)
             states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
@@ -116,6 +130,13 @@ class Costs:
         if size not in self._shapes:
             self._shapes[size] = model_shapes(self._run.config, size)
         return self._shapes[size]
+
+
+def _state_key(setting: Setting) -> Setting:
+    """The setting without what does not change states: a search needs few states of many settings."""
+    model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full", sequence_tiles=None)
+    key = replace(setting, model=model, loss_chunk=None, max_grad_norm=None)
+    return replace(key, offload_activations="none", compress_activations="none")
 
 
 def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:

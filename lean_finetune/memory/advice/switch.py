@@ -27,6 +27,8 @@ class Support:
 
     cuda: bool
     native_bf16: bool
+    host_ram_known: bool = False
+    """RAM of the host may be what is missing."""
 
 
 Variants = Callable[[Setting, Support], Iterable[Values]]

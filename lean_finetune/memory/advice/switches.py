@@ -6,11 +6,14 @@ docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finet
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
 from lean_finetune.memory.advice.parallel_switches import PARALLEL_SWITCHES, with_stages
 from lean_finetune.memory.advice.switch import (
@@ -24,6 +27,7 @@ from lean_finetune.memory.advice.switch import (
     replace_attribute,
 )
 from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.trace.fake_distributed import Sharing
 
 LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),
@@ -40,11 +44,17 @@ def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
-    """The optimizer in host memory. The optimizer state of adapters is too small to gain much."""
-    optimizer = OPTIMIZERS[setting.optimizer]
-    possible = not optimizer.foreach and not optimizer.paged
-    if support.cuda and not setting.model.adapted and setting.offload == "none" and possible:
-        yield {"train.offload": "optimizer"}
+    """The optimizer in host memory or on its disk, then weights too. State of adapters is too small to gain much."""
+    optimizer, given = OPTIMIZERS[setting.optimizer], setting.offload
+    if not support.cuda or setting.model.adapted or optimizer.foreach or optimizer.paged:
+        return
+    alone = setting.sharing is None or setting.sharing.gpus == 1
+    what = ["optimizer"] if given != "parameters" else []
+    for moved in [*what, *(["parameters"] if alone or given == "parameters" else [])]:
+        if moved != given:
+            yield {"train.offload": moved, "train.offload_to": "cpu"}
+        if support.host_ram_known and optimizer.updates_by_value:
+            yield {"train.offload": moved, "train.offload_to": "disk"}
 
 
 def with_precision(precision: Precision) -> Values:
@@ -100,9 +110,9 @@ SWITCHES = [
     ),
     Switch(
         name="offload",
-        parameters={"train.offload": "offload"},
+        parameters={"train.offload": "offload", "train.offload_to": "offload_to"},
         lighter=_lighter_offload,
-        shown=_lighter_offload,
+        shown=lambda setting, support: list(_lighter_offload(setting, support))[:1],
         effect=SAME,
         ease=8,
         excludes=frozenset({"method"}),
@@ -186,6 +196,9 @@ def setting_with(setting: Setting, values: Values) -> Setting:
             setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // others)
         if key == "train.offload" and setting.sharing is not None:
             setting = replace_attribute(setting, "sharing.spec.offload_weights", value == "parameters")
+        elif (key, value) == ("train.offload", "parameters"):  # One GPU: a group of one.
+            spec = ShardSpec(mode="zero3", offload_weights=True, layout=ParallelLayout(data=1))
+            setting = replace(setting, sharing=Sharing(spec=spec, gpus=1, accumulates_gradients=False))
     return setting
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lean_finetune.config.field_types import Precision
@@ -56,17 +57,21 @@ def judge(
     headroom_percent: float,
     enforce: bool,
     memory: PlanMemory | None = None,
+    shortage: str | None = None,
 ) -> Verdict:
     """Compare a prediction with a device.
 
     Tensors must leave the headroom free. The blocks that the allocator reserves may take all of the device, because the
-    allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so. A refusal
-    names the first few `remedies`.
+    allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so. `shortage`
+    says what the host lacks. A refusal names the first few `remedies`.
     """
     usable = device.usable_bytes(headroom_percent)
     shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
     would_fit = f"would fit: {'; '.join(shown)}" if shown else None
     if prediction.peak.bytes <= usable:
+        if shortage is not None:
+            refusal = f"{shortage}; {would_fit or 'no change of the known switches makes it fit: choose a larger host'}"
+            return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
         step = None if memory is None else memory.failing_step(memory.chosen)
         if memory is None or step is None:
             return Verdict(enforce=enforce, state="fits", refusal=None)
@@ -128,20 +133,22 @@ def answer(
     p: Params,
     memory: PlanMemory | None = None,
     confirm: Confirm | None = None,
+    shortage: str | None = None,
 ) -> Answer:
     """Compare the prediction for a run with a device, and search for changes if the run does not fit.
 
     `memory` is the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
     kind of segments is the first remedy, because it costs no time. `confirm` returns the peak of a changed run that the
-    caller accepts. Without it, tensors alone decide.
+    caller accepts. Without it, tensors alone decide. `shortage` says what the host lacks.
     """
     headroom, enforce = headroom_percent(p, device.kind), p.estimate.enforce
     usable, target = device.usable_bytes(headroom), target_of(device)
 
-    def judged(remedies: Sequence[Remedy]) -> Verdict:
-        return judge(prediction, device, remedies, headroom_percent=headroom, enforce=enforce, memory=memory)
+    judged = partial(
+        judge, prediction, device, headroom_percent=headroom, enforce=enforce, memory=memory, shortage=shortage
+    )
 
-    if prediction.peak.bytes <= usable:
+    if prediction.peak.bytes <= usable and shortage is None:
         other = () if memory is None or segments_from_environment() is not None else other_segments(memory, prediction)
         verdict = judged(other)
         if verdict.fits or other or confirm is None:

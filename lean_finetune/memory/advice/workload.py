@@ -6,6 +6,8 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
+from lean_finetune.config.schema import Params
+from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.step.batches import BatchShape
@@ -37,11 +39,18 @@ class Workload:
 
     disk_bytes_per_second: float = 2e9
     """hardware.disk_gb_per_second."""
+    host_ram_bytes: int | None = None
+    """hardware.host_ram_gib."""
 
     @property
     def in_flight(self) -> int:
         """Most micro-batches between forward and backward at the same time."""
         return min(self.setting.pipeline_stages, math.ceil(self.micro_batches_per_step))
+
+
+def host_ram_bytes(p: Params) -> int | None:
+    """hardware.host_ram_gib in bytes."""
+    return None if p.hardware.host_ram_gib is None else int(p.hardware.host_ram_gib * GIB)
 
 
 def full_batch(mode: str, length: int, *, max_tokens: int, fixed_rows: int) -> BatchShape:

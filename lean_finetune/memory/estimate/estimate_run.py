@@ -17,7 +17,7 @@ from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, judge
-from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.advice.workload import Workload, host_ram_bytes
 from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
 from lean_finetune.memory.gpus import GIGA
@@ -76,7 +76,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
     settings, headroom = PlanSettings.from_params(p), headroom_percent(p, device.kind)
     confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
-    found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run))
+    shortage = planned.shortage(prediction, run.host_ram_bytes)
+    found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run), shortage)
     states = list(closed_form(planned.config, planned.setting, target_of(device)))
     documents = {
         "verdict.json": {**found.verdict.as_json(precision), **_stage_layers(prediction)},
@@ -147,6 +148,7 @@ def _workload(p: Params, planned: PlannedRun, prediction: Prediction) -> Workloa
         micro_batches_per_step=len(plan) / steps,
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
+        host_ram_bytes=host_ram_bytes(p),
     )
 
 

@@ -25,6 +25,7 @@ from lean_finetune.memory.predict.compiled_layers import memory_note, refuse_com
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
+from lean_finetune.memory.predict.process_memory import host_shortage
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import longest_row, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -92,6 +93,20 @@ class PlannedRun:
         else:
             steps = traced_steps(self.plan, self.lengths, **kinds)
         return predict_explained(self.config, self.setting, steps, target_of(self.device))
+
+    def shortage(self, prediction: Prediction, there: int | None) -> str | None:
+        """What hosts with RAM of `there` bytes lack; None if that suffices or is not known."""
+        if self.device.kind != "cuda":
+            return None
+        tokens = int(self.own_plan.padded_tokens.max())
+        return host_shortage(
+            there,
+            self.config,
+            self.setting,
+            self.stored,
+            batch_tokens=tokens,
+            offloaded_bytes=prediction.offloaded_bytes,
+        )
 
     def replay(self, prediction: Prediction) -> tuple[PlanMemory | None, str | None]:
         """Predict what the plan reserves on a GPU, and say how much of it was replayed; a CPU reserves nothing."""
@@ -184,7 +199,8 @@ class FitCheck:
             return None
         prediction, _ = trial.predict()
         device = trial.device
-        if prediction.peak.bytes > device.usable_bytes(self.headroom_percent):
+        shortage = trial.shortage(prediction, changed.host_ram_bytes)
+        if prediction.peak.bytes > device.usable_bytes(self.headroom_percent) or shortage is not None:
             return None  # Skip the replay, which takes as long as the prediction.
         memory, _ = trial.replay(prediction)
         fits = judge(prediction, device, (), headroom_percent=self.headroom_percent, enforce=True, memory=memory).fits

@@ -92,17 +92,18 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
 
 def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Host memory that train.offload takes in one process."""
-    if setting.offload == "none":
-        return 0
-    holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    shapes = model_shapes(config, setting.tensor_parallel)
-    return sum(line.total_bytes(1, holders) for line in host_lines(shapes, setting))
+    return offloaded_state_bytes(model_shapes(config, setting.tensor_parallel), setting)[0]
 
 
 def disk_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Disk space that train.offload_to=disk takes in one process."""
+    return offloaded_state_bytes(model_shapes(config, setting.tensor_parallel), setting)[1]
+
+
+def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
+    """Host memory and disk space that train.offload takes in one process."""
+    if setting.offload == "none":
+        return 0, 0
     holders = 1 if setting.sharing is None else setting.sharing.holders_of(OPTIMIZER)
-    return sum(
-        line.total_bytes(BLOCK_BYTES, holders)
-        for line in disk_lines(model_shapes(config, setting.tensor_parallel), setting)
-    )
+    in_memory = sum(line.total_bytes(1, holders) for line in host_lines(shapes, setting))
+    return in_memory, sum(line.total_bytes(BLOCK_BYTES, holders) for line in disk_lines(shapes, setting))

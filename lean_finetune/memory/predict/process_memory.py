@@ -4,13 +4,14 @@ None of this can be traced. Every figure says whether it was measured, and on wh
 margin, which is reported beside them and never added to them.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.core.units import MIB
+from lean_finetune.core.units import MIB, readable_size
 from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
 from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.offloaded_states import host_state_bytes
@@ -87,15 +88,47 @@ def as_json(device: Device, setting: Setting, host: dict[str, Figure]) -> dict[s
 
     Margins are not in `host_needed_bytes`. Loading is over before batches are created.
     """
-    gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    processes = min(gpus, GPUS_OF_A_NODE)
-    readers = processes if setting.model.method in READ_BY_EVERY_PROCESS else 1
-    loading = sum(host[name].bytes for name in LOADING if name in host)
-    training = sum(figure.bytes for name, figure in host.items() if name not in (*LOADING, "process"))
+    gpus, processes, readers = _processes(setting)
     return {
         "device": {name: asdict(figure) for name, figure in on_device(device, gpus).items()},
         "host": {name: asdict(figure) for name, figure in host.items()},
         "processes_per_host": processes,
         "processes_that_read_weights": readers,
-        "host_needed_bytes": processes * host["process"].bytes + max(readers * loading, processes * training),
+        "host_needed_bytes": needed_bytes(setting, host),
     }
+
+
+def needed_bytes(setting: Setting, host: Mapping[str, Figure]) -> int:
+    """RAM that all processes of a host need, without margins; `host` is that of `on_host`."""
+    _, processes, readers = _processes(setting)
+    loading = sum(host[name].bytes for name in LOADING if name in host)
+    training = sum(figure.bytes for name, figure in host.items() if name not in (*LOADING, "process"))
+    return processes * host["process"].bytes + max(readers * loading, processes * training)
+
+
+def host_shortage(
+    there: int | None,
+    config: PretrainedConfig,
+    setting: Setting,
+    stored: torch.dtype,
+    *,
+    batch_tokens: int,
+    offloaded_bytes: int,
+) -> str | None:
+    """What hosts with RAM of `there` bytes lack; None if that suffices or is not known. The others as for `on_host`."""
+    if there is None:
+        return None
+    host = on_host(config, setting, stored, batch_tokens=batch_tokens, offloaded_bytes=offloaded_bytes)
+    if (needed := needed_bytes(setting, host)) <= there:
+        return None
+    return (
+        f"hardware.host_ram_gib: the run needs {readable_size(needed)} of RAM on its host, which has "
+        f"{readable_size(there)}"
+    )
+
+
+def _processes(setting: Setting) -> tuple[int, int, int]:
+    """GPUs; processes on the first host; those of them that read weights."""
+    gpus = 1 if setting.sharing is None else setting.sharing.gpus
+    processes = min(gpus, GPUS_OF_A_NODE)
+    return gpus, processes, processes if setting.model.method in READ_BY_EVERY_PROCESS else 1

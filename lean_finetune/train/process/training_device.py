@@ -96,7 +96,8 @@ def check_host(
     needed, (free, where) = predicted["host_bytes_predicted"], free_host_bytes()
     if choice != "none":
         what = f"train.offload: {choice} needs room in the host's memory"
-        _check_free(needed, free, what, where, "use train.optimizer=adamw_8bit, or none")
+        other_place = "" if place == "disk" else "train.offload_to=disk, "
+        _check_free(needed, free, what, where, f"use {other_place}train.optimizer=adamw_8bit, or none")
     elif sharding in SPLIT_WEIGHTS and device.type == "cuda":
         what = f"train.sharding: {sharding} needs room in the host's memory for all weights until they are distributed"
         _check_free(needed, free, what, where, "use a host with more, or train.method=qlora (a quarter of 16 bits)")
