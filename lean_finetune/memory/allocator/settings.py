@@ -20,8 +20,6 @@ OWN_SEGMENT_UNITS = 10 * MIB_UNITS
 """Smallest request that gets a segment to itself (kMinLargeAlloc)."""
 OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
 """The size of such a segment is rounded up to a multiple of this (kRoundLarge)."""
-ROUNDUP_INTERVALS = 16
-"""Intervals of roundup_power2_divisions: requests below 2 MiB, below 4 MiB, … (kRoundUpPowerOfTwoIntervals)."""
 
 MAX_SHOWN = 40
 """Characters of a refused value that a message shows: a file may contain values of any length."""
