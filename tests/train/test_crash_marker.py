@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
+from uuid import UUID
 
 import pytest
 
+from lean_finetune.core.file_locks import lock_directory, unlock_directory
 from lean_finetune.train.process.crash_marker import CrashMarker, crash_marker
 from tests.conftest import ROOT
 from tests.processes import killed_after
@@ -133,3 +136,16 @@ def test_writes_are_rate_limited_and_write_errors_do_not_end_a_run(tmp_path: Pat
         now[0] = seconds
         marker.step_started(9)
     assert len(lines) == 1 and "cannot be written (Is a directory); training continues" in lines[0]
+
+
+def test_a_process_waits_while_another_one_looks_into_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first process of a run reads what it finds, and may find a directory that is not locked yet."""
+    monkeypatch.setattr("lean_finetune.train.process.crash_marker.uuid4", lambda: UUID(int=0))
+    own = tmp_path / "00000000"
+    reader = lock_directory(own)
+    assert reader is not None
+    release = Timer(0.05, unlock_directory, (own, reader))
+    release.start()
+    with crash_marker(tmp_path, print, reports=False) as marker:
+        assert marker.path.parent == own
+    release.join()

@@ -104,8 +104,8 @@ def crash_marker(
         for other in sorted(directory.iterdir()) if reports else ():
             if other.is_dir():
                 _report_crash(other, notify, root)
-        lock = lock_directory(own)
-    assert lock is not None, "no other process knows the name"
+        lock = lock_directory(own, waits=lambda: None)  # Another process may look into it before it is locked.
+    assert lock is not None
     try:
         yield CrashMarker(own, notify, root, clock)
     finally:
