@@ -28,8 +28,9 @@ from lean_finetune.step.activation_compression import compress, decompress
 
 SMALLEST_BYTES = 1024
 """Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""
-CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0"}
-"""Autograd nodes between a weight and the copy or view of it that a product saves."""
+CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0", "RegisterPostBackwardFunctionBackward"}
+"""Autograd nodes between a weight and the copy or view of it that a product saves. The last is FSDP2's: it returns the
+inputs of a sharded layer, and those of the first layer may be a leaf too."""
 
 
 class ActivationStore(Protocol):
