@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 def test_pyproject_accepts_each_version_that_the_readme_names():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     bounds = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
-    tried = re.search(r"^Tried with ([^;]*);", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    tried = re.search(r"^Tested with ([^;]*);", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert tried
     versions = re.findall(r"([a-z]+) ((?:[\d.]+(?:, | and )?)+)", tried[1])
     assert {name for name, _ in versions} == {"torch", "transformers", "peft", "bitsandbytes"}

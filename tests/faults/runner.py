@@ -17,7 +17,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from functools import cache
 from typing import Any
 
 from tests.data.tokens.small_blocks import make_blocks_small
+from tests.processes import run_bounded
 
 IMPORTED_LATE = {
     "tokenize": ("pyarrow.compute", "tiktoken"),
@@ -112,7 +112,7 @@ def read_out(pipe: int) -> str:
 def mount(target: str, size_bytes: int, image: str | None) -> None:
     """Mount memory of this size, or a file with a file system, at a directory, for this process and its forks."""
     if image is not None:
-        subprocess.run(["mount", "-o", "loop", image, target], check=True)
+        run_bounded(["mount", "-o", "loop", image, target], check=True)
         return
     libc = ctypes.CDLL(None, use_errno=True)
     where = os.fsencode(target)
