@@ -196,6 +196,10 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.pipeline_stages: works with one GPU for each stage.* got 2 with hardware.num_gpus=4",
         ),
         (
+            "hardware.num_gpus=3; train.pipeline_stages=2",
+            "train.pipeline_stages: works with one GPU for each stage.* got 2 with hardware.num_gpus=3",
+        ),
+        (
             "hardware.num_gpus=2; train.pipeline_stages=2; train.sharding=zero3",
             "train.sharding: the stages of a pipeline share no weights; got zero3 with train.pipeline_stages=2",
         ),

@@ -50,11 +50,6 @@ def _pipelined(params: "Params") -> bool:
     return params.train.pipeline_stages > 1
 
 
-def _one_gpu_a_stage(params: "Params") -> ParallelLayout:
-    """The only layout that pipelines work with."""
-    return ParallelLayout(data=1, pipeline=params.train.pipeline_stages)
-
-
 SHARDING_RULES = [
     _excluded_by_tensor(
         lambda p: p.hardware.num_gpus % p.train.tensor_parallel != 0,
@@ -130,7 +125,9 @@ SHARDING_RULES = [
     ),
     Rule(
         "train.pipeline_stages",
-        lambda p: _pipelined(p) and ParallelLayout.from_params(p) != _one_gpu_a_stage(p),
+        lambda p: (
+            _pipelined(p) and not p.train.pipeline_stages == p.hardware.num_gpus == ParallelLayout.from_params(p).size
+        ),
         "works with one GPU for each stage, which has complete rows; got {train.pipeline_stages} with "
         "hardware.num_gpus={hardware.num_gpus}, train.context_parallel={train.context_parallel}, "
         "train.tensor_parallel={train.tensor_parallel}; set num_gpus to the stages and the others to 1, or "

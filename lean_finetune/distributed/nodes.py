@@ -64,9 +64,9 @@ class Node:
         if run.nodes == 1:
             return cls(settings=settings)
         ranks = (run.node_rank, environment.get("PET_NODE_RANK"), environment.get("SLURM_NODEID"))
-        given = next((rank for rank in ranks if rank is not None), None)
-        if given is None or not 0 <= int(given) < run.nodes:
-            got = "nothing, and neither PET_NODE_RANK nor SLURM_NODEID is set" if given is None else given
+        given = next((str(rank) for rank in ranks if rank not in (None, "")), "")
+        if not given.isdecimal() or int(given) >= run.nodes:
+            got = given or "nothing, and neither PET_NODE_RANK nor SLURM_NODEID is set"
             raise UserError(
                 f"run.node_rank: must be the number of this machine, from 0 to {run.nodes - 1}, with "
                 f"run.nodes={run.nodes}; got {got}; set it, start by srun, or set PET_NODE_RANK"
@@ -89,16 +89,19 @@ class Node:
 
 def _endpoint(given: str | None, environment: Mapping[str, str]) -> tuple[str, int]:
     """Address and port of node 0, from HOST, HOST:PORT or [IPv6]:PORT; of a SLURM job, its first machine."""
-    hosts, port = given, DEFAULT_PORT
-    if given is None and (hosts := environment.get("SLURM_JOB_NODELIST")):
+    if not given and (hosts := environment.get("SLURM_JOB_NODELIST")):
+        job = environment.get("SLURM_JOB_ID") or "0"
+        if not job.isdecimal():
+            raise UserError(f"run.rendezvous: SLURM_JOB_ID must be a number; got {job!r}; set run.rendezvous=HOST:PORT")
         first, count = SLURM_PORTS
-        port = first + int(environment.get("SLURM_JOB_ID", "0")) % count
-        found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)  # gpu[03-05,9]-ib,node7
-        return "".join(part or "" for part in found.groups()) if found else hosts, port
-    found = re.fullmatch(r"(?:\[(.+)\]|([^:]*))(?::(\d+))?", hosts or "")
+        host = re.sub(r",.*|\[([^\],-]+)[^\]]*\]", r"\1", hosts)  # rack[1-2]gpu[03-05,9]-ib,node7
+        return host, first + int(job) % count
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::(\d+))?", given or "")
     if found is None or (found[3] and not 0 < int(found[3]) < 2**16):
-        raise UserError(f"run.rendezvous: must be HOST or HOST:PORT, an IPv6 address in brackets; got {given!r}")
-    return found[1] or found[2], int(found[3] or port)
+        raise UserError(
+            f"run.rendezvous: must be HOST or HOST:PORT, an IPv6 address in brackets; got {given!r}; correct it"
+        )
+    return found[1] or found[2], int(found[3] or DEFAULT_PORT)
 
 
 class NodeGroup:

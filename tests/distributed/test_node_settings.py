@@ -39,8 +39,10 @@ def run_of(*flags: str) -> Params:
         (["run.nodes=2"], {"PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "a"} | SLURM, (1, 2, "a", 29500)),
         (["run.nodes=2"], SLURM, (1, 2, "gpu03-ib", 24321)),
         (["run.nodes=2"], SLURM | {"SLURM_JOB_NODELIST": "a,b"}, (1, 2, "a", 24321)),
+        (["run.nodes=2"], SLURM | {"SLURM_JOB_NODELIST": "rack[1-2]n[03-05,9],b"}, (1, 2, "rack1n03", 24321)),
+        (["run.nodes=2"], SLURM | {"PET_NODE_RANK": "", "PET_RDZV_ENDPOINT": ""}, (1, 2, "gpu03-ib", 24321)),
     ],
-    ids=["one", "first", "params", "ipv6", "torchrun", "slurm", "slurm-list"],
+    ids=["one", "first", "params", "ipv6", "torchrun", "slurm", "slurm-list", "slurm-racks", "blank"],
 )
 def test_a_machine_knows_its_number_and_node_0(
     flags: list[str], environment: dict[str, str], found: tuple[object, ...]
@@ -69,6 +71,21 @@ def test_a_machine_knows_its_number_and_node_0(
 def test_settings_without_a_meaning_are_refused(flags: list[str], shown: str):
     with pytest.raises(UserError, match=f"^{shown}"):
         Node.here(run_of(*flags), {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"PET_NODE_RANK": "one"}, "run.node_rank: .*; got one; set it"),
+        ({"PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "a b"}, "run.rendezvous: must be HOST .* got 'a b'; correct it"),
+        (SLURM | {"SLURM_JOB_ID": "x"}, "run.rendezvous: SLURM_JOB_ID must be a number; got 'x'; set run.rendezvous"),
+    ],
+    ids=["number", "address", "job"],
+)
+def test_an_environment_without_a_meaning_is_refused(environment: dict[str, str], shown: str):
+    """A traceback of int()."""
+    with pytest.raises(UserError, match=f"^{shown}"):
+        Node.here(run_of("run.nodes=2"), environment)
 
 
 def test_a_machine_without_the_data_names_the_command(tmp_path: Path):
