@@ -149,10 +149,6 @@ class PipelineModel(DataParallelModel):
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         return self.sum_over_ranks(squared).sqrt()
 
-    def losses_of_all_ranks(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See DataParallelModel: the losses of the last stage; the others add 0."""
-        return list(self.sum_over_ranks(torch.stack(losses)).unbind())
-
     def trained_parameters(self) -> NamedParameters:
         """See DataParallelModel."""
         own = super().trained_parameters()

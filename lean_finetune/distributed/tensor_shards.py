@@ -45,6 +45,11 @@ class Part:
         first = min(index * each, shape[dim])
         return cls(dim=dim, first=first, count=min(each, shape[dim] - first), full_shape=shape)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of this range."""
+        return (*self.full_shape[: self.dim], self.count, *self.full_shape[self.dim + 1 :])
+
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of this range of a complete tensor."""
         return tensor.narrow(self.dim, self.first, self.count).clone(memory_format=torch.contiguous_format)
@@ -124,12 +129,11 @@ def divided_shapes(lm: PreTrainedModel, size: int) -> dict[int, tuple[int, ...]]
     Raises:
         UserError: the model cannot be divided so.
     """
-    found = {}
-    for layer, dim in divided_layers(lm, tensor_plan(lm, size)):
-        for parameter in divided_parameters(layer, dim):
-            part = Part.of(tuple(parameter.shape), dim, 0, size)
-            found[id(parameter)] = tuple(part.count if n == dim else width for n, width in enumerate(parameter.shape))
-    return found
+    return {
+        id(parameter): Part.of(tuple(parameter.shape), dim, 0, size).shape
+        for layer, dim in divided_layers(lm, tensor_plan(lm, size))
+        for parameter in divided_parameters(layer, dim)
+    }
 
 
 def divided_layers(lm: PreTrainedModel, plan: TensorPlan) -> Iterator[tuple[nn.Module, int]]:
@@ -159,8 +163,7 @@ def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
         UserError: a block of values with one scale would belong to two processes.
     """
     state = layer.quant_state
-    part = Part.of(tuple(state.shape), dim, index, size)
-    shape = torch.Size(part.count if number == dim else length for number, length in enumerate(state.shape))
+    shape = torch.Size(Part.of(tuple(state.shape), dim, index, size).shape)
     if state.shape[1] % BLOCK_WEIGHTS or shape[1] % BLOCK_WEIGHTS:
         raise UserError(
             f"train.tensor_parallel: 4-bit weights have a scale for {BLOCK_WEIGHTS} inputs, which must divide the "

@@ -110,9 +110,7 @@ class Costs:
         if key not in self._known:
             lines = state_lines(self._shapes_of(setting), setting, cuda=self.cuda)
             states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
-            if (sharing := setting.sharing) is not None:
-                states = {category: size // sharing.holders_of(category) for category, size in states.items()}
-            self._known[key] = states
+            self._known[key] = {category: size // setting.holders_of(category) for category, size in states.items()}
         return self._known[key]
 
     def slowdown(self, changed: Workload) -> float:

@@ -89,14 +89,18 @@ def predict_from(
                 return predict(config, setting, steps, target), None
             reason = f"all {repetition.layers} layers: {error}"
     trace, position = trace_steps(MemoryTrace, config, setting, steps, target)
-    prediction = Prediction(
+    return _of_all_layers(trace, setting, only(steps, *position), reason), None
+
+
+def _of_all_layers(trace: MemoryTrace, setting: Setting, steps_of_peak: TracedSteps, reason: str) -> Prediction:
+    """The prediction from a trace of all layers."""
+    return Prediction(
         setting=setting,
         by_phase=trace.peaks(),
-        steps_of_peak=only(steps, *position),
+        steps_of_peak=steps_of_peak,
         layers_traced=reason,
         offloaded_bytes=trace.offloaded_peak_bytes,
     )
-    return prediction, None
 
 
 def _extrapolated(
@@ -183,14 +187,7 @@ class _StageTraces:
         if deep:
             return deep
         trace = trace_steps(MemoryTrace, self._config, own, self._steps, self._target)[0]
-        prediction = Prediction(
-            setting=own,
-            by_phase=trace.peaks(),
-            steps_of_peak=self._steps,
-            layers_traced=f"all {counts[stage]} of the stage",
-            offloaded_bytes=trace.offloaded_peak_bytes,
-        )
-        return prediction, None
+        return _of_all_layers(trace, own, self._steps, f"all {counts[stage]} of the stage"), None
 
     def _extrapolated(
         self, setting: Setting, stage: int, repetition: Repetition

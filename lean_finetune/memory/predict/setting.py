@@ -65,10 +65,14 @@ class Setting:
             sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
         )
 
+    def holders_of(self, category: str) -> int:
+        """Number of GPUs that divide a category of state after backward; 1 for one GPU."""
+        return 1 if self.sharing is None else self.sharing.holders_of(category)
+
     @property
     def tensor_parallel(self) -> int:
         """Number of GPUs that compute each product together."""
-        return 1 if self.sharing is None or self.sharing.spec.layout is None else self.sharing.spec.layout.tensor
+        return 1 if self.sharing is None else self.sharing.layout.tensor
 
     @property
     def context(self) -> int:
