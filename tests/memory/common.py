@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import LlamaConfig
 
 from benchmarks.specs import joined  # noqa: F401 - for the tests
@@ -18,6 +19,8 @@ from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.offload.master_weights import MasterWeights
+from lean_finetune.step.optimizers import device_state
 from tests.small_model import spec_of
 
 CPU_TARGET = target_of(cpu_device(2**34))
@@ -59,6 +62,18 @@ def setting_of(**changes: Any) -> Setting:
     own: dict[str, Any] = {"optimizer": "adamw", "loss_chunk": 32, "max_grad_norm": 1.0}
     own |= {name: changes.pop(name) for name in set(changes) & set(Setting.__dataclass_fields__)}
     return Setting(model=spec_of(**changes), **own)
+
+
+def host_bytes(optimizer: torch.optim.Optimizer, setting: Setting) -> int:
+    """Bytes of what train.offload=optimizer keeps in host memory: copies, their state and the buffers."""
+    assert isinstance(optimizer, MasterWeights) and optimizer.link is not None
+    tensors = [
+        *optimizer.link.buffers,
+        *(state["master"] for state in optimizer.state.values()),
+        *device_state(optimizer.inner, setting.optimizer, cuda=False),
+    ]
+    sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books exist once.
+    return sum(sizes.values())
 
 
 def micro_batch(step: int, rows: Iterable[int], length: int, supervised: int, **changes: Any) -> MicroBatch:

@@ -29,7 +29,7 @@ from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
-from tests.memory.common import joined, setting_of, shape
+from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 
 STEPS: dict[str, TracedSteps] = {
@@ -188,3 +188,12 @@ def do_peaks_by_rank(
     peaks[world.rank] = torch.tensor([found[name] for name in sorted(found)])
     dist.all_reduce(peaks)
     return [dict(zip(sorted(found), row, strict=True)) for row in peaks.tolist()]
+
+
+def do_host_bytes(world: World, directory: Path, model: Path, setting: Setting) -> int:
+    """Bytes of what the optimizer of train.offload=optimizer allocates: the most of all processes."""
+    assert setting.sharing is not None
+    parallel = make_parallel(load_model(model, setting.model, CPU), world, setting.sharing.spec, CPU)
+    most = torch.tensor(host_bytes(build_optimizer(parallel.owned, setting.optim_spec), setting))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)

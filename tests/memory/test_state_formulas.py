@@ -1,5 +1,6 @@
 """The closed form of training state equals the trace."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.models.small import tiny_config
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.units import GIB
-from lean_finetune.memory.predict.offloaded_states import host_lines
+from lean_finetune.memory.predict.offloaded_states import host_lines, host_state_bytes
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import (
     model_shapes,
@@ -20,11 +21,11 @@ from lean_finetune.memory.predict.state_formulas import (
 from lean_finetune.model.load_model import fake_model, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.offload.master_weights import MasterWeights
-from lean_finetune.step.optimizers import device_state
 from lean_finetune.step.run_optimizer import build_optimizer
-from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, llama, setting_of, shape
-from tests.small_model import CPU
+from tests.distributed.group import Group, group_of
+from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, host_bytes, llama, setting_of, shape
+from tests.memory.ranks import do_host_bytes, pipeline_setting, shared_setting
+from tests.small_model import CPU, save_small_llama
 from tests.step.common import slow
 
 OTHER_OPTIMIZERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit")]
@@ -147,13 +148,40 @@ def test_the_closed_form_of_host_memory_is_what_the_optimizer_allocates(optimize
     """Host memory underestimated: copies, moments, room for a gradient, and the staging buffer."""
     setting = setting_of(method="full", precision="bf16", master_weights=True, optimizer=optimizer, offload="optimizer")
     model = load_model(small_llama, setting.model, CPU)
-    made = build_optimizer(model, setting.optim_spec)
-    assert isinstance(made, MasterWeights) and made.link is not None
-    tensors = [
-        *made.link.buffers,
-        *(state["master"] for state in made.state.values()),
-        *device_state(made.inner, setting.optimizer, cuda=False),
-    ]
-    sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books exist once.
     lines = host_lines(model_shapes(read_config(small_llama)), setting)
-    assert sum(line.total_bytes(1) for line in lines) == sum(sizes.values())
+    counted = host_bytes(build_optimizer(model, setting.optim_spec), setting)
+    assert sum(line.total_bytes(1) for line in lines) == counted
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    """Two processes."""
+    with group_of(2) as group:
+        yield group
+
+
+ON_HOST: dict[str, dict[str, Any]] = {
+    "zero1": {"mode": "zero1"},
+    "zero2": {"mode": "zero2"},
+    "zero3": {"mode": "zero3"},
+    "ddp": {"mode": "ddp"},
+    "tensor": {"mode": "none", "tensor": 2},
+    "pipeline": {"stage_layers": (1, 2)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("method", "tied"), [("full", True), ("full", False), ("lora", True)])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("division", ON_HOST)
+def test_the_fullest_process_needs_the_predicted_memory_of_its_host(
+    tmp_path, pair: Group, division, method, optimizer, tied
+):
+    """Equal parts of tensors that are not divided equally: owners, uneven rows, 8 bits for large tensors alone."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 250, "vocab_size": 131, "num_hidden_layers": 3}
+    directory = save_small_llama(tmp_path, num_key_value_heads=4, **sizes, tie_word_embeddings=tied)
+    given = {"method": method, "optimizer": optimizer, "offload": "optimizer", **ON_HOST[division]}
+    made = pipeline_setting(**given) if "stage_layers" in given else shared_setting(gpus=2, steps="one turn", **given)
+    counted = pair.ask(do_host_bytes, directory, made)
+    assert host_state_bytes(read_config(directory), made) == counted

@@ -14,7 +14,7 @@ from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
-from lean_finetune.memory.predict.offloaded_states import disk_lines, offloaded_state_bytes
+from lean_finetune.memory.predict.offloaded_states import offloaded_state_bytes
 from lean_finetune.memory.predict.process_memory import GPUS_OF_A_NODE
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
@@ -25,7 +25,7 @@ from lean_finetune.memory.predict.state_formulas import (
     trained_values,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
-from lean_finetune.memory.trace.memory_trace import GRADIENTS, OPTIMIZER, WEIGHTS
+from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 from lean_finetune.model.model_spec import ModelSpec
 
@@ -265,10 +265,9 @@ def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: 
     """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
     setting = run.setting
     activations = offloaded if setting.offload_activations == "disk" else 0
-    sharing = setting.sharing
-    state = sum(line.total_bytes(1) for line in disk_lines(shapes, setting))
-    if sharing is not None:  # The GPUs of a node share its disk.
-        state = state // sharing.holders_of(OPTIMIZER) * min(sharing.gpus, GPUS_OF_A_NODE)
+    state = offloaded_state_bytes(shapes, setting)[1]
+    if setting.sharing is not None:  # The GPUs of a node share its disk.
+        state *= min(setting.sharing.gpus, GPUS_OF_A_NODE)
     return (2 * activations + max(0.0, 2 * state - update * run.disk_bytes_per_second)) / run.disk_bytes_per_second
 
 

@@ -57,8 +57,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A trained tensor, or a copy of it that is updated."""
+    """A trained tensor, a process's part of it, or a copy that is updated."""
 
+    name: str = ""
     shape: Shape
     value_bytes: int
     """4, or 2 for bf16."""
@@ -72,6 +73,11 @@ class Trained:
     def bytes(self) -> int:
         """Its size."""
         return self.values * self.value_bytes
+
+
+def updated_tensors(trained: Sequence[Trained], *, masters: bool) -> Sequence[Trained]:
+    """The trained tensors, or their fp32 copies if there are `masters`."""
+    return [replace(tensor, value_bytes=FP32_BYTES) for tensor in trained] if masters else trained
 
 
 def by_type(category: str, what: str, tensors: Sequence[Trained], times: Sequence[int] = (1,)) -> Iterator[Line]:

@@ -5,7 +5,7 @@ trace, which counts the same bytes tensor by tensor. Their lines explain why a c
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,15 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.distributed.tensor_shards import divided_shapes
-from lean_finetune.memory.predict.optimizer_states import FP32_BYTES, PAGED, Line, Trained, by_type, optimizer_tensors
+from lean_finetune.memory.predict.optimizer_states import (
+    FP32_BYTES,
+    PAGED,
+    Line,
+    Trained,
+    by_type,
+    optimizer_tensors,
+    updated_tensors,
+)
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapter_targets import adaptable_layers, adapts_by_name
@@ -75,6 +83,8 @@ class ModelShapes:
     """Of a mixture; None if its config does not say."""
     stored_by_expert: bool = False
     """Whether the model's files have a tensor for each expert."""
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
     in_parts: bool = False
     """Whether shapes are a GPU's parts of divided weights, whose 4-bit scales are not quantised."""
 
@@ -128,20 +138,25 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
         buffer_bytes=buffers,
         experts_per_token=getattr(config.get_text_config(), "num_experts_per_tok", None),
         stored_by_expert=stored_by_expert(config),
+        tied=head is not None and head.weight is model.get_input_embeddings().weight,
         in_parts=tensor_parallel > 1,
     )
 
 
-def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
+def state_lines(
+    shapes: ModelShapes, setting: Setting, *, cuda: bool, trained: Sequence[Trained] | None = None
+) -> tuple[Line, ...]:
     """What the device's allocator holds at the end of backward, without activations; lines without tensors left out.
 
-    Paged optimizer state is in `paged_lines`, what train.offload moves is in `offloaded_states`.
+    Paged optimizer state is in `paged_lines`, what train.offload moves is in `offloaded_states`. `trained` are the
+    trained tensors that count; None = all.
     """
     spec, masters = setting.model, setting.master_weights
     if setting.offload == "parameters":
         return tuple(line for line in (*_quantisation_lines(shapes, spec), _buffers(shapes)) if line.tensor_bytes)
     lines = weight_lines(shapes, spec)
-    trained, updated = trained_tensors(shapes, spec), trained_tensors(shapes, spec, masters=masters)
+    trained = trained_tensors(shapes, spec) if trained is None else trained
+    updated = updated_tensors(trained, masters=masters)
     if spec.method != "full":
         kind = "DoRA" if spec.lora_dora else "LoRA"
         lines += by_type(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {{type}}", trained)
@@ -159,7 +174,7 @@ def state_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[L
 
 def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
-    updated = trained_tensors(shapes, setting.model, masters=setting.master_weights)
+    updated = updated_tensors(trained_tensors(shapes, setting.model), masters=setting.master_weights)
     states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
     return tuple(line for line in states if line.category == PAGED and line.tensor_bytes)
 
@@ -169,14 +184,14 @@ def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
     return sum(tensor.values for tensor in trained_tensors(shapes, spec))
 
 
-def trained_tensors(shapes: ModelShapes, spec: ModelSpec, *, masters: bool = False) -> list[Trained]:
-    """The trained tensors, or their fp32 copies."""
-    if spec.method == "full":
-        trained = (p for p in shapes.parameters if not p.frozen and (spec.router == "trained" or not p.router))
-        pairs = [(p.shape, FP32_BYTES if spec.dtype in p.fp32_in else spec.dtype.itemsize) for p in trained]
-    else:
-        pairs = [(shape, spec.adapter_dtype.itemsize) for shape in _adapter_shapes(shapes, spec)]
-    return [Trained(shape=shape, value_bytes=FP32_BYTES if masters else size) for shape, size in pairs]
+def trained_tensors(shapes: ModelShapes, spec: ModelSpec) -> list[Trained]:
+    """The trained tensors; an adapter's have the name of the weight that it adapts."""
+    if spec.method != "full":
+        size = spec.adapter_dtype.itemsize
+        return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in _adapter_shapes(shapes, spec)]
+    trained = (p for p in shapes.parameters if not p.frozen and (spec.router == "trained" or not p.router))
+    sizes = ((p, FP32_BYTES if spec.dtype in p.fp32_in else spec.dtype.itemsize) for p in trained)
+    return [Trained(name=p.name, shape=p.shape, value_bytes=size) for p, size in sizes]
 
 
 def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
@@ -237,19 +252,22 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     yield Line.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
 
 
-def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[int, ...]]:
-    """Shapes of A (rank × inputs), B (outputs × rank) of each adapted layer (Hu et al. 2021, arXiv 2106.09685)."""
+def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names of adapted weights, with the shapes of A (rank × inputs), B (outputs × rank).
+
+    Hu et al. 2021, arXiv 2106.09685.
+    """
     for parameter in adapted_weights(shapes, spec):
         if parameter.experts:
             outputs, inputs = parameter.shape[:0:-1] if parameter.transposed else parameter.shape[1:]
-            yield spec.lora_expert_rank * parameter.experts, inputs
-            yield outputs, spec.lora_expert_rank * parameter.experts
+            yield parameter.name, (spec.lora_expert_rank * parameter.experts, inputs)
+            yield parameter.name, (outputs, spec.lora_expert_rank * parameter.experts)
             continue
         outputs, inputs = parameter.shape
-        yield spec.lora_rank, inputs
-        yield outputs, spec.lora_rank
+        yield parameter.name, (spec.lora_rank, inputs)
+        yield parameter.name, (outputs, spec.lora_rank)
         if spec.lora_dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
-            yield (outputs,)
+            yield parameter.name, (outputs,)
 
 
 def adapted_weights(shapes: ModelShapes, spec: ModelSpec) -> Iterator[ParameterShape]:
