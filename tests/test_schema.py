@@ -119,6 +119,10 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.sequence_tiles=4; train.compress_activations=int8",
             "train.sequence_tiles: .*; got 4; leave it blank, or recompute all layers$",
         ),
+        (
+            "train.sequence_tiles=513; bucket.mode=bucketed",
+            "train.sequence_tiles: must be at most the tokens of the longest sequence, 512; got 513; lower it",
+        ),
         ("train.offload=parameters; train.method=int8_lora", "train.offload: parameters cannot .*; use none or optimi"),
         ("train.offload=parameters; run.oom_recovery=split", "train.offload: parameters leaves .*; set run.oom_reco"),
         (f"{IN_BACKWARD}; hardware.num_gpus=2", "train.optimizer_in_backward: .*num_gpus=2; set .*=false, or"),

@@ -16,6 +16,11 @@ def padded_max_length(params: Params) -> int:
     return round_up(params.data.max_length, params.bucket.pad_multiple)
 
 
+def _longest_sequence(params: Params) -> int:
+    """Most tokens of a sequence that layers compute."""
+    return params.bucket.max_tokens if params.bucket.mode == "packed" else padded_max_length(params)
+
+
 ACTIVATION_RULES = [
     needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
     Rule(
@@ -34,6 +39,14 @@ ACTIVATION_RULES = [
         "with train.offload_activations or compress_activations needs train.grad_ckpt=true and grad_ckpt_policy=full, "
         "else each tile would store its input for all tokens; got {train.sequence_tiles}; leave it blank, or recompute "
         "all layers",
+    ),
+    Rule(
+        "train.sequence_tiles",
+        lambda p: (p.train.sequence_tiles or 0) > _longest_sequence(p),
+        lambda p: (
+            f"must be at most the tokens of the longest sequence, {_longest_sequence(p)}; got "
+            "{train.sequence_tiles}; lower it, or leave it blank"
+        ),
     ),
     Rule(
         "train.compile",
