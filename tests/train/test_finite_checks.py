@@ -13,7 +13,7 @@ from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
-from lean_finetune.train.process.training_device import check_device, check_host, check_offload
+from lean_finetune.train.process.training_device import check_device, check_host, check_offload, check_processes
 from lean_finetune.train.train_job import measured_steps
 from tests.memory.common import micro_batch
 from tests.small_model import CPU, spec_of
@@ -72,6 +72,13 @@ def test_offloading_and_sharding_need_room_on_the_host():
     for sharding in SPLIT_WEIGHTS:
         with pytest.raises(UserError, match=rf"^train\.sharding: {sharding} needs room .* are free .*; free some, use"):
             check_host("none", gpu, too_large, sharding)
+
+
+def test_more_processes_than_memory_has_room_for_never_start():
+    """A thousand processes on a laptop's CPU, which stopped answering."""
+    check_processes(1)
+    with pytest.raises(UserError, match=r"^hardware\.num_gpus: 1000000 processes .* GiB are free .*, or lower hardw"):
+        check_processes(10**6)
 
 
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):

@@ -22,7 +22,7 @@ from lean_finetune.distributed.processes import World, attempt, check_devices, e
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
-from lean_finetune.train.process.training_device import training_device
+from lean_finetune.train.process.training_device import check_processes, training_device
 
 GLOO_NOTE = "; too high, because buffers that gloo frees in its own threads are not seen"
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
@@ -45,6 +45,7 @@ def launch_ranks(params: Params, directory: Path) -> bool:
         return False
     processes = num_gpus // run.nodes
     check_devices(processes)
+    check_processes(processes)
     launch(
         "stages.train",
         sys.argv[1:],

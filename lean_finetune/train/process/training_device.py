@@ -12,10 +12,13 @@ from lean_finetune.config.field_types import OffloadActivations, OffloadState, O
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import MIB, readable_size
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
+
+PROCESS_BYTES = 345 * MIB
+"""RAM that a process alone uses after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
 
 
 def training_device() -> torch.device:
@@ -60,6 +63,14 @@ def check_device(
         return
     what = tensors + (f" in {processes} processes" if processes > 1 else "")
     _check_free(estimate["peak_bytes_predicted"] * processes, host, what, where, remedy)
+
+
+def check_processes(processes: int) -> None:
+    """Refuse, before they start, more processes on the CPU than RAM has room for. Raises UserError."""
+    if not torch.cuda.is_available():
+        free, where = free_host_bytes()
+        what = f"hardware.num_gpus: {processes} processes on a CPU need room in RAM"
+        _check_free(processes * PROCESS_BYTES, free, what, where, "or lower hardware.num_gpus")
 
 
 def _check_free(needed: int | None, free: int, what: str, where: str, remedy: str) -> None:
