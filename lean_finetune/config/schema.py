@@ -39,7 +39,7 @@ class Hardware(Section):
 
     gpu: Text
     """`auto`, the name of a known GPU, or a size such as `24GiB`."""
-    num_gpus: PositiveInt
+    num_gpus: Annotated[int, Field(ge=1, le=2**20)]
     """GPUs that share every optimizer step. Each gets an equal share of its micro-batches."""
     disk_gb_per_second: PositiveFloat
     """Rate at which scratch/ is read and written (GB = 1e9 bytes), for the predicted time of what is on disk."""
@@ -108,7 +108,7 @@ class Run(Section):
     """Checkpoints of an unfinished run to keep."""
     resume: Resume
     """Which unfinished run to resume: only an equal one | also one with other versions of code or libraries."""
-    rank_timeout_seconds: PositiveFloat
+    rank_timeout_seconds: Annotated[float, Field(gt=0.0, le=365 * 86_400)]
     """Seconds that the process of one GPU waits for others without progress before it ends the run."""
     nodes: PositiveInt
     """Machines that train together; each has hardware.num_gpus / nodes GPUs."""
