@@ -59,6 +59,13 @@ def test_offloading_activations_needs_room(tmp_path: Path, choice, where):
         check_offload(choice, 2**60, tmp_path / "scratch")
 
 
+def test_offloading_to_disk_needs_a_directory(tmp_path: Path):
+    """A traceback where scratch is a file, or a link to a disk that is not mounted."""
+    (tmp_path / "scratch").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="scratch: cannot be written"):
+        check_offload("disk", 1, tmp_path / "scratch")
+
+
 def test_offloading_and_sharding_need_room_on_the_host():
     """A host that swaps under the state of an 8B, or is out of memory while it reads a 70B model that GPUs share."""
     gpu, too_large = torch.device("cuda"), {"host_bytes_predicted": 2**60}

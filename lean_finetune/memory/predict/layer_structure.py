@@ -163,8 +163,8 @@ def divide_layers(layers: int, stages: int, period: int, peak_of: PeakOf) -> tup
     blocks = -(-layers // period)
     if blocks < stages:
         raise UserError(
-            f"train.pipeline_stages: every stage needs a layer (and here layers repeat every {period}); got {stages} "
-            f"for {layers} layers; lower it"
+            f"train.pipeline_stages: must be at most {blocks}, so that each stage has {period} of {layers} layers; got "
+            f"{stages}; lower it"
         )
     short = blocks * period - layers  # The last period may be incomplete.
     counts = [period] * stages

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import MIB, readable_size
@@ -144,5 +145,6 @@ def check_disk(needed_bytes: int, scratch: Path) -> None:
 
 def free_disk_bytes(scratch: Path) -> tuple[int, str]:
     """Free bytes of a directory's disk, and the place for a message; creates the directory."""
-    scratch.mkdir(parents=True, exist_ok=True)
+    with write_errors(scratch):
+        scratch.mkdir(parents=True, exist_ok=True)
     return shutil.disk_usage(scratch).free, f"below {scratch.resolve()}"
