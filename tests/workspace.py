@@ -56,6 +56,7 @@ def write_verdict(root: Path, **values: Any) -> None:
         "capacity_gib": 16.0,
         "peak_bytes_predicted": 54_000_000,
         "host_bytes_predicted": None,
+        "host_of_process": None,
         "offloaded_bytes_predicted": 0,
         "worst_phase": "backward",
         "duration": None,

@@ -1,6 +1,6 @@
 """Load a model and share its weights among the GPUs of a run (train.sharding)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
+
+
+def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, node: int = 0) -> int:
+    """RAM that the `processes` of a node need, without margins.
+
+    `of_process` is what one needs after `imports`, for `loading` (rank 0 reads weights for all where it can) and for
+    `training`, which begins once loading is over.
+    """
+    readers = processes if method in READ_BY_EVERY_PROCESS else int(node == 0)
+    return processes * of_process["imports"] + max(readers * of_process["loading"], processes * of_process["training"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,7 +231,7 @@ def tiers_table(inputs: Inputs) -> Table | None:
         ("reserved, fixed segments", size(estimate["reserved_bytes_predicted_native"])),
         ("reserved with the run's train.expandable_segments", size(estimate["reserved_bytes_predicted"])),
         ("process, without margin", size(estimate["process_bytes_predicted"])),
-        ("RAM of the host, without margin", size(estimate["host_bytes_predicted"])),
+        (f"RAM of a host (GPUs: {estimate['processes_per_host']})", size(estimate["host_bytes_predicted"])),
     ]
     return Table((f"on {estimate['gpu']}", "predicted"), rows)
 

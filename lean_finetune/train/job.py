@@ -16,7 +16,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec
+from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
 from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.fused_kernels import refuse_fused
@@ -99,7 +99,10 @@ def prepare_device(
     Raises:
         UserError: the device cannot compute the run, or has too little memory.
     """
-    predicted: Mapping[str, Any] = read_json(paths.estimate)
+    predicted = read_json(paths.estimate)
+    if (of_process := predicted["host_of_process"]) is not None:  # Stage estimate did not know this node's GPUs.
+        count = world.local_size
+        predicted["host_bytes_predicted"] = host_bytes(of_process, spec.method, count, world.rank // count)
     segments = use_segments(params.train.expandable_segments, device)
     verdict = read_json(paths.verdict)
     refuse_unpredicted(params.train.compile, device.type, enforce=verdict["enforce"])

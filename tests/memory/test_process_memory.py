@@ -1,14 +1,16 @@
 """Memory of the process outside of the trace: every figure states its source."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from lean_finetune.core.units import GIB, MIB
+from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.gpus import CONTEXTS, GPUS
-from lean_finetune.memory.predict.process_memory import IMPORTS_BYTES, as_json, on_device, on_host
+from lean_finetune.memory.predict.process_memory import IMPORTS_BYTES, as_json, host_shortage, on_device, on_host
 from tests.memory.common import LLAMA_3_1_70B, llama, setting_of
 from tests.memory.ranks import shared_setting
 from tests.processes import run_bounded
@@ -57,9 +59,23 @@ def test_every_process_reads_8_bit_weights():
         as_json(GPUS[0], setting, on_host(llama(), setting, torch.bfloat16, batch_tokens=0))
         for setting in (shared_setting("zero1", 2, "one turn", method=method) for method in ("lora", "int8_lora"))
     )
-    assert alone["processes_that_read_weights"] == 1 and everyone["processes_that_read_weights"] == 2
     needed = everyone["host_needed_bytes"] - 2 * everyone["host"]["process"]["bytes"]
     assert needed == 2 * everyone["host"]["loading"]["bytes"]
+
+
+def test_a_host_needs_memory_for_its_own_processes_alone():
+    """Two hosts of four GPUs refused for what eight processes need, or the second one for weights that it never has."""
+    setting = shared_setting("zero3", 8, "one turn", method="full", precision="bf16", offload="optimizer")
+    given = {"batch_tokens": 4096, "offloaded_bytes": 0}
+    found = as_json(GPUS[0], setting, on_host(llama(), setting, torch.bfloat16, **given))
+    own = found["host_of_process"]
+    eight, four, second = (host_bytes(own, "full", *host) for host in ((8,), (4,), (4, 1)))
+    assert eight == found["host_needed_bytes"] and found["processes_per_host"] == 8
+    assert four == second == eight // 2 == 4 * (own["imports"] + own["training"])
+    own["loading"] = 10 * own["training"]
+    assert host_bytes(own, "full", 4) == four + 6 * own["training"] and host_bytes(own, "full", 4, 1) == four
+    shortage = partial(host_shortage, four, llama(), setting, torch.bfloat16, **given)
+    assert shortage(nodes=2) is None and "RAM on a host with 8 of its GPUs" in str(shortage())
 
 
 @pytest.mark.slow

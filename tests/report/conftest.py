@@ -55,6 +55,7 @@ GPU = {
     "reserved_bytes_predicted_native": 150 * MIB,
     "process_bytes_predicted": 291 * MIB,
     "host_bytes_predicted": 512 * MIB,
+    "processes_per_host": 1,
     "reserved_replayed": "all 3 steps replayed",
     "reserved_settled_step": 1,
     "retries_predicted": 2,

@@ -155,6 +155,7 @@ class FitRun:
             self.stored,
             batch_tokens=tokens,
             offloaded_bytes=offloaded_bytes,
+            nodes=run.nodes,
         )
 
     def search(self, prediction: Prediction) -> Answer:
@@ -253,4 +254,5 @@ def workload_of(p: Params, config: PretrainedConfig, precision: Precision) -> Wo
         unpadded_tokens_per_step=p.train.tokens_per_step,
         disk_bytes_per_second=p.hardware.disk_gb_per_second * GIGA,
         host_ram_bytes=host_ram_bytes(p),
+        nodes=p.run.nodes,
     )

@@ -15,7 +15,7 @@ from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
 from lean_finetune.memory.predict.offloaded_states import offloaded_state_bytes
-from lean_finetune.memory.predict.process_memory import GPUS_OF_A_NODE
+from lean_finetune.memory.predict.process_memory import processes_per_host
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
     ModelShapes,
@@ -93,7 +93,7 @@ class Costs:
         """Bytes that train.offload needs in the memory of a host, and on its disk."""
         key = _state_key(setting)
         if key not in self._offloaded:
-            processes = 1 if setting.sharing is None else min(setting.sharing.gpus, GPUS_OF_A_NODE)
+            processes = processes_per_host(setting, self._run.nodes)
             in_memory, on_disk = offloaded_state_bytes(self._shapes_of(setting), setting)
             self._offloaded[key] = processes * in_memory, processes * on_disk
         return self._offloaded[key]
@@ -265,9 +265,8 @@ def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: 
     """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
     setting = run.setting
     activations = offloaded if setting.offload_activations == "disk" else 0
-    state = offloaded_state_bytes(shapes, setting)[1]
-    if setting.sharing is not None:  # The GPUs of a node share its disk.
-        state *= min(setting.sharing.gpus, GPUS_OF_A_NODE)
+    # The GPUs of a node share its disk.
+    state = offloaded_state_bytes(shapes, setting)[1] * processes_per_host(setting, run.nodes)
     return (2 * activations + max(0.0, 2 * state - update * run.disk_bytes_per_second)) / run.disk_bytes_per_second
 
 

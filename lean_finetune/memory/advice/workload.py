@@ -41,6 +41,8 @@ class Workload:
     """hardware.disk_gb_per_second."""
     host_ram_bytes: int | None = None
     """hardware.host_ram_gib."""
+    nodes: int = 1
+    """run.nodes, where it is known."""
 
     @property
     def in_flight(self) -> int:

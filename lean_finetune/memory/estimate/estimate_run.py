@@ -236,5 +236,7 @@ def _figures(
         "capacity_gib": round(planned.device.memory_bytes / GIB, 2),
         **{name: planned.reasons[name] for name in MODEL_REASONS if name in planned.reasons},
         "host_bytes_predicted": process and process["host_needed_bytes"],
+        "host_of_process": process and process["host_of_process"],
+        "processes_per_host": process and process["processes_per_host"],
         **tiers_metrics(documents["tiers.json"], expandable=planned.expandable),
     }

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.core.units import MIB, readable_size
-from lean_finetune.distributed.sharding_modes import READ_BY_EVERY_PROCESS
+from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.setting import Setting
@@ -29,7 +29,7 @@ LOADING_THREADS = 4
 LOADING = ("loading", "model")
 """Host memory that is needed only while weights are read."""
 GPUS_OF_A_NODE = 8
-"""Largest number of processes that share a host."""
+"""GPUs of a host, if their number is not known."""
 BATCH_TOKEN_BYTES = 100
 """RAM of a batch per token (see lean_finetune.step.batch_loader)."""
 
@@ -83,27 +83,34 @@ def on_host(
     return figures
 
 
-def as_json(device: Device, setting: Setting, host: dict[str, Figure]) -> dict[str, Any]:
-    """Content of process.json; the host's figures are for all processes on the first host of a run.
-
-    Margins are not in `host_needed_bytes`. Loading is over before batches are created.
-    """
-    gpus, processes, readers = _processes(setting)
+def as_json(device: Device, setting: Setting, host: Mapping[str, Figure]) -> dict[str, Any]:
+    """Content of process.json; `host` is that of `on_host`."""
+    gpus = 1 if setting.sharing is None else setting.sharing.gpus
     return {
         "device": {name: asdict(figure) for name, figure in on_device(device, gpus).items()},
         "host": {name: asdict(figure) for name, figure in host.items()},
-        "processes_per_host": processes,
-        "processes_that_read_weights": readers,
+        "host_of_process": of_process(host),
+        "processes_per_host": processes_per_host(setting),
         "host_needed_bytes": needed_bytes(setting, host),
     }
 
 
-def needed_bytes(setting: Setting, host: Mapping[str, Figure]) -> int:
-    """RAM that all processes of a host need, without margins; `host` is that of `on_host`."""
-    _, processes, readers = _processes(setting)
+def of_process(host: Mapping[str, Figure]) -> dict[str, int]:
+    """RAM of a process, as `host_bytes` adds it up; `host` is that of `on_host`."""
     loading = sum(host[name].bytes for name in LOADING if name in host)
     training = sum(figure.bytes for name, figure in host.items() if name not in (*LOADING, "process"))
-    return processes * host["process"].bytes + max(readers * loading, processes * training)
+    return {"imports": host["process"].bytes, "loading": loading, "training": training}
+
+
+def processes_per_host(setting: Setting, nodes: int = 1) -> int:
+    """GPUs of each of `nodes` hosts; 1 is the number that stage estimate takes, as it does not know them."""
+    gpus = 1 if setting.sharing is None else setting.sharing.gpus
+    return gpus // nodes if nodes > 1 else min(gpus, GPUS_OF_A_NODE)
+
+
+def needed_bytes(setting: Setting, host: Mapping[str, Figure], nodes: int = 1) -> int:
+    """RAM that all processes of the first host need, without margins; `host` is that of `on_host`."""
+    return host_bytes(of_process(host), setting.model.method, processes_per_host(setting, nodes))
 
 
 def host_shortage(
@@ -114,21 +121,19 @@ def host_shortage(
     *,
     batch_tokens: int,
     offloaded_bytes: int,
+    nodes: int = 1,
 ) -> str | None:
-    """What hosts with RAM of `there` bytes lack; None if that suffices or is not known. The others as for `on_host`."""
+    """What hosts with RAM of `there` bytes lack; None if that suffices or is not known.
+
+    `nodes` as for `processes_per_host`, the others as for `on_host`.
+    """
     if there is None:
         return None
     host = on_host(config, setting, stored, batch_tokens=batch_tokens, offloaded_bytes=offloaded_bytes)
-    if (needed := needed_bytes(setting, host)) <= there:
+    if (needed := needed_bytes(setting, host, nodes)) <= there:
         return None
+    count = processes_per_host(setting, nodes)
     return (
-        f"hardware.host_ram_gib: the run needs {readable_size(needed)} of RAM on its host, which has "
-        f"{readable_size(there)}"
+        f"hardware.host_ram_gib: the run needs {readable_size(needed)} of RAM on a host with {count} of its GPUs, "
+        f"which has {readable_size(there)}"
     )
-
-
-def _processes(setting: Setting) -> tuple[int, int, int]:
-    """GPUs; processes on the first host; those of them that read weights."""
-    gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    processes = min(gpus, GPUS_OF_A_NODE)
-    return gpus, processes, processes if setting.model.method in READ_BY_EVERY_PROCESS else 1
