@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lean_finetune.config.field_types import CompressActivations, OffloadActivations
+from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
 from lean_finetune.step.activation_compression import compress, decompress
@@ -178,10 +179,11 @@ class DiskStore:
     """A store in an unnamed file, which disappears with the process however that ends."""
 
     def __init__(self, device: torch.device, directory: Path):
-        """Open the file in `directory`, creating the directory if needed."""
-        directory.mkdir(parents=True, exist_ok=True)
+        """Open the file in `directory`, creating the directory if needed; raises UserError if that cannot be."""
         self.device, self._directory = device, directory
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        with write_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._used: weakref.WeakSet[_FileRange] = weakref.WeakSet()
         self._end = 0

@@ -113,8 +113,11 @@ def test_the_file_has_no_name_and_does_not_grow_from_step_to_step(small_llama, t
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_full_disk_is_a_user_error(tmp_path: Path):
-    """A traceback out of backward."""
+def test_a_disk_that_is_full_or_cannot_be_written_is_a_user_error(tmp_path: Path):
+    """A traceback, out of backward too."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file: cannot be written"):
+        DiskStore(CPU, tmp_path / "file")
     store = DiskStore(CPU, tmp_path)
     store._file.close()
     store._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
