@@ -43,7 +43,7 @@ class Hardware(Section):
     """GPUs that share every optimizer step. Each gets an equal share of its micro-batches."""
     disk_gb_per_second: PositiveFloat
     """Rate at which scratch/ is read and written (GB = 1e9 bytes), for the predicted time of what is on disk."""
-    host_ram_gib: PositiveFloat | None
+    host_ram_gib: Annotated[float, Field(gt=0.0, le=2**20)] | None
     """RAM of each host, which a run on GPUs has to fit too. None: any amount."""
 
 

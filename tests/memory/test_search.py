@@ -52,6 +52,27 @@ def test_advice_fits_and_the_least_harmful_comes_first():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["hardware.num_gpus=2", "train.pipeline_stages=2"],
+        ["train.compile=true"],
+        ["train.method=full", "run.oom_recovery=split", "train.max_grad_norm=null"],
+    ],
+    ids=["pipeline", "compile", "split"],
+)
+def test_every_proposed_change_is_one_that_params_allow(flags: list[str]):
+    """Commands that end in an error, and fill the few places of the list."""
+    params = with_flags(PARAMS, ["hardware.host_ram_gib=64", *flags])
+    run = workload_of(params, CONFIG, "fp32")
+    offered = Space(run, costs_of(run), native_bf16=True, params=params).of_effect(SAME)
+    single = [one.flags for one in offered if sum(bool(option.flags) for option in one.options) == 1]
+    assert single
+    for change in single:
+        with_flags(params, change)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.15, 0.5])
 def test_the_best_remedy_has_no_unnecessary_switch(share):
     """Everything turned on, four times as slow, where two switches would do."""
