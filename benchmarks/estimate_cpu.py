@@ -175,7 +175,12 @@ def count(directory: Path, setting: Setting, steps: TracedSteps, *, compiled: bo
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Switch off oneDNN, whose bf16 products use scratch memory that no trace can see."""
+    """Switch off oneDNN, whose bf16 products use scratch memory that no trace can see.
+
+    PyTorch allocates it with its CPU allocator (ATen/native/mkldnn/IDeepRegistration.cpp), per thread. Its size follows
+    from blocks chosen by instruction set and caches (oneDNN's src/cpu/x64/matmul/brgemm_matmul_utils.cpp,
+    `init_scratchpad`); libtorch exports no function that returns it.
+    """
     before = torch.backends.mkldnn.set_flags(False)
     try:
         yield

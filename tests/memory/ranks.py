@@ -4,7 +4,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.estimate_cpu import make_code_books
+from benchmarks.estimate_cpu import make_code_books, without_onednn
 from benchmarks.specs import random_batch
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
@@ -172,17 +172,18 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     return dict(meter.result().peak_bytes_by_phase)
 
 
-def do_peaks(world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
-    """Peaks by phase, of each the largest of all processes."""
-    by_rank = do_peaks_by_rank(world, directory, model, setting, steps)
+def do_peaks(world: World, *arguments: Any) -> dict[str, int]:
+    """Peaks by phase, of each the largest of all processes; arguments as of `do_peaks_by_rank`."""
+    by_rank = do_peaks_by_rank(world, *arguments)
     return {name: max(found[name] for found in by_rank) for name in by_rank[0]}
 
 
 def do_peaks_by_rank(
-    world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps
+    world: World, directory: Path, model: Path, setting: Setting, steps: TracedSteps, onednn: bool = False
 ) -> list[dict[str, int]]:
     """Peaks by phase of every process."""
-    with without_launches(setting.model.fused_kernels, 1):  # Triton has no kernels for a CPU.
+    kernels = nullcontext() if onednn else without_onednn()
+    with kernels, without_launches(setting.model.fused_kernels, 1):  # Triton has no kernels for a CPU.
         found = count(world, model, setting, steps)
     peaks = torch.zeros(world.size, len(found), dtype=torch.int64)
     peaks[world.rank] = torch.tensor([found[name] for name in sorted(found)])

@@ -17,7 +17,7 @@ from lean_finetune.memory.predict.traced_step import trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
-from tests.memory.common import CPU_TARGET, llama
+from tests.memory.common import CPU_TARGET, ONEDNN_SCRATCH_BYTES, llama
 from tests.memory.ranks import IN_FLIGHT, STEPS, do_peaks, do_peaks_by_rank, pipeline_setting, shared_setting
 from tests.small_model import save_small_llama
 
@@ -104,6 +104,8 @@ PIPELINE_CHANGES: list[dict[str, Any]] = [
     {},
     {"grad_ckpt": True, "loss_chunk": 64},
     {"precision": "fp16", "grad_ckpt": True},
+    {"precision": "bf16"},
+    {"precision": "bf16", "grad_ckpt": True, "loss_chunk": 64},
     {"offload_activations": "disk"},
 ]
 MASTER_WEIGHTS = {"method": "full", "precision": "bf16", "master_weights": True}
@@ -157,6 +159,9 @@ def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method, 
         ("ddp", {"method": "int8_lora"}),
         ("zero1", {"method": "int8_lora", "grad_ckpt": True}),
         ("zero3", {"method": "full", "precision": "fp16"}),
+        ("zero3", {"method": "full", "precision": "bf16"}),
+        ("zero1", {"method": "lora", "precision": "bf16"}),
+        ("ddp", {"method": "lora", "precision": "bf16", "grad_ckpt": True}),
         ("zero3", {"method": "full", "offload_activations": "disk"}),
         ("ddp", {"method": "lora", "grad_ckpt": True, "offload_activations": "disk"}),
     ],
@@ -164,6 +169,27 @@ def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method, 
 def test_the_prediction_holds_where_rows_are_divided(small_llama: Path, pair: Group, mode, changes, steps):
     """Heads of complete rows counted as those of a part, or what is exchanged counted nowhere."""
     check(pair, 2, small_llama, mode, steps, context=2, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "setting",
+    [
+        setting
+        for changes in ({"method": "full"}, {"method": "lora", "grad_ckpt": True})
+        for setting in (
+            pipeline_setting((1, 1), precision="bf16", **changes),
+            shared_setting("zero3", 2, "joined", context=2, precision="bf16", **changes),
+        )
+    ],
+    ids=["full, stages", "full, rows", "lora, stages", "lora, rows"],
+)
+def test_onednn_adds_at_most_the_scratch_of_one_product(small_llama: Path, pair: Group, setting):
+    """In bf16, memory that oneDNN keeps, or a part of the step that only its kernels need."""
+    plain, counted = (pair.ask(do_peaks, small_llama, setting, STEPS["joined"], onednn) for onednn in (False, True))
+    for phase, size in counted.items():
+        assert -TOLERATED_BYTES <= size - plain[phase] <= ONEDNN_SCRATCH_BYTES, phase
 
 
 @pytest.mark.slow
