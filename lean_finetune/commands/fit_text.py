@@ -92,7 +92,7 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     elif p.hardware.num_gpus > 1:
         dimensions = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
         ways = "".join(f", {name} {size}" for name, size in dimensions.items() if size > 1)
-        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are those of one GPU")
+        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are per GPU")
     yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
     if (speed := run.tokens_per_second) is not None:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)

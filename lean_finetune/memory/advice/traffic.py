@@ -38,9 +38,9 @@ class Traffic:
     between_groups_bytes: int
     """hsdp: gradients of equal shards."""
     rings: int = 1
-    """train.tensor_parallel: GPUs of a node that have other parts of the weights, each in a ring of its own."""
+    """train.tensor_parallel: GPUs of a node with different parts of the weights; each belongs to another ring."""
     in_products_bytes: int = 0
-    """train.tensor_parallel: outputs and gradients that they sum, within a node."""
+    """train.tensor_parallel: outputs and gradients that these GPUs sum, within a node."""
     context: int = 1
     """train.context_parallel: GPUs that divide each row's tokens."""
     exchanged_bytes: int = 0
@@ -160,8 +160,8 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
     sent = {
         "": traffic.in_group_bytes,
         " between groups": traffic.between_groups_bytes,
-        " within products": traffic.in_products_bytes,
-        " around attention": traffic.exchanged_bytes,
+        " for tensor parallelism": traffic.in_products_bytes,
+        " for context parallelism": traffic.exchanged_bytes,
     }
     each = ", and ".join(f"{readable_size(size)}{where}" for where, size in sent.items() if size)
     lines = [("sent in a step", f"{each}, by each GPU")]
