@@ -36,7 +36,7 @@ def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.command(cls=StageCommand)
 @click.option("--model", help="A hub id (only its config.json is fetched), a directory, or a config.json.")
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
-@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs. They share the run by zero3, unless --set differs.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs; they use zero3 unless --set says else.")
 @click.option("--method", type=click.Choice(get_args(Method)), help="What is trained. Default: qlora.")
 @click.option("--length", type=click.IntRange(min=1), help="Tokens of the longest row. Default: 4096.")
 @click.option(

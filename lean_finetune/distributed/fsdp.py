@@ -92,10 +92,10 @@ class ShardedModel(DataParallelModel):
             device: where it computes; each layer is moved there before it is sharded.
             mesh: the processes, with a dimension `SHARD`, and `REPLICATE` where groups of them have the same shards.
             reshard: free a gathered layer after its forward, and gather it again for backward.
-            sum_every_micro_batch: reduce gradients after each micro-batch, so that only shards of them are kept.
-            offload_weights: keep shards and their gradients in host memory and update them there; a layer's shard is
+            sum_every_micro_batch: reduce gradients after each micro-batch, so that only their shards are stored.
+            offload_weights: store shards and their gradients in host memory and update them there; a layer's shard is
                 copied to the device whenever the layer is gathered.
-            shards: keeps this process's part of a layer before it is sharded.
+            shards: tensor parallelism, which replaces a layer's weights by this process's part before it is sharded.
 
         Raises:
             UserError: FSDP cannot shard the decoder layers one by one.

@@ -39,8 +39,8 @@ LOST = ".lost"
 REPORTED = ".reported"
 """Suffix of a marker: this process has printed why it ended."""
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one of
-them, and in versions of torch without this variable, they have 30 seconds."""
+"""Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one
+process, and in versions of torch without this variable, the others have 30 seconds."""
 RUN_ID = "lean-finetune"
 """torchrun's identifier of a run; the same on all nodes."""
 LOST_SECONDS = 2
@@ -58,15 +58,15 @@ def launch(
     node: Node = ONE_NODE,
     max_restarts: int = 0,
 ) -> None:
-    """Run `python -m module` in several processes on this node until those of all nodes have ended.
+    """Run `python -m module` in several processes on this node, until the processes of all nodes have ended.
 
     Rank 0 writes to the terminal. The output of the others, and every traceback, goes to `<rank>.log` in a directory of
     this launch below `directory`; directories of earlier launches are removed.
 
     Args (those that their types do not explain):
         processes: on each node.
-        grace_seconds: for the processes to end after a signal, and for nodes to come.
-        max_restarts: how often torchrun's agent starts the processes again after a crash.
+        grace_seconds: how long processes may take to end after a signal, and nodes to connect.
+        max_restarts: how often torchrun's agent restarts the processes after a crash.
 
     Raises:
         UserError: a process failed, on any node; with its own message, or the path of its traceback.
@@ -81,7 +81,7 @@ def launch(
 
 @contextmanager
 def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[Path]:
-    """The locked directory `name` in `directory`, after removing those whose launches have ended."""
+    """The locked directory `name` in `directory`, after removing the directories of launches that have ended."""
     with write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for other in directory.iterdir():
@@ -220,8 +220,8 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
 def _forget_waiting(directory: Path, world: World) -> None:
     """Remove the files of this process's last attempt, if torchrun has restarted it.
 
-    Raises SystemExit if an attempt ended by a signal or by an error that it would meet again, or if a restarted process
-    has waited for others in vain: their machine is lost.
+    Raises SystemExit if an attempt ended by a signal or by an error that would recur, or if a restarted process timed
+    out while it waited for others: their machine is lost.
     """
     if not attempt():
         return

@@ -16,7 +16,7 @@ from lean_finetune.distributed.progress_barrier import progress_barrier
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among those of the run."""
+    """The rank of this process, and the number of processes of the run."""
 
     rank: int
     """Among all processes, from 0."""
@@ -51,7 +51,7 @@ def under_torchrun() -> bool:
 
 
 def attempt() -> int:
-    """How often torchrun's agent has started the processes of this run again (run.max_restarts)."""
+    """How often torchrun's agent has restarted the processes of this run (run.max_restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

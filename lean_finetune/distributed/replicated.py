@@ -82,8 +82,8 @@ class ReplicatedModel(DataParallelModel):
 def assign_owners(sizes: list[int], count: int) -> list[int]:
     """The process that updates each tensor: largest first, each to the process with the least so far.
 
-    Owners get complete tensors. So the update equals that of a single process bit for bit, also where an optimizer
-    scales by blocks (8 bits) or by rows and columns (Adafactor). Raises UserError for fewer tensors than processes.
+    Owners get complete tensors. So the update equals a single process's update bit for bit, even if an optimizer scales
+    by blocks (8 bits) or by rows and columns (Adafactor). Raises UserError for fewer tensors than processes.
     """
     if len(sizes) < count:
         raise UserError(

@@ -49,7 +49,7 @@ def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, no
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The settings of sharing."""
+    """How the GPUs of a run share a model."""
 
     mode: Sharding
     group_gpus: int | None = None
@@ -173,7 +173,7 @@ def _shared_model(
         reshard=spec.mode != "zero2",
         shards=shards,
         offload_weights=spec.offload_weights,
-        # Full gradients of all weights would be the largest tensors of all; those of adapters are small.
+        # Full gradients of all weights would be the largest tensors of all; gradients of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters()),
     )
 

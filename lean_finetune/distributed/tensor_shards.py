@@ -40,7 +40,7 @@ class Part:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dim: int, index: int, size: int) -> "Part":
-        """The part of process `index` of `size`; those of the last processes may be smaller."""
+        """The part of process `index` of `size`; the last parts may be smaller."""
         each = -(-shape[dim] // size)
         first = min(index * each, shape[dim])
         return cls(dim=dim, first=first, count=min(each, shape[dim] - first), full_shape=shape)
@@ -82,11 +82,11 @@ class TensorShards:
         """Trained parameters that are not divided: each process computes a part of their gradient."""
         # Selective checkpointing saves the outputs of products, which a sum in place would change.
         recompute = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-        kept = any("context_fn" in getattr(function, "keywords", {}) for function in recompute)
+        saved = any("context_fn" in getattr(function, "keywords", {}) for function in recompute)
         for module in plan.inputs:
             _refuse_trained_bias(module)
             module.register_forward_hook(
-                lambda module, args, output: _SumOfOutputs.apply(output.clone() if kept else output, group)
+                lambda module, args, output: _SumOfOutputs.apply(output.clone() if saved else output, group)
             )
         for block in plan.blocks:
             block.register_forward_pre_hook(_summing_gradients(group), with_kwargs=True)
@@ -157,7 +157,7 @@ def divided_parameters(layer: nn.Module, dim: int) -> Iterator[nn.Parameter]:
 def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
     """Replace a packed weight by a part of it, with the same values.
 
-    Scales that are quantised themselves are blocks over the complete weight; those of a part become fp32.
+    Scales that are quantised themselves have blocks over the complete weight; the scales of a part become fp32.
 
     Raises:
         UserError: a block of values with one scale would belong to two processes.
@@ -227,7 +227,7 @@ def _look_up_own_rows(embedding: Any, rows: Part, group: dist.ProcessGroup) -> N
 
 
 class _SumOfOutputs(torch.autograd.Function):
-    """The sum over all processes, in place; each part's gradient is that of the sum."""
+    """The sum over all processes, in place; the gradient of each part equals the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

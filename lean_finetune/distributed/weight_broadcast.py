@@ -1,4 +1,4 @@
-"""Send the weights that rank 0 has read to all processes, a layer at a time: each byte is read once and kept once."""
+"""Send the weights that rank 0 has read to all processes, a layer at a time: each byte is read once and stored once."""
 
 import zlib
 from collections.abc import Iterator

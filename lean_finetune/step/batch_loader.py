@@ -44,7 +44,7 @@ def load(
 
 
 def own_micro_batches(tokens: TokenRows, plan: Plan, step: int, rank: int, max_tokens: int | None) -> list[MicroBatch]:
-    """The micro-batches of one rank in a step; those of more than `max_tokens` padded tokens are split."""
+    """The micro-batches of one rank in a step; micro-batches of more than `max_tokens` padded tokens are split."""
     own = [one for one in plan.steps[step] if one.rank == rank]
     return own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
 

@@ -145,7 +145,7 @@ def _empty(shape: tuple[int, ...], pin_memory: bool, dtype: type[np.integer] = n
 def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.ndarray:
     """Flat positions that predict trained tokens, ascending, int64.
 
-    `spans` are those of each row, (spans, 2); `starts` the flat position of each row's first token.
+    `spans` has the trained spans of each row, (spans, 2); `starts` the flat position of each row's first token.
     """
     shifts = np.repeat(starts, [len(pairs) for pairs in spans])
     pairs = np.concatenate(spans).astype(np.int64)
@@ -272,7 +272,7 @@ def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
 def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -> Batch:
     """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode.
 
-    With several `parts`, those of a process that has a part of its tokens, with as many trained ones as there can be.
+    With several `parts`, the batch of a process that has one part of the tokens, with as many trained ones as possible.
     """
     length = -(-shape.length // parts)
 

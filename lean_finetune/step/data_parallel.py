@@ -53,7 +53,7 @@ class DataParallelModel:
     def __init__(self, model: nn.Module, *, rank: int = 0, size: int = 1, layout: ParallelLayout | None = None):
         """`rank` is this process, from 0, of `size`. If weights are sharded, compute with `model` in `run` alone.
 
-        `layout` is that of all processes; None = all train different rows.
+        `layout` is the layout of all processes; None = all train different rows.
         """
         self.model, self.rank, self.size = model, rank, size
         self.layout = layout or ParallelLayout(data=size)
@@ -61,7 +61,7 @@ class DataParallelModel:
         self.exchange: TokenExchange | None = None
         """The exchange between processes that divide each row's tokens; None if rows are complete."""
         self.owned = model
-        """A module whose trained parameters are those that this process updates."""
+        """A module with the trained parameters that this process updates."""
         self.computes_loss = True
         """Whether `run` of a loss returns one: of a pipeline's stages, only the last does."""
         self.same_parameters = True
@@ -122,7 +122,7 @@ class DataParallelModel:
         return values
 
     def losses_of_all_ranks(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The summed losses of all micro-batches of a step in the plan's order, from those of this process."""
+        """The summed losses of all micro-batches of a step in the plan's order, gathered from all processes."""
         if self.size == 1:
             return losses
         by_micro_batch = torch.zeros(len(losses), self.layout.data, dtype=losses[0].dtype, device=losses[0].device)

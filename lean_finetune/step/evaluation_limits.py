@@ -1,4 +1,4 @@
-"""Limits on the memory of an evaluation: section `evaluate` of params.yaml; blank values are those of training."""
+"""Limits on the memory of an evaluation: section `evaluate` of params.yaml; a blank takes the value of training."""
 
 from dataclasses import dataclass
 

@@ -192,7 +192,7 @@ def _differentiate_chunk(
     gradient_CD: torch.Tensor,
     sums: dict[nn.Parameter, torch.Tensor],
 ) -> torch.Tensor:
-    """The losses of a chunk (C,); writes the gradient of its hidden states, and adds to those of the parameters."""
+    """The losses of a chunk (C,); writes the gradient of its hidden states, and adds to the parameters' gradients."""
     hidden_CD.requires_grad_()
     with torch.enable_grad():
         output_CV = head.layer(hidden_CD)

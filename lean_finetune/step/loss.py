@@ -50,7 +50,7 @@ def decoder_hidden(
 ) -> torch.Tensor:
     """The last hidden states (B, T, D), computed without a mask and without a KV cache.
 
-    With an `exchange`, those of this process's part of the rows' tokens, which are at `positions_BT`.
+    With an `exchange`, for this process's part of the rows' tokens, which are at `positions_BT`.
     """
     return _decoder_output(lm, input_ids_BT, joined_rows, positions_BT, exchange).last_hidden_state
 

@@ -171,7 +171,7 @@ class ToNext(Elsewhere):
         if not isinstance(hidden, torch.Tensor) or (hidden.shape[2:], hidden.dtype) != self._expected:
             raise UserError(
                 "train.pipeline_stages: layers must pass on hidden states alone, of the size and type of embeddings; "
-                "those of this model do not; use train.sharding=zero3 instead"
+                "the layers of this model do not; use train.sharding=zero3 instead"
             )
         if not torch.is_grad_enabled():
             self._link.send(hidden, self._link.forward)

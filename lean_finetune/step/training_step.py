@@ -115,7 +115,7 @@ def training_step(
 def _forward(
     parallel: DataParallelModel, model_spec: ModelSpec, phase: Phase, batch: Batch, **options: Any
 ) -> torch.Tensor:
-    """Forward pass of one micro-batch, to its summed loss; `options` are those of `summed_loss`."""
+    """Forward pass of one micro-batch, to its summed loss; `options` go to `summed_loss`."""
     router_aux_loss, exchange = model_spec.router_aux_loss, parallel.exchange
     compute = partial(summed_loss, batch=batch, router_aux_loss=router_aux_loss, exchange=exchange, **options)
     counting = counting_rows(idle=batch.idle)

@@ -59,7 +59,7 @@ def _untried(setting: Setting) -> bool:
 
 
 def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
-    """Each row divided among two GPUs, or among those of a usual node."""
+    """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
     layout = None if setting.sharing is None else setting.sharing.spec.layout
     if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss and not _untried(setting):
         for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):

@@ -73,7 +73,7 @@ def find_repetition(
         return None, f"all {count} layers: they are not alike, or repeat too seldom"
     deepest = repetition.depths[-1]
     if _signatures(with_layers(config, deepest)) != signatures[:deepest]:
-        return None, f"all {count} layers: those of a model with {deepest} are others"
+        return None, f"all {count} layers: a model with {deepest} has other layers"
     kinds = "are all alike" if period == 1 else f"repeat every {period}"
     return repetition, f"models of {', '.join(map(str, repetition.depths))} layers: its {count} {kinds}"
 

@@ -107,7 +107,7 @@ def generation_shapes(
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     """Type of the weights in a model's files, by a config just read from its file; fp32 if not stated.
 
-    Of quantised files, that of their other weights: bf16 if not stated.
+    For quantised files, the type of their other weights: bf16 if not stated.
     """
     if isinstance(config.dtype, torch.dtype):
         return config.dtype

@@ -181,7 +181,7 @@ class _StageTraces:
     def predict(self, stage: int, counts: tuple[int, ...]) -> tuple[Prediction, Extrapolation | None]:
         """The prediction of a stage."""
         own = of_stage(self._setting, stage, counts)
-        # Where a stage begins within a period, its first layers are not those of the model.
+        # Where a stage begins within a period, its first layers differ from the model's first layers.
         repetition = self._repetition if sum(counts[:stage]) % self.period == 0 else None
         deep = repetition and self._extrapolated(own, stage, replace(repetition, layers=counts[stage]))
         if deep:

@@ -1,7 +1,7 @@
 """Explain a predicted peak: which allocations are alive at that instant, what made them, and the timeline up to it.
 
 A trace of all layers gives every instant. An extrapolation from shallow models gives the fullest instant of each of its
-windows; between the windows of the first and the last layers, those of the other layers are interpolated.
+windows; the windows of the other layers are interpolated between the windows of the first and the last layers.
 """
 
 from collections import Counter

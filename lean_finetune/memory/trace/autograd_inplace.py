@@ -65,7 +65,7 @@ def _uses(tensor: torch.Tensor) -> tuple[int, int]:
 
 @cache
 def sole_owner_uses() -> tuple[int, int]:
-    """References to a gradient that only the engine owns, including those of the measuring call.
+    """References to a gradient that only the engine owns, including the references of the measuring call.
 
     Measured rather than stated, as the number may differ between PyTorch versions. Call first outside of any trace.
     """

@@ -101,7 +101,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Causal attention of each row to itself by one flash kernel, (1, H, T, D) → (1, T, H, D)."""
     D, longest = query.shape[-1], max(joined_rows.lengths)
-    # The kernel needs head sizes that are multiples of 8; the scale stays that of the true head size.
+    # The kernel needs head sizes that are multiples of 8; the scale is still computed from the true head size.
     padding = -D % FLASH_HEAD_SIZE_MULTIPLE
     query_THD, key_THD, value_THD = (
         (F.pad(tensor, (0, padding)) if padding else tensor).transpose(1, 2)[0] for tensor in (query, key, value)

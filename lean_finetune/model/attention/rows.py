@@ -81,7 +81,7 @@ def maskless_forward(
 ) -> Iterator[dict[str, Any]]:
     """A context for a decoder's forward without a mask; yields the arguments for joined rows, and for divided ones.
 
-    `positions_BT` are those of this process's tokens, with an `exchange`. Rows and exchange are arguments, so that
+    With an `exchange`, `positions_BT` belong to this process's tokens. Rows and exchange are arguments, so that
     recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of
     ours, so global flags decide them. transformers would first search the positions for joined rows, and wait for the
     GPU to see whether there are any.

@@ -31,7 +31,7 @@ MASTER = "master"
 class DiskMasterWeights(MasterWeights):
     """`MasterWeights` whose copies and optimizer state are in a file.
 
-    Its state and that of the inner optimizer are tensors mapped from the file, so checkpoints have the names and bytes
+    Its state and the inner optimizer's state are tensors mapped from the file, so checkpoints have the names and bytes
     of `MasterWeights`. The update never touches them: it reads the file into a buffer and writes it back.
     """
 
@@ -46,7 +46,7 @@ class DiskMasterWeights(MasterWeights):
         entry: OptimizerEntry,
         place: DiskPlace,
     ):
-        """As `MasterWeights`, but `build` makes the optimizer without state, and `make_state` that of its parameters.
+        """As `MasterWeights`, but `build` makes the optimizer without state, and `make_state` makes its state.
 
         Weights may be in host memory already.
 

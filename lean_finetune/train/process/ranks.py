@@ -145,7 +145,7 @@ def watch_nccl(errors: Errors | None, end: Callable[[str], None]) -> Iterator[No
 
 @contextmanager
 def watch_other_nodes(world: World, seconds: float, end: EndProcess | None) -> Iterator[None]:
-    """End this process soon after those of another node have ended, or after `seconds` without an answer of node 0.
+    """End this process soon after the processes of another node, or after `seconds` without an answer of node 0.
 
     Otherwise NCCL's collectives would wait until their timeout, and calls of the store for a quarter of an hour.
     """
@@ -155,7 +155,7 @@ def watch_other_nodes(world: World, seconds: float, end: EndProcess | None) -> I
     finished = threading.Event()
     silent = WaitTimedOut(f"run.rank_timeout_seconds: node 0 did not answer for {seconds:g} s", world, absent=[0])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    if attempt():  # Ends those of the one before that still run, on other nodes.
+    if attempt():  # Ends processes of the attempt before that still run on other nodes.
         store.set(ended_key(attempt() - 1), "")
 
     def poll() -> None:
