@@ -42,7 +42,7 @@ def refusal(flags: str) -> str:
         ("train.lora.targets=[1]", "train.lora.targets.0: .*string; got 1"),
         ("train.lora=3", "train.lora: must be a section with its own keys; got 3"),
         ("data.max_rows=0", "data.max_rows: .*greater than or equal to 1; got 0"),
-        ("hardware.num_gpus=10000000", "hardware.num_gpus: .*less than or equal to 1048576; got 10000000"),
+        ("hardware.num_gpus=65537", "hardware.num_gpus: .*less than or equal to 65536; got 65537"),
         ("hardware.host_ram_gib=1e300", r"hardware.host_ram_gib: .*less than or equal to 1048576; got 1e\+300"),
         ("run.rank_timeout_seconds=1e30", r"run.rank_timeout_seconds: .*less than or equal to 31536000; got 1e\+30"),
         ("data.template_date=today", 'data.template_date: must be a date as YYYY-MM-DD; got "today"'),

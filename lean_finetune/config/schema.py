@@ -39,7 +39,7 @@ class Hardware(Section):
 
     gpu: Text
     """`auto`, the name of a known GPU, or a size such as `24GiB`."""
-    num_gpus: Annotated[int, Field(ge=1, le=2**20)]
+    num_gpus: Annotated[int, Field(ge=1, le=2**16)]
     """GPUs that share every optimizer step. Each gets an equal share of its micro-batches."""
     disk_gb_per_second: PositiveFloat
     """Rate at which scratch/ is read and written (GB = 1e9 bytes), for the predicted time of what is on disk."""
