@@ -12,15 +12,13 @@ NONE = "–"
 """Shown for a value that does not exist."""
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
-SHOWN = (
-    "hardware.num_gpus",
-    "train.sharding",
-    "train.method",
-    "train.precision",
-    "train.optimizer",
-    "train.grad_ckpt",
-)
-"""Parameters in the table of the run."""
+SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision", "train.optimizer", "train.grad_ckpt")
+SHOWN_IF_SET: Mapping[str, Any] = {
+    **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
+    **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
+    **{"train.sequence_tiles": None, "train.offload_to": "cpu"},
+}
+"""Parameters in the table of the run: always, and where they have another value than this one."""
 # Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
@@ -93,7 +91,8 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
-    shown = {"learning rate": f"{train['lr']:g} at its peak", **{name: parameters[name] for name in SHOWN}}
+    names = [*SHOWN, *(name for name, off in SHOWN_IF_SET.items() if parameters[name] != off)]
+    shown = {"learning rate": f"{train['lr']:g} at its peak", **{name: parameters[name] for name in names}}
     rows = [
         ("model", describe_model(inputs.model)),
         *([("weights", text)] if (text := inputs.estimate.get("weights")) else []),
