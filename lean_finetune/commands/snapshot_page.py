@@ -113,14 +113,14 @@ def _results(analysis: Analysis, replays: WhatIf | str) -> list[Result]:
     return found
 
 
-def drawn_instants(timeline: Timeline, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+def drawn_instants(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     """Return the instants to draw, and the reserved bytes to draw there, so that the peaks of both are among them.
 
-    The events are divided into at most `most` equal parts. Of each the fullest instant is drawn, with the most that is
-    reserved in that part; the beginning and the end are added.
+    The events are divided into at most `MOST_POINTS` equal parts. Each draws its fullest instant, with the most that is
+    reserved in the part; the beginning and the end are added.
     """
     allocated_E, reserved_E = timeline.allocated_E, timeline.reserved_E
-    length = -(-len(allocated_E) // most)
+    length = -(-len(allocated_E) // MOST_POINTS)
     starts = np.arange(0, len(allocated_E), length)
     fullest = [start + int(np.argmax(allocated_E[start : start + length])) for start in starts]
     instants = np.array([0, *fullest, len(allocated_E) - 1])

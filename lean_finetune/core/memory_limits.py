@@ -62,9 +62,9 @@ def free_host_bytes(root: Path = FILESYSTEM) -> tuple[int, str]:
     return limit.room_bytes, f"within this container's memory limit of {readable_size(limit.limit_bytes)}"
 
 
-def host_limit_bytes(root: Path = FILESYSTEM) -> int:
+def host_limit_bytes() -> int:
     """RAM that this process may use at most: this machine's, or a container's limit."""
-    return min([psutil.virtual_memory().total, *(limit.limit_bytes for limit in memory_limits(root))])
+    return min([psutil.virtual_memory().total, *(limit.limit_bytes for limit in memory_limits())])
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:

@@ -22,7 +22,7 @@ PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
 
 
 def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """Return the page; `parameters` are those of the run by dotted name, `metrics` the report's figures."""
+    """Return the page; `parameters` are the run's by dotted name, `metrics` the report's figures."""
     return rendered(
         "report.html",
         model=describe_model(inputs.model),

@@ -10,7 +10,7 @@ from lean_finetune.report.report_inputs import Inputs
 
 
 def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """Return the page; `parameters` are those of the run by dotted name, `metrics` the report's figures."""
+    """Return the page; `parameters` are the run's by dotted name, `metrics` the report's figures."""
     lines = [f"- **{name}**: {value} ({note.rstrip('.')})" for name, value, note in content.results(inputs, metrics)]
     sections = ["# Fine-tuning report", "Charts and samples of the data: report.html", "\n".join(lines)]
     sections += ["## What was trained", _table(content.run_table(inputs, parameters))]

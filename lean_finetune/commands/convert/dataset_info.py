@@ -32,7 +32,7 @@ TAGS = {
     "function_tag": ("function_call", "tool_call"),
     "system_tag": ("system",),
 }
-"""Values that our row formats read without being told."""
+"""Values that our row formats recognise without a setting."""
 REFUSED = {
     "ranking": "preference data are not trained here",
     "script_url": "scripts that make data are not run; save their rows as a file",

@@ -8,7 +8,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 
 DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
-"""Switches that divide tokens or products among GPUs: not tried together with those of saved activations."""
+"""Switches that divide tokens or products among GPUs: not tried together with switches of saved activations."""
 TILES = 8
 LOSS_CHUNK_TOKENS = 512
 """Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""

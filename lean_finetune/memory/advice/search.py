@@ -109,7 +109,7 @@ def advise(
     """The best few changes with which a run fits; empty if none is found.
 
     The predicted `peak` of `run` is more than `usable_bytes`. `confirm` checks a candidate before it is offered.
-    `params` are those of the run, which changes must not make invalid; None if they are not known.
+    `params` are the parameters of the run, which changes must not make invalid; None if they are not known.
     """
     space = Space(run, costs, native_bf16, params)
     search = _Search(target, costs, usable_bytes, progress, confirm)
@@ -139,7 +139,7 @@ class _Search:
 
     @property
     def _traces(self) -> int:
-        """Number of traces, without that of the original run."""
+        """Number of traces, without the trace of the original run."""
         return len(self.traced) - 1
 
     @property

@@ -172,7 +172,7 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
 def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
     """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors.
 
-    Of a pipeline, those of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
+    For a pipeline: of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
     """
     model, config, text = run.setting.model, run.config, run.config.get_text_config()
     fp32 = model.precision == "fp32"
@@ -244,9 +244,9 @@ def _saved_values(run: Workload) -> float:
 def tensor_parallel_bytes(run: Workload) -> float:
     """Bytes that a GPU sends in a step for tensor parallelism, to sum outputs and gradients.
 
-    Two sums a layer in forward and two in backward, one again where the layer is recomputed, and that of the embedding;
-    of trained tokens that of the head's gradient and three fp32 values. A sum of B bytes over N GPUs in a ring sends
-    2 · B · (N - 1) / N. The links are taken to be those to the host; NVLink is many times faster.
+    Each layer has two sums in forward, two in backward, and one more if it is recomputed. The embedding has one.
+    Trained tokens have one for the gradient of the head's input, and three fp32 values. A sum of B bytes over N GPUs in
+    a ring sends 2 · B · (N - 1) / N. The links are assumed to be those to the host; NVLink is many times faster.
     """
     text, model, size = run.config.get_text_config(), run.setting.model, run.setting.tensor_parallel
     if size == 1:

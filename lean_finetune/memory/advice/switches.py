@@ -180,7 +180,7 @@ def _attributes() -> dict[str, str]:
 
 
 def different(setting: Setting, values: Values) -> Values:
-    """The values that differ from those of a setting."""
+    """The values that differ from the values of a setting."""
     paths = _attributes()
     return {key: value for key, value in values.items() if attrgetter(paths[key])(setting) != value}
 
