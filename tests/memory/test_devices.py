@@ -130,7 +130,7 @@ def test_auto_without_a_gpu_is_this_machines_ram_or_its_containers_limit(monkeyp
     """A container killed because the host has more memory than it may use."""
     limits = [] if limit_bytes is None else [MemoryLimit(limit_bytes=limit_bytes, room_bytes=0)]
     monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("lean_finetune.core.memory_limits.memory_limits", lambda root: limits)
+    monkeypatch.setattr("lean_finetune.core.memory_limits.memory_limits", lambda: limits)
     expected = 2**30 if limit_bytes == 2**30 else psutil.virtual_memory().total
     assert resolve_gpu("auto") == (cpu_device(expected), f"auto: no CUDA device here, so {reason}")
 
