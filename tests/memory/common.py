@@ -24,8 +24,8 @@ from lean_finetune.step.optimizers import device_state
 from tests.small_model import spec_of
 
 CPU_TARGET = target_of(cpu_device(2**34))
-ONEDNN_SCRATCH_BYTES = 128 * 1024
-"""Scratch of one bf16 product of the small models on one thread: at most 115,840 bytes counted (AMD EPYC, Zen 4)."""
+ONEDNN_SCRATCH_BYTES = 256 * 1024
+"""More than the scratch of a small model's bf16 product on one thread (115,840 bytes; 196,736 without AVX512_BF16)."""
 
 
 def gpu_target(name: str) -> Target:
