@@ -52,20 +52,11 @@ def test_advice_fits_and_the_least_harmful_comes_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["hardware.num_gpus=2", "train.pipeline_stages=2"],
-        ["train.compile=true"],
-        ["train.method=full", "run.oom_recovery=split", "train.max_grad_norm=null"],
-    ],
-    ids=["pipeline", "compile", "split"],
-)
-def test_every_proposed_change_is_one_that_params_allow(flags: list[str]):
+def test_every_change_proposed_for_a_pipeline_is_one_that_params_allow():
     """Commands that end in an error, and fill the few places of the list."""
-    params = with_flags(PARAMS, ["hardware.host_ram_gib=64", *flags])
+    params = with_flags(PARAMS, ["hardware.num_gpus=2", "train.pipeline_stages=2", "train.method=full"])
     run = workload_of(params, CONFIG, "fp32")
-    offered = Space(run, costs_of(run), native_bf16=True, params=params).of_effect(SAME)
+    offered = Space(run, costs_of(run), native_bf16=True).of_effect(SAME)
     single = [one.flags for one in offered if sum(bool(option.flags) for option in one.options) == 1]
     assert single
     for change in single:

@@ -32,7 +32,8 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _plain_layers(setting: Setting) -> bool:
     """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
-    return setting.model.fused_kernels == "none" and setting.tensor_parallel == setting.context == 1
+    divided = (setting.tensor_parallel, setting.context, setting.pipeline_stages) != (1, 1, 1)
+    return setting.model.fused_kernels == "none" and not divided
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from lean_finetune.config.overrides import with_flags
-from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
@@ -45,12 +44,10 @@ def sweep_switches(
     smaller_batch: str | None,
     native_bf16: bool,
     progress: bool,
-    params: Params | None = None,
 ) -> list[SweepPoint]:
     """Trace every single change over the micro-batches that set the current peak. The current setting comes first.
 
-    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved. `params` are those of the
-    run, which changes must not make invalid; None if they are not known.
+    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved.
     """
     steps = current.steps_of_peak
     support = Support(cuda=target.foreach, native_bf16=native_bf16)
@@ -66,8 +63,6 @@ def sweep_switches(
     points: list[SweepPoint] = [((), current.peak.bytes)]
     for flags, changed, shapes in bar:
         with suppress(UserError):  # The model cannot have this switch, as CTRL cannot recompute layers.
-            if params is not None:
-                with_flags(params, flags)
             points.append((flags, predict(config, changed, shapes, target).peak.bytes))
     return points
 

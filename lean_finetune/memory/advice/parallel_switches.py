@@ -61,7 +61,9 @@ def _untried(setting: Setting) -> bool:
 def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
     """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
     layout = None if setting.sharing is None else setting.sharing.spec.layout
-    if layout is not None and layout.tensor == 1 and not setting.model.router_aux_loss and not _untried(setting):
+    if layout is None or layout.tensor * layout.pipeline > 1:
+        return
+    if not setting.model.router_aux_loss and not _untried(setting):
         for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
             if context > layout.context and layout.size % context == 0:
                 yield {"train.context_parallel": context}

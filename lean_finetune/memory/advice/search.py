@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
@@ -104,14 +103,12 @@ def advise(
     native_bf16: bool,
     progress: bool,
     confirm: Confirm | None = None,
-    params: Params | None = None,
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
     The predicted `peak` of `run` is more than `usable_bytes`. `confirm` checks a candidate before it is offered.
-    `params` are the parameters of the run, which changes must not make invalid; None if they are not known.
     """
-    space = Space(run, costs, native_bf16, params)
+    space = Space(run, costs, native_bf16)
     search = _Search(target, costs, usable_bytes, progress, confirm)
     search.traced[space.unchanged.flags] = (space.unchanged, peak)
     with search.bar:

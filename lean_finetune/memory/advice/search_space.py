@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lean_finetune.config.overrides import with_flags
-from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import (
@@ -111,9 +109,9 @@ def switch_names() -> list[str]:
 class Space:
     """The options of every switch, and their combinations."""
 
-    def __init__(self, run: Workload, costs: Costs, native_bf16: bool, params: Params | None = None):
-        """Find the options. `native_bf16` is whether the device supports bf16; `params` are the run's, if known."""
-        self._run, self._costs, self._params = run, costs, params
+    def __init__(self, run: Workload, costs: Costs, native_bf16: bool):
+        """Find the options. `native_bf16` is whether the device supports bf16."""
+        self._run, self._costs = run, costs
         unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
         support = Support(cuda=costs.cuda, native_bf16=native_bf16, host_ram_known=run.host_ram_bytes is not None)
         # Updates in the backward pass need steps of one micro-batch.
@@ -139,13 +137,11 @@ class Space:
         return there is None or self._costs.offloaded_bytes(candidate.run.setting)[0] <= there
 
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
-        """The options that this model supports, and the rules of params.yaml allow."""
+        """The options that this model supports."""
         for option in options:
             try:
-                if self._params is not None:
-                    with_flags(self._params, option.flags)
                 self._costs.least_bytes(setting_with(self._run.setting, option.values))
-            except UserError:  # Its heads or layers cannot be divided so, for example.
+            except UserError:  # Its heads or layers cannot be divided so.
                 continue
             yield option
 

@@ -163,7 +163,6 @@ def answer(
         native_bf16=device.native_bf16,
         progress=p.run.progress,
         confirm=confirm,
-        params=p,
     )
     ranked = f"by effect on learning, then {costs.reason}"
     return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)

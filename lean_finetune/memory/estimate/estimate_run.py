@@ -68,7 +68,6 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         smaller_batch=halving_flag(p.bucket, planned.longest),
         native_bf16=device.native_bf16,
         progress=p.run.progress,
-        params=p,
     )
     run, planned = _workload(p, planned, prediction), replace(planned, setting=prediction.setting)
     by_phase = _phases(p, planned, prediction)
