@@ -42,7 +42,7 @@ def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.option(
     "--precision", type=click.Choice(get_args(AnyPrecision)), help="Default: auto (bf16, or fp16 on old GPUs)."
 )
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter, as train.lora.rank=64.")
+@click.option("--set", "-S", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter: train.lora.rank=64.")
 @click.option("--params", type=PATH, help="A params.yaml to start from. Default: ./params.yaml if there is no --model.")
 @click.option("--from", "config", type=PATH, help="A configuration of LLaMA-Factory, Axolotl, TRL or torchtune.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")

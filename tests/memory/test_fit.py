@@ -173,7 +173,7 @@ def test_a_model_that_does_not_exist_is_one_line(workspace: Path):
 )
 def test_a_setting_of_another_form_is_one_line(workspace: Path, flag: str, expected: str):
     """A KeyError, or a setting that is ignored."""
-    assert error(invoke(fit, "--model", "model", "--set", flag)).startswith(expected)
+    assert error(invoke(fit, "--model", "model", "-S", flag)).startswith(expected)
 
 
 def test_a_config_that_is_no_model_is_one_line(workspace: Path):
