@@ -26,6 +26,7 @@ from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
 from lean_finetune.step.activation_compression import compress, decompress
+from lean_finetune.step.offload.state_file import DiskFault
 
 SMALLEST_BYTES = 1024
 """Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""
@@ -189,7 +190,7 @@ class DiskStore:
         self._end = 0
 
     def put(self, values: torch.Tensor) -> _FileRange:
-        """See ActivationStore; raises UserError if the disk is full."""
+        """See ActivationStore; raises DiskFault if the disk is full."""
         if not self._used:  # Backward has read everything: the next micro-batch overwrites the file.
             self._end = 0
         place = _FileRange(start=self._end, count=values.numel(), dtype=values.dtype)
@@ -199,7 +200,7 @@ class DiskStore:
                 written = os.pwrite(self._file.fileno(), left, at)
                 left, at = left[written:], at + written
         except OSError as error:
-            raise UserError(
+            raise DiskFault(
                 f"train.offload_activations: disk must have room for the activations; "
                 f"{self._directory.resolve()} had none after {readable_size(at)} ({error.strerror}); free some, or use "
                 "cpu or none"

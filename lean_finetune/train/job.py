@@ -36,7 +36,6 @@ from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.process.training_device import (
     check_attention,
     check_device,
-    check_disk,
     check_host,
     check_offload,
 )
@@ -109,8 +108,6 @@ def prepare_device(
     check_device(device, spec, verdict, predicted, world.local_size)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(params.train.offload, device, predicted, params.train.sharding, params.train.offload_to)
-    if params.train.offload_to == "disk":
-        check_disk(predicted["disk_bytes_predicted"] * world.local_size, SCRATCH)
     for note in (segments, paging_note(params.train.optimizer, device)):
         if note is not None:
             notify(f"note: {note}")

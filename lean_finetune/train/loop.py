@@ -14,6 +14,7 @@ from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_divided_rows, check_head, check_joined_rows
 from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import StepResult, training_step
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, RunInfo
@@ -87,7 +88,8 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start()
         try:
-            result = self._load_and_run()
+            with self.checkpoints.naming_kept(DiskFault):
+                result = self._load_and_run()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_fault(error)

@@ -44,6 +44,7 @@ from lean_finetune.train.process.ranks import (
     watch_other_nodes,
 )
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
+from lean_finetune.train.process.training_device import check_disk
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
 from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.run_fingerprint import refuse_different_runs, resumable_part, run_fingerprint
@@ -130,9 +131,14 @@ def _train_and_publish(
 ) -> None:
     """Train, then write weights, curves, model card and metrics."""
     meter = make_meter(job.device)
+    if job.optim_spec.disk is not None:
+        with checkpoints.naming_kept():
+            check_disk(
+                read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.optim_spec.disk.directory
+            )
     with oom_handler.reported():
         result = train(job, meter, checkpoints, oom_handler)
-    with checkpoints.publishing(), oom_handler.reported():
+    with checkpoints.naming_kept(), oom_handler.reported():
         with oom_handler.position.phase(SAVE):
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.

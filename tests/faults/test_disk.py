@@ -102,6 +102,7 @@ def test_full_disk_when_training_saves(mounting, trained, tmp_path):
     seen = mount_full_disk(mounting, workspace, "data")
     line = mounting.run("train", workspace).refusal()
     assert line.startswith("data/tuned: the disk has too little free space for the end of training: ")
+    assert line.endswith("; no checkpoint was made: the same command starts at the first step")
     assert not list(seen.glob("scratch/train/*/*step-*"))
     verdict = seen / "data/estimate/verdict.json"
     (seen / "data/ballast").unlink()
@@ -167,6 +168,8 @@ def test_optimizer_state_that_its_disk_has_no_room_for(mounting, small_disk, qui
     before = checkpoints(seen)
     line = mounting.run("train", workspace).refusal()
     assert re.match(r"train\.offload_to: disk (needs|must have) room for .*free some, (or )?use ", line), line
+    step = max(int(name.removeprefix("step-")) for name in before)
+    assert line.endswith(f"; the checkpoint of optimizer step {step} is kept: the same command resumes from it"), line
     assert checkpoints(seen) == before and not (seen / "data/tuned").exists()
     (seen / "scratch/ballast").unlink()
     ended = mounting.run("train", workspace)

@@ -167,7 +167,7 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_pat
     monkeypatch.setattr(f"lean_finetune.train.checkpoint.checkpoint_files.{part}", full)
     finish(job).check_equal(finish(job, checkpoints))
     assert len(messages) == 1 + STEPS and all("No space left" in line for line in messages[1:])
-    assert messages[1].startswith("warning: no checkpoint was made, earlier ones are kept: ")
+    assert messages[1].startswith("warning: no checkpoint was made, that of optimizer step 1 is kept: ")
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000000001"]
 
 

@@ -20,7 +20,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskFault(UserError):
-    """Reading or writing the file failed. The optimizer's state is lost; checkpoints are not."""
+    """A disk failed or has no room for what a run keeps there. What it kept is lost; checkpoints are not."""
 
 
 @dataclass(frozen=True, kw_only=True)

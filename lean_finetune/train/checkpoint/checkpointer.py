@@ -17,7 +17,6 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
 from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
@@ -130,8 +129,7 @@ class Checkpointer(CheckpointHooks):
 
         Raises:
             Stopped: a signal came.
-            UserError: a loss, gradient or weight was not finite, memory ran out, or a disk refused; with the last
-                checkpoint's step.
+            UserError: a loss, gradient or weight was not finite, or memory ran out; with the last checkpoint's step.
         """
         try:
             with self._stop.deferred():
@@ -140,8 +138,6 @@ class Checkpointer(CheckpointHooks):
         except Stopped:
             self._save_last(run)
             raise
-        except DiskFault as error:
-            raise UserError(f"{error}; {self.resume_hint()}") from None
         except Diverged as error:
             hint = "and fails here again; changed parameters start at the first step"
             raise UserError(f"{error}; {self.resume_hint()} {hint}") from None
@@ -210,11 +206,11 @@ class Checkpointer(CheckpointHooks):
         return "no checkpoint was made: the same command starts at the first step"
 
     @contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Add to an error inside, where outputs are written, from which checkpoint the run can be resumed."""
+    def naming_kept(self, kind: type[UserError] = UserError) -> Iterator[None]:
+        """Add to an error of this kind inside from which checkpoint the run can be resumed."""
         try:
             yield
-        except UserError as error:
+        except kind as error:
             raise UserError(f"{error}; {self.resume_hint()}", *error.details) from None
 
     def wait(self) -> None:
@@ -278,7 +274,9 @@ class Checkpointer(CheckpointHooks):
     def _fail(self, error: UserError | str) -> None:
         """Report a checkpoint that failed; the run continues."""
         self._failed = True
-        self._notify(f"warning: no checkpoint was made, earlier ones are kept: {error}")
+        step = self._store.last_step()
+        kept = "there is none yet" if step is None else f"that of optimizer step {step} is kept"
+        self._notify(f"warning: no checkpoint was made, {kept}: {error}")
 
     def _record_cost(self, seconds: float) -> None:
         """Record what the last checkpoint cost, and when the next one is due."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import readable_size
+from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 
 
@@ -43,7 +43,7 @@ class DiskSpace:
         last = checkpoint_bytes * (1 - there)  # Older ones are removed first and free their space.
         if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
             elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
-            raise UserError(
+            raise DiskFault(
                 f"{self.out}: the disk has too little free space for the end of training: {readable_size(weights)} of "
                 f"weights and {readable_size(checkpoint_bytes)} of a last checkpoint; {readable_size(free_at_out)} are "
                 f"free{elsewhere}; free space, then rerun, or set estimate.enforce=false"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 
@@ -23,6 +24,10 @@ class CheckpointHooks:
 
     def saving_on_stop(self, run: TrainingRun) -> AbstractContextManager[None]:
         """Return the context of all steps; a stop or an error inside writes a last checkpoint."""
+        return nullcontext()
+
+    def naming_kept(self, kind: type[UserError] = UserError) -> AbstractContextManager[None]:
+        """Return a context that adds to an error of this kind from which checkpoint the run can be resumed."""
         return nullcontext()
 
     def after_step(self, run: TrainingRun) -> bool:
