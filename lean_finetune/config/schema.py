@@ -116,6 +116,8 @@ class Run(Section):
     """Number of this machine, from 0. None: read it from the environment of torchrun (PET_NODE_RANK) or SLURM."""
     rendezvous: Text | None
     """HOST or HOST:PORT of node 0. None: this machine, unless the environment of torchrun or SLURM names one."""
+    join_timeout_seconds: PositiveFloat
+    """Seconds that the other nodes wait for node 0, which may still tokenize."""
     max_restarts: Annotated[int, Field(ge=0)]
     """How often torchrun starts crashed processes again, which then resume from the last checkpoint."""
     trackers: list[TrackerName]

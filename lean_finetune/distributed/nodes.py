@@ -5,6 +5,7 @@ torch.distributed it has no authentication: use a private network.
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -49,6 +50,8 @@ class Node:
     """Address of node 0, as this machine reaches it."""
     port: int = 0
     """Of the store on node 0; 0 = any free one, for a run on one machine."""
+    join_timeout_seconds: float = math.inf
+    """How long another node waits for node 0, which may still tokenize."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that must be equal on all nodes; checked before processes start."""
 
@@ -83,6 +86,7 @@ class Node:
             count=run.nodes,
             host=host if rank else LOCAL,
             port=port,
+            join_timeout_seconds=run.join_timeout_seconds,
             settings=settings | {"run.max_restarts": run.max_restarts},
         )
 
@@ -110,7 +114,7 @@ class NodeGroup:
     def __init__(self, node: Node, timeout_seconds: float, notify: Callable[[str], None]):
         """Open the store on node 0, and wait for the others.
 
-        `timeout_seconds` is how long node 0 waits; the others wait for node 0, which may still tokenize, without limit.
+        `timeout_seconds` is how long nodes that are connected wait for the others.
 
         Raises:
             UserError: nodes did not come, have the same rank, or have other settings.
@@ -136,21 +140,26 @@ class NodeGroup:
                     f"run.rendezvous: must have a free port on node 0; got {node.port}, which is in use on "
                     f"{platform.node()}{SECOND_RUN}"
                 ) from None
-        where, waits, until = f"{node.host}:{node.port}", False, time.monotonic() + self._timeout
+        where, limit, waits, start = f"{node.host}:{node.port}", node.join_timeout_seconds, False, time.monotonic()
         while True:  # A plain socket, since TCPStore would not let signals through.
             try:
                 socket.create_connection((node.host, node.port), timeout=2).close()
                 break
             except socket.gaierror as error:
-                if time.monotonic() > until:
+                if time.monotonic() > start + self._timeout:
                     raise UserError(
                         f"run.rendezvous: must be the address of node 0; {platform.node()} does not know {node.host} "
                         f"({error.strerror}); correct it"
                     ) from None
-            except OSError:
-                pass
+            except OSError as error:
+                if time.monotonic() > start + limit:
+                    raise UserError(
+                        f"run.join_timeout_seconds: node 0 must answer within {limit:g} s; nothing answers at {where} "
+                        f"({error.strerror or error}); start node 0, open this port to {platform.node()}, correct "
+                        "run.rendezvous, or raise the limit"
+                    ) from None
             if not waits:
-                notify(f"train: node {node.rank} of {node.count} waits for node 0 at {where}")
+                notify(f"train: node {node.rank} of {node.count} waits up to {limit:g} s for node 0 at {where}")
                 waits = True
             time.sleep(POLL_SECONDS)
         stores: list[dist.TCPStore] = []

@@ -3,6 +3,7 @@
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -108,6 +109,27 @@ def test_a_node_that_does_not_come_is_named_with_its_number():
     """Two machines with run.node_rank=0 each wait for node 1."""
     with pytest.raises(UserError, match="node 1 did not come to port .* start .* there with run.node_rank=1, or check"):
         meet(Node(count=2, port=free_port()))
+
+
+def test_a_port_that_stays_closed_is_named_after_the_limit():
+    """A wrong port, or a node 0 that nobody started, was waited for without end."""
+    port = free_port()
+    node = Node(rank=1, count=2, port=port, join_timeout_seconds=0.5)
+    with pytest.raises(
+        UserError,
+        match=f"^run.join_timeout_seconds: .* within 0.5 s; nothing answers at 127.0.0.1:{port} .*; start node",
+    ):
+        meet(node)
+
+
+def test_node_0_may_come_late_within_the_limit():
+    """It tokenizes first, for longer than connected nodes wait for each other."""
+    node = Node(rank=1, count=2, port=free_port(), join_timeout_seconds=60)
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meet, node)
+        time.sleep(2)
+        meet(replace(node, rank=0))
+        early.result()
 
 
 def test_two_nodes_with_the_same_number_are_refused():

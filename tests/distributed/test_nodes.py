@@ -135,7 +135,7 @@ def test_a_machine_that_disappears_is_named_and_the_same_command_resumes(copy: P
 
 
 def test_machines_with_disks_of_their_own_resume(copy: Path, alone: Alone):
-    """In ddp each tensor is written by one process, so that none has all of a checkpoint."""
+    """In ddp each tensor is written by one process, so that none has all of a checkpoint. Node 0 loses its disk."""
     expected = alone(copy, 2, "ddp", **LONG)
     change(copy, run__nodes=2, run__rank_timeout_seconds=60)
     other = other_machine(copy)
@@ -150,6 +150,16 @@ def test_machines_with_disks_of_their_own_resume(copy: Path, alone: Alone):
         refused = run_module("stages.train", cwd=copy)
         assert "lacks what process 1 wrote to the disk of node-b; start that machine" in refused.stderr
         change(copy, run__nodes=2)
+        runs, backup = copy / "scratch/train", copy / "backup"
+        runs.rename(backup)
+        with ExitStack() as stack:
+            nodes = list(on_nodes(stack, hosts, (copy, other)))
+            assert [node.wait() for node in nodes] == [1, 1]
+        for root, host in ((copy, hosts[0]), (other, hosts[1])):
+            (line,) = (line for line in errors_of(root, host) if line.startswith("error: "))
+            assert "lacks what process 0 wrote to the disk of node-a; copy those files to it on any machine" in line
+        shutil.rmtree(runs)
+        backup.rename(runs)
         with ExitStack() as stack:
             nodes = list(on_nodes(stack, hosts, (copy, other)))
             assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))

@@ -1,6 +1,7 @@
 """Checkpoints of two processes on two nodes whose disks are not shared; the processes are threads."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,3 +145,30 @@ def test_a_part_on_an_absent_machine_is_refused_and_nothing_is_removed(tmp_path:
     with pytest.raises(UserError, match="lacks what process 1 wrote to the disk of node-b; start that machine"):
         CheckpointStore(disks[0], 2, print).newest()
     assert values.exists()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_part_on_a_lost_disk_is_named_and_nothing_is_removed(tmp_path: Path, threads: Threads, lost: int, steps: int):
+    """The other disks' parts were deleted, and the run started over."""
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for step in range(1, steps + 1):
+        threads.run(written(disks, step))
+    saved = tmp_path / "saved"
+    disks[lost].rename(saved)
+    path = f"step-{steps:09d}"
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{path}: lacks what process {lost} wrote to the disk of .*; copy those"):
+            threads.run(read(disks))
+    assert sorted(one.name for one in disks[1 - lost].iterdir()) == [f"step-{step:09d}" for step in range(1, steps + 1)]
+    shutil.copytree(saved / path, disks[lost] / path)
+    assert threads.run(read(disks, steps)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_a_complete_checkpoint_of_one_disk_is_used_if_node_0_lost_its_own(tmp_path: Path, threads: Threads):
+    """It was deleted."""
+    disks = [tmp_path / "a", tmp_path / "b"]
+    threads.run(written(disks, 1))
+    threads.run(read(disks))
+    shutil.rmtree(disks[0])
+    assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2

@@ -202,35 +202,40 @@ class CheckpointStore:
             )
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that all disks have finished; remove newer ones, and report those damaged.
+        """Return the newest checkpoint that all disks have finished; report newer ones, then remove them.
 
         A checkpoint that was finished but not renamed before a kill is renamed now. All processes call this, and each
         verifies a share of the files.
 
         Raises:
-            UserError: the disk refused, or a machine that has a part of the checkpoint is absent.
+            UserError: the disk refused, or a part of the checkpoint is missing; nothing is removed.
         """
         leads = self.disk.is_led_here
         with write_errors(self.directory):
+            had = self.channel.gather(int(any(self.directory.glob("*step-*"))))
             if leads:
                 for unfinished in self.directory.glob(".*"):
                     _rename_if_finished(unfinished)
                     shutil.rmtree(unfinished)
-            while True:
-                (step,) = self.channel.from_first(-1 if (last := self.last_step()) is None else last)
-                if leads:  # Other nodes' disks may have a part of one that the first did not finish.
-                    self.remove_newer(step)
-                if step < 0:
-                    return None
+            own = json.dumps(steps_in(self.directory) if leads else [])
+            steps = {step for there in self.channel.gather_text(own) for step in json.loads(there)}
+            found: Checkpoint | None = None
+            for step in sorted(steps, reverse=True):
                 path = self.directory / NAME.format(step)
-                fault = send_missing_parts(path, (TENSORS, SUMS), self.disk, self.channel) or _fault(path, self.disk)
+                # A kill leaves only the newest unfinished, and leaves files on each disk.
+                writers = [rank for rank, (any_files,) in enumerate(had) if any_files and step == max(steps)]
+                fault = send_missing_parts(path, (TENSORS, SUMS), writers, self.disk, self.channel)
+                fault = fault or _fault(path, self.disk)
                 damaged = self.channel.failed_ranks(fault is not None)
                 if not damaged:
-                    return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
-                if leads and path.exists():
+                    found = Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
+                    break
+                if leads:
                     what = fault or f"found by process {damaged[0]}"
                     self._notify(f"{path}: checkpoint cannot be used ({what}); using the one before it")
-                    shutil.rmtree(path)
+            if leads:
+                self.remove_newer(-1 if found is None else step)
+            return found
 
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints after `step` steps."""

@@ -90,20 +90,24 @@ def rank_directory(path: Path, rank: int) -> Path:
     return path / str(rank) if rank else path
 
 
-def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: ControlChannel) -> str | None:
+def send_missing_parts(
+    path: Path, names: Sequence[str], writers: Sequence[int], disk: Disk, channel: ControlChannel
+) -> str | None:
     """Copy each part of a checkpoint to the disks that lack it; all processes call this.
 
     A part has the files `VALUES` and `names`; the last one marks it as complete. Returns why the checkpoint is
-    incomplete, if a process of a machine that is here was killed before it had finished its part.
+    incomplete, if its machine is here and a kill explains it: `writers` are the ranks on whose disks a process may have
+    been killed while it wrote.
 
     Raises:
-        UserError: a part is on a machine that is not here, or a disk is full.
+        UserError: a part is on a machine that is not here, or was lost; or a disk is full.
     """
     written: dict[str, Any] = {}
-    with suppress(OSError, ValueError):  # Damaged: reported when checksums are compared.
-        written = json.loads((path / VALUES).read_text())
-    known = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
-    ranks, parts, hosts = json.loads(channel.gather_text(known)[0])
+    with suppress(OSError, ValueError, StopIteration):  # Damaged: reported when checksums are compared.
+        written = json.loads(next(path.rglob(VALUES)).read_text())
+    own = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
+    known = map(json.loads, channel.gather_text(own))
+    ranks, parts, hosts = next((one for one in known if one[1] is not None), (None, None, None))
     if parts is None or (disk.is_shared and len(parts) == ranks):
         return None
     directories = [rank_directory(path, rank) for rank in range(ranks)]
@@ -111,12 +115,15 @@ def send_missing_parts(path: Path, names: Sequence[str], disk: Disk, channel: Co
     absent = [part for part in range(len(directories)) if not any(row[part] for row in present)]
     if absent:
         which, machines = f"process {', '.join(map(str, absent))}", {hosts[part]: None for part in absent}
-        if machines.keys() <= set(channel.gather_text(platform.node())):
+        here = channel.gather_text(platform.node())
+        lost = {machine for rank, machine in enumerate(here) if rank not in writers}
+        if machines.keys() <= set(here) - lost:
             return f"{which} had not finished writing it"
+        start = "" if machines.keys() <= set(here) else "start that machine with the others, "
         raise UserError(
-            f"{path}: lacks what {which} wrote to the disk of {', '.join(machines)}; start that "
-            f"machine with the others, copy the files of its {path} here, or delete {path} on all machines to use the "
-            "checkpoint before it"
+            f"{path}: lacks what {which} wrote to the disk of {', '.join(machines)}; {start}copy those files to it on "
+            f"any machine, delete it on all machines to use the checkpoint before it, or delete {path.parent} on all "
+            "to start over"
         )
     refused: OSError | None = None
     for part, directory in enumerate(directories):
