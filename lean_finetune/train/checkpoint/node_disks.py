@@ -107,8 +107,11 @@ def send_missing_parts(
         written = json.loads(next(path.rglob(VALUES)).read_text())
     own = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
     known = map(json.loads, channel.gather_text(own))
-    ranks, parts, hosts = next((one for one in known if one[1] is not None), (None, None, None))
-    if parts is None or (disk.is_shared and len(parts) == ranks):
+    found: list[Any] | None = next((one for one in known if one[1] is not None), None)
+    if found is None:
+        return None
+    ranks, parts, hosts = found
+    if disk.is_shared and len(parts) == ranks:
         return None
     directories = [rank_directory(path, rank) for rank in range(ranks)]
     present = channel.gather(*(int((directory / names[-1]).exists()) for directory in directories))
