@@ -144,7 +144,9 @@ def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_c
     assert lighter("offload", moved, small_host)[0] == (on_disk,)
     for optimizer in ("paged_adamw_8bit", "adamw_foreach"):
         assert lighter("offload", setting_of(method="full", optimizer=optimizer)) == []
-    assert lighter("offload", setting_of(method="lora")) == []
+    for method in ("lora", "qlora"):
+        assert lighter("offload", setting_of(method=method), small_host) == [("train.offload=parameters",)]
+    assert lighter("offload", setting_of(method="int8_lora")) == []
     assert lighter("offload", full, Support(cuda=False, native_bf16=True)) == []
 
 

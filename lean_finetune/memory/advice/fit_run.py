@@ -182,13 +182,15 @@ class FitRun:
         """
         try:
             run = _checked_workload(with_flags(self.params, candidate.flags), self.device, candidate.run.config)
-            if (run.setting, run.steps) == (candidate.run.setting, candidate.run.steps) and not run.host_ram_bytes:
-                return peak_bytes
-            prediction = predict(run.config, run.setting, run.steps, target_of(self.device))
+            offloaded_bytes = 0
+            same = (run.setting, run.steps) == (candidate.run.setting, candidate.run.steps)
+            if not same or (run.host_ram_bytes and run.setting.offload_activations != "none"):
+                prediction = predict(run.config, run.setting, run.steps, target_of(self.device))
+                peak_bytes, offloaded_bytes = prediction.peak.bytes, prediction.offloaded_bytes
         except UserError:
             return None
-        fits = prediction.peak.bytes <= self.usable_bytes and not self._shortage(run, prediction.offloaded_bytes)
-        return prediction.peak.bytes if fits else None
+        fits = peak_bytes <= self.usable_bytes and not self._shortage(run, offloaded_bytes)
+        return peak_bytes if fits else None
 
 
 def fit_run(p: Params, *, shorten: bool = False) -> FitRun:

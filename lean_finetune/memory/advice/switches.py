@@ -44,16 +44,16 @@ def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
-    """The optimizer in host memory or on its disk, then weights too. State of adapters is too small to gain much."""
-    optimizer, given = OPTIMIZERS[setting.optimizer], setting.offload
-    if not support.cuda or setting.model.adapted or optimizer.foreach or optimizer.paged:
+    """The optimizer in host memory or on its disk, then weights too. Adapters gain only where weights move."""
+    optimizer, given, adapted = OPTIMIZERS[setting.optimizer], setting.offload, setting.model.adapted
+    if not support.cuda or setting.model.method == "int8_lora" or optimizer.foreach or optimizer.paged:
         return
     alone = setting.sharing is None or setting.sharing.gpus == 1
-    what = ["optimizer"] if given != "parameters" else []
+    what = ["optimizer"] if given != "parameters" and not adapted else []
     for moved in [*what, *(["parameters"] if alone or given == "parameters" else [])]:
         if moved != given:
             yield {"train.offload": moved, "train.offload_to": "cpu"}
-        if support.host_ram_known and optimizer.updates_by_value:
+        if support.host_ram_known and optimizer.updates_by_value and not adapted:
             yield {"train.offload": moved, "train.offload_to": "disk"}
 
 
