@@ -128,6 +128,7 @@ def test_node_0_may_come_late_within_the_limit():
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(meet, node)
         time.sleep(2)
+        assert not early.done()
         meet(replace(node, rank=0))
         early.result()
 
