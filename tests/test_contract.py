@@ -15,7 +15,6 @@ PINNED = [stage for stage in STAGES if stage != "pin_code"]
 MOST_LINES_OF_ENTRY = 100
 UNPINNED = {
     "lean_finetune/cli.py",
-    "lean_finetune/config/overrides.py",
     "lean_finetune/core/labelled_text.py",
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/fit_run.py",

@@ -39,6 +39,11 @@ class Declared:
         return value
 
 
+def all_params(params: Params) -> Params:
+    """All parameters, also those that the stage may not read: for rules between them, which params.yaml keeps."""
+    return cast(Params, params._section) if isinstance(params, Declared) else params
+
+
 def tracked_values(params: Params) -> dict[str, Any]:
     """All values that the stage may read, as nested dictionaries, without section `run`, which no stage tracks."""
     return {key: value for key, value in _plain(params).items() if key != "run"}

@@ -51,9 +51,14 @@ def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
     """
     params = parse_values(values, path)
     check_sources(params.data)
-    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
+    check_all_rules(params)
     check_heldout_readers(params)
     return params
+
+
+def check_all_rules(params: Params) -> None:
+    """Raise UserError for the first rule between parameters that they break."""
+    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
 
 
 def parse_values(values: Any, path: Path = PARAMS_FILE) -> Params:

@@ -1,8 +1,12 @@
 """Apply overrides in the form of `dvc exp run -S`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
 
-from lean_finetune.config.load import parse_params, parse_values
+from pydantic import BaseModel
+
+from lean_finetune.config.load import check_all_rules, parse_params, parse_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 
@@ -13,9 +17,6 @@ def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> P
     `check` is whether the rules between parameters are checked. Raises UserError if a flag has another form, or the
     result has a wrong value.
     """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     values = params.model_dump()
     for flag in flags:
         dotted, equals, value = flag.partition("=")
@@ -27,8 +28,39 @@ def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> P
             if not isinstance(section.setdefault(name, {}), dict):
                 raise UserError(f"{dotted}: {name} has no parameters below it; see params.yaml")
             section = section[name]
-        try:
-            section[key] = YAML(typ="safe").load(value)
-        except YAMLError:
-            raise UserError(f"{dotted}: must be a YAML value; got {value!r}") from None
+        section[key] = _yaml_value(dotted, value)
     return parse_params(values) if check else parse_values(values)
+
+
+def keeps_rules(params: Params, flags: Iterable[str]) -> bool:
+    """Whether valid overrides break no rule between parameters; much faster than `with_flags`."""
+    changed: Any = params
+    for flag in flags:
+        changed = _replaced(changed, *_keys_and_value(flag))
+    try:
+        check_all_rules(changed)
+    except UserError:
+        return False
+    return True
+
+
+def _replaced(section: BaseModel, keys: Sequence[str], value: Any) -> BaseModel:
+    """A copy of a section with another value of the parameter that `keys` lead to."""
+    key, *below = keys
+    return section.model_copy(update={key: _replaced(getattr(section, key), below, value) if below else value})
+
+
+@cache
+def _keys_and_value(flag: str) -> tuple[Sequence[str], Any]:
+    dotted, _, text = flag.partition("=")
+    return dotted.split("."), _yaml_value(dotted, text)
+
+
+def _yaml_value(dotted: str, text: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe").load(text)
+    except YAMLError:
+        raise UserError(f"{dotted}: must be a YAML value; got {text!r}") from None

@@ -1,13 +1,15 @@
 """Advice: each proposed change fits, none changes more than needed, and the least harmful is listed first."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.overrides import keeps_rules, with_flags
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
 from lean_finetune.memory.advice import largest_that_fits, search, search_space
 from lean_finetune.memory.advice.fit_run import workload_of
@@ -16,11 +18,12 @@ from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SAME, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
+from lean_finetune.memory.advice.verdict import answer
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.predict.peak import predict
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
-from tests.memory.workloads import CONFIG, TARGET, costs_of, peak_of, workload
+from tests.memory.workloads import CONFIG, H100, TARGET, costs_of, peak_of, workload
 
 PARAMS = load_params(ROOT / "params.yaml")
 
@@ -126,6 +129,36 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
     assert lines
     for line in sorted(lines)[:: 1 + len(lines) // 50]:
         assert with_flags(p, line) != p
+
+
+@pytest.mark.parametrize(
+    "given", [["train.compile=true"], ["run.oom_recovery=split"], ["train.router=trained"]], ids=str
+)
+def test_candidates_that_params_refuse_are_recognized(given):
+    """Most changes of a compiled run would be refused, and end the search."""
+    p = with_flags(PARAMS, ["data.max_length=256", "bucket.max_tokens=1024", "train.method=full", *given])
+    run = workload_of(p, CONFIG, "fp32")
+    space = Space(run, costs_of(run), native_bf16=True)
+    lines = [candidate.flags for effect in (SAME, UNCLIPPED, OTHER_WEIGHTS) for candidate in space.of_effect(effect)]
+    kept = {line for line in lines if keeps_rules(p, line)}
+    assert kept and (len(kept) < len(lines)) is (given != ["train.router=trained"])
+    for line in lines[:: 1 + len(lines) // 20]:
+        with nullcontext() if line in kept else pytest.raises(UserError):
+            with_flags(p, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovery", ["none", "split"])
+def test_advice_offers_only_what_params_accept(recovery):
+    """A command that ends in an error."""
+    flags = ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null", "estimate.headroom_percent=0"]
+    p = with_flags(PARAMS, [*flags, "train.method=full", "train.precision=fp32", f"run.oom_recovery={recovery}"])
+    run = workload_of(p, CONFIG, "fp32")
+    prediction = predict(run.config, run.setting, run.steps, TARGET)
+    device = replace(H100, memory_bytes=H100.context.max_bytes + int(0.6 * prediction.peak.bytes))
+    remedies = answer(run, prediction, device, p).remedies
+    assert remedies
+    assert any("train.offload=parameters" in one.flags for one in remedies) is (recovery == "none")
 
 
 @pytest.mark.slow

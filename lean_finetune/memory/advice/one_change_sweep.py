@@ -10,6 +10,7 @@ from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
+from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.switch import Support, flag
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -44,17 +45,19 @@ def sweep_switches(
     smaller_batch: str | None,
     native_bf16: bool,
     progress: bool,
+    allowed: Allowed | None = None,
 ) -> list[SweepPoint]:
     """Trace every single change over the micro-batches that set the current peak. The current setting comes first.
 
-    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved.
+    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved. Only `allowed`
+    overrides are traced.
     """
     steps = current.steps_of_peak
     support = Support(cuda=target.foreach, native_bf16=native_bf16)
     changes = [
         (flags, changed, steps)
         for flags, changed in single_changes(setting, support)
-        if method_fault(config, changed.model) is None
+        if method_fault(config, changed.model) is None and (allowed is None or allowed(flags))
     ]
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:

@@ -89,6 +89,8 @@ class Remedy:
         return {column: entry[column] for column in ADVICE_COLUMNS}
 
 
+Allowed = Callable[[tuple[str, ...]], bool]
+"""Whether params.yaml accepts overrides."""
 Confirm = Callable[[Candidate, int], int | None]
 """From a candidate and its traced peak: the peak that the caller's verdict would report; None if it would not fit."""
 
@@ -102,11 +104,13 @@ def advise(
     usable_bytes: int,
     native_bf16: bool,
     progress: bool,
+    allowed: Allowed | None = None,
     confirm: Confirm | None = None,
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
-    The predicted `peak` of `run` is more than `usable_bytes`. `confirm` checks a candidate before it is offered.
+    The predicted `peak` of `run` is more than `usable_bytes`. Only `allowed` overrides are tried. `confirm` checks a
+    candidate before it is offered.
     """
     space = Space(run, costs, native_bf16)
     search = _Search(target, costs, usable_bytes, progress, confirm)
@@ -114,7 +118,8 @@ def advise(
     with search.bar:
         for effect in range(len(EFFECTS)):
             if search.open and not (effect == LESS_DATA and search.found):
-                search.search_group(space.of_effect(effect))
+                candidates = space.of_effect(effect)
+                search.search_group([c for c in candidates if allowed is None or allowed(c.flags)])
     return search.found
 
 

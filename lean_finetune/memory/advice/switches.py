@@ -74,6 +74,8 @@ def with_method(method: Method) -> Values:
     values: dict[str, Any] = {"train.method": method, "train.lora.init": "default", "train.lora.dora": False}
     if method == "full":
         values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False, "train.lora.experts": "none"}
+    else:
+        values["train.router"] = "frozen"
     if method != "qlora":
         values |= {"train.quant.type": "nf4", "train.quant.double": True}
     return {**values, "train.master_weights": False, "train.optimizer_in_backward": False}
@@ -140,6 +142,7 @@ SWITCHES = [
             "train.lora.rslora": "model.lora_rslora",
             "train.quant.type": "model.quant_type",
             "train.quant.double": "model.double_quant",
+            "train.router": "model.router",
         },
         lighter=lambda setting, support: map(with_method, LIGHTER_METHODS[setting.model.method]),
         shown=lambda setting, support: [

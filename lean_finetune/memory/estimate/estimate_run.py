@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
+from lean_finetune.config.declared_params import all_params
+from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
 from lean_finetune.core.units import GIB, readable_size
@@ -68,6 +71,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         smaller_batch=halving_flag(p.bucket, planned.longest),
         native_bf16=device.native_bf16,
         progress=p.run.progress,
+        allowed=partial(keeps_rules, all_params(p)),
     )
     run, planned = _workload(p, planned, prediction), replace(planned, setting=prediction.setting)
     by_phase = _phases(p, planned, prediction)
