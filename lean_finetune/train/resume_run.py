@@ -1,8 +1,8 @@
 """Choose the unfinished run to resume, report why the nearest one is not resumed, and open the run's checkpoints.
 
-Each run has a directory below scratch/train, named by a hash of its record (`RECORD`): its fingerprint, and the runs
-with other code or library versions that it resumed. A run that mixes code or versions has its own directory, so that an
-exact run never resumes it.
+Each run has a directory below scratch/train. Its record (`RECORD`) has its fingerprint, and the runs with other code or
+library versions that it resumed. A hash of both, without how GPUs share the run, names the directory. A run that mixes
+code or versions has its own directory, so that an exact run never resumes it.
 """
 
 import json
@@ -27,7 +27,7 @@ from lean_finetune.train.checkpoint.scratch_dir import (
 )
 from lean_finetune.train.checkpoint.training_state import layout_of
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
-from lean_finetune.train.run_fingerprint import Fingerprint, differences, run_key
+from lean_finetune.train.run_fingerprint import Fingerprint, differences, resumable_part, run_key
 
 COMPATIBLE = {"code", "versions"}
 """Kinds of the fingerprint that `run.resume: compatible` ignores."""
@@ -54,31 +54,35 @@ def choose_directory(
     root: Path, fingerprint: Fingerprint, resume: Resume, notify: Callable[[str], None]
 ) -> RunDirectory:
     """Find the unfinished run to resume below `root`; report why the nearest one is not resumed."""
-    record: dict[str, Any] = {"parts": fingerprint, "earlier": []}
-    own = RunDirectory(directory=root / run_key(record), record=record)
+    part = resumable_part(fingerprint)
+
+    def run_directory(resumed: Sequence[Mapping[str, Any]], earlier: Path | None = None) -> RunDirectory:
+        """The directory of this run if it has resumed these runs."""
+        decides = {"parts": part, "earlier": resumed}
+        record = {**decides, "sharing": fingerprint["sharing"]}
+        return RunDirectory(directory=root / run_key(decides), earlier=earlier, record=record)
+
+    own = run_directory([])
     others = [] if steps_in(own.directory) else list(_unfinished(root))
     if not others:
         return own
 
     def distance(other: UnfinishedRun) -> tuple[int, int, int, int]:
         """Order by incompatible kinds, different kinds, different names, then finished steps (more is nearer)."""
-        found = differences(fingerprint, other.record["parts"])
+        found = differences(part, other.record["parts"])
         return len(found.keys() - COMPATIBLE), len(found), sum(map(len, found.values())), -other.step
 
     nearest = min(others, key=distance)
-    different = differences(fingerprint, nearest.record["parts"])
+    different = differences(part, nearest.record["parts"])
     which = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
     if resume == "compatible" and not different:
-        return RunDirectory(
-            directory=nearest.directory, record={"parts": fingerprint, "earlier": nearest.record["earlier"]}
-        )
+        return run_directory(nearest.record["earlier"])
     if resume == "compatible" and different.keys() <= COMPATIBLE:
         notify(f"note: {which} is resumed although it had other {_kinds(different)}: run.resume is compatible")
         step = {"run": nearest.directory.name, "step": nearest.step, "differs": different}
-        record["earlier"] = [*nearest.record["earlier"], step]
-        return RunDirectory(directory=root / run_key(record), earlier=nearest.directory, record=record)
+        return run_directory([*nearest.record["earlier"], step], nearest.directory)
     hint = "; -S run.resume=compatible resumes it" if different.keys() <= COMPATIBLE else ""
-    why = _changes(different, fingerprint, nearest.record["parts"]) or "it has itself resumed other code or versions"
+    why = _changes(different, part, nearest.record["parts"]) or "it has itself resumed other code or versions"
     notify(f"note: {which} is not resumed: {why}{hint}")
     return own
 
@@ -147,15 +151,17 @@ def open_checkpointer(
     """
     channel = channel or ControlChannel()
     with ExitStack() as stack:
+        starts_over = False
         if channel.is_first:
-            stack.enter_context(lock_run_directory(where.directory, notify, where.record))
+            starts_over = stack.enter_context(lock_run_directory(where.directory, notify, where.record))
             stack.enter_context(lock_earlier_run(where.earlier))
         channel.gather_after_work(0)  # From here on the first process has the lock.
         disk = find_disk(where.directory, channel)
         if not disk.is_shared:
-            record = json.loads(channel.gather_text(json.dumps(where.record))[0])
+            record, starts_over = json.loads(channel.gather_text(json.dumps([where.record, starts_over]))[0])
             if disk.is_led_here and not channel.is_first:
-                stack.enter_context(lock_run_directory(where.directory, notify, record))
+                lock = lock_run_directory(where.directory, notify, record, starts_over=starts_over)
+                stack.enter_context(lock)
                 stack.enter_context(lock_earlier_run(where.earlier))
             channel.gather_after_work(0)
         checkpoints = Checkpointer(

@@ -47,7 +47,7 @@ from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
 from lean_finetune.train.process.training_device import check_disk
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
 from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
-from lean_finetune.train.run_fingerprint import refuse_different_runs, resumable_part, run_fingerprint
+from lean_finetune.train.run_fingerprint import refuse_different_runs, run_fingerprint
 from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics
 
@@ -94,8 +94,7 @@ def _run(
         stack.callback(snapshots.close)
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
         stack.enter_context(handle_signals(stop))
-        root, part = scratch_root(), resumable_part(fingerprint)
-        where = choose_for_all_ranks(root, part, params.run.resume, _notify, channel)
+        where = choose_for_all_ranks(scratch_root(), fingerprint, params.run.resume, _notify, channel)
         checkpoints = stack.enter_context(
             open_checkpointer(
                 where,

@@ -75,6 +75,9 @@ def test_two_processes_run_under_dvc(clone: Clone):
         revision = clone.run("git", "for-each-ref", "--format=%(objectname)", f"refs/exps/**/{name}").strip()
         found = json.loads(clone.run("git", "show", f"{revision}:metrics/evaluate.json"))
         assert found["tuned_loss"] == pytest.approx(tuned_loss, abs=LOSS)
+        # The checkpoint of the run before, in another mode, is still there.
+        trained = json.loads(clone.run("git", "show", f"{revision}:metrics/train.json"))
+        assert trained["peak_gib_measured"] > 0
     assert all((path.parent / "finished").exists() for path in (clone.root / "scratch/train").glob("*/step-*"))
 
 

@@ -72,13 +72,15 @@ def flip_a_bit(path: Path) -> None:
 )
 def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, messages: list[str], damage: Any):
     """Half a file after a power failure, or a changed byte, must not become weights."""
-    keep(store, 1)
+    first = keep(store, 1)
     damage(keep(store, 2))
     found = store.newest()
     assert found is not None and found.values["step"] == 1
     assert len(messages) == 1 and "step-000000002: checkpoint cannot be used (" in messages[0]
     assert messages[0].endswith("using the one before it")
     assert store.last_step() == 1
+    damage(first)
+    assert store.newest() is None and messages[1].endswith("there is no other one here")
 
 
 @pytest.mark.parametrize(("finished", "ranks", "newest"), [(False, 1, 2), (True, 1, 4), (True, 2, 2)])

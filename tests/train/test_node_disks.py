@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
-from lean_finetune.train.checkpoint import node_disks
+from lean_finetune.train.checkpoint import node_disks, scratch_dir
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
+from lean_finetune.train.checkpoint.scratch_dir import RECORD, RunDirectory, mark_finished
+from lean_finetune.train.process.stop_signals import StopRequest
+from lean_finetune.train.resume_run import open_checkpointer
+from tests.conftest import ROOT
 
 WAIT_SECONDS = 20
+DIGEST = "0a" * 16
 KILLED: list[object] = []
 """What killed processes did not publish: without a reference it would be removed."""
 
@@ -38,6 +44,12 @@ class Threads:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         tensor.copy_(self.exchange(self._local.rank, tensor.clone())[src])
+
+    @property
+    def rank(self) -> int:
+        """Of this thread."""
+        found: int = self._local.rank
+        return found
 
     def run(self, function: Callable[[ControlChannel], Any]) -> list[Any]:
         def one(rank: int) -> Any:
@@ -80,7 +92,9 @@ def written(
     def write(channel: ControlChannel) -> bool:
         store = CheckpointStore(directories[channel.rank], 2, print, channel)
         rows = {"weights": (2 * channel.rank, (4, 3))}
-        pending = store.write(step, {"weights": torch.full((2, 3), float(channel.rank))}, {"step": step}, rows)
+        pending = store.write(
+            step, {"weights": torch.full((2, 3), float(channel.rank))}, {"step": step, "layout": {}}, rows
+        )
         if channel.rank in finished:
             pending.finish_rank()
         channel.gather(0)
@@ -172,3 +186,32 @@ def test_a_complete_checkpoint_of_one_disk_is_used_if_node_0_lost_its_own(tmp_pa
     threads.run(read(disks))
     shutil.rmtree(disks[0])
     assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("cause", ["dvc has recorded it", "another run of one machine removed it"])
+def test_a_finished_run_starts_anew_on_both_disks(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, cause: str
+):
+    """Only node 0 has DVC's lock file and trains alone too: its disk had no checkpoint, the other's had a part."""
+    disks = [tmp_path / "a/run", tmp_path / "b/run"]
+    threads.run(written(disks, 1))
+    for disk in disks:
+        (disk / RECORD).write_text('{"sharing": {}}')
+        mark_finished(disk, DIGEST)
+    if cause == "dvc has recorded it":
+        lock = tmp_path / "dvc.lock"
+        lock.write_text(f"md5: {DIGEST}")
+        monkeypatch.setattr(scratch_dir, "DVC_LOCK", lock)
+        is_file = type(lock).is_file
+        # The other machine's checkout has none.
+        monkeypatch.setattr(type(lock), "is_file", lambda path: is_file(path) and (path != lock or threads.rank == 0))
+    else:
+        shutil.rmtree(disks[0])
+
+    def first_step(channel: ControlChannel) -> int:
+        where = RunDirectory(directory=disks[channel.rank], record={"sharing": {}} if channel.is_first else None)
+        run = load_params(ROOT / "params.yaml").run
+        with open_checkpointer(where, run=run, stop=StopRequest(), notify=print, channel=channel) as checkpoints:
+            return checkpoints.first_step
+
+    assert threads.run(first_step) == [0, 0]

@@ -16,7 +16,7 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.resume_run import choose_directory, open_checkpointer, resumed_figures
-from lean_finetune.train.run_fingerprint import run_key
+from lean_finetune.train.run_fingerprint import resumable_part, run_key
 from lean_finetune.train.train_job import TrainJob
 from tests.conftest import ROOT
 from tests.small_model import CPU
@@ -32,6 +32,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "device": {"name": "AVX2"},
     "threads": {"run.cpu_threads": 2},
     "versions": {"torch": "2.13.0"},
+    "sharing": {"hardware.num_gpus": 1, "train.sharding": "none"},
 }
 
 
@@ -45,7 +46,7 @@ def parts_with(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def unfinished(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Path:
     """The directory of an unfinished run."""
-    record = {"parts": parts_with(**changes), "earlier": []}
+    record = {"parts": resumable_part(parts_with(**changes)), "earlier": []}
     directory = root / run_key(record)
     (directory / f"step-{step:09d}").mkdir(parents=True)
     (directory / RECORD).write_text(json.dumps(record))
@@ -157,8 +158,12 @@ def test_finished_run_keeps_its_last_checkpoint_until_the_next_run(
     job, root, messages = quick_job(small_llama, tmp_path), tmp_path / "checkpoints", list[str]()
     (tmp_path / "train.json").write_text("{}")
     choice = choose_directory(root, PARTS, "exact", print)
-    for first_step in (0, 5):
-        with opened_for(choice, messages) as checkpoints:
+    two_gpus = parts_with(sharing={"hardware.num_gpus": 2, "train.sharding": "ddp"})
+    shared = choose_directory(root, two_gpus, "exact", print)
+    assert shared.directory == choice.directory
+    # In a temporary copy DVC records nothing here. A run of another mode would measure no memory in a finished one.
+    for chosen, first_step in ((choice, 0), (choice, 5), (shared, 0), (choice, 0), (choice, 5)):
+        with opened_for(chosen, messages) as checkpoints:
             assert checkpoints.first_step == first_step
             ended = weights_of(job, checkpoints)
             mark_finished(choice.directory, metrics_digest(tmp_path / "train.json"))

@@ -105,4 +105,5 @@ def test_code_in_the_fingerprint_is_all_that_training_loads():
     ours = [Path(file) for file in json.loads(done.stdout) if Path(file).is_relative_to(PACKAGE)]
     loaded = {file.relative_to(ROOT).as_posix() for file in ours if file.name != "__init__.py"}
     assert loaded - set(code_hashes("stages.train")) == set()
-    assert loaded - set(code_hashes(module.TRAINING)) <= {"lean_finetune/core/torchrun_threads.py"}
+    command = {"lean_finetune/core/stage_command.py", "lean_finetune/core/torchrun_threads.py"}
+    assert loaded - set(code_hashes(module.TRAINING)) <= command

@@ -232,7 +232,8 @@ class CheckpointStore:
                     break
                 if leads:
                     what = fault or f"found by process {damaged[0]}"
-                    self._notify(f"{path}: checkpoint cannot be used ({what}); using the one before it")
+                    rest = "using the one before it" if step > min(steps) else "there is no other one here"
+                    self._notify(f"{path}: checkpoint cannot be used ({what}); {rest}")
             if leads:
                 self.remove_newer(-1 if found is None else step)
             return found

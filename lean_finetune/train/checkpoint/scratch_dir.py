@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
+from lean_finetune.core.atomic_files import read_json, repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.units import readable_size
@@ -37,12 +37,25 @@ def scratch_root() -> Path:
 
 @contextmanager
 def lock_run_directory(
-    directory: Path, notify: Callable[[str], None], record: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+    directory: Path,
+    notify: Callable[[str], None],
+    record: Mapping[str, Any] | None = None,
+    *,
+    starts_over: bool | None = None,
+) -> Iterator[bool]:
     """Lock a run's directory for the block, and clear it if the block succeeds.
 
     A directory that is marked finished inside keeps its checkpoint until the next run starts: DVC has yet to record
     the outputs, and removes them if it is killed before. Finished or empty directories of other runs are removed now.
+
+    Args:
+        directory: the run's directory.
+        notify: gets lines for the user.
+        record: what is written to `RECORD`; None = nothing.
+        starts_over: on another node's disk, what the first node's yielded: only that one has DVC's lock file.
+
+    Yields:
+        Whether the directory has no checkpoint.
 
     Raises:
         UserError: another process has locked it, or the disk refused.
@@ -56,12 +69,12 @@ def lock_run_directory(
         )
     try:
         with write_errors(directory):
-            _restart_finished(directory)
+            _restart_finished(directory, record, starts_over)
             _remove_finished_runs(directory)
         if record is not None:
             write_json(directory / RECORD, record)
         _report_other_runs(directory, notify)
-        yield
+        yield not list(directory.glob("*step-*"))
         if not (directory / FINISHED).exists():
             clear(directory)
     finally:
@@ -98,12 +111,20 @@ def mark_finished(directory: Path, digest: str) -> None:
         (directory / FINISHED).write_text(digest, encoding="ascii")
 
 
-def _restart_finished(directory: Path) -> None:
-    """Run a finished training again: from its checkpoint, or from the first step if DVC has recorded its outputs."""
+def _restart_finished(directory: Path, record: Mapping[str, Any] | None, starts_over: bool | None) -> None:
+    """Run a finished training again, from its checkpoint.
+
+    It starts at the first step if DVC has recorded its outputs, or if GPUs shared it in another way: it would run no
+    step of this way, and measure no memory.
+    """
     marker = directory / FINISHED
     if not marker.exists():
         return
-    if DVC_LOCK.is_file() and marker.read_text(encoding="ascii") in DVC_LOCK.read_text(encoding="utf-8"):
+    if starts_over is None:
+        recorded = DVC_LOCK.is_file() and marker.read_text(encoding="ascii") in DVC_LOCK.read_text(encoding="utf-8")
+        of_other_mode = record is not None and read_json(directory / RECORD).get("sharing") != record["sharing"]
+        starts_over = recorded or of_other_mode
+    if starts_over:
         clear(directory)
     marker.unlink(missing_ok=True)
 
