@@ -1,8 +1,9 @@
 """One of several processes that share training steps: ours in each mode, plain DDP, and Hugging Face's Trainer.
 
-Run by torchrun as `-m benchmarks.rivals.shared_steps MODEL OUT ROUNDS`. All processes load in every mode, then run each
-way in turn. The last line that the first one prints is JSON: the bytes read and allocated by each load, and by way and
-round the seconds of each step and the bytes sent over the loopback.
+Run by torchrun as `-m benchmarks.rivals.shared_steps SMALL MODEL OUT ROUNDS`. All processes load in every mode, first
+the small model, since PyTorch then reads its own source files. Then they run each way in turn. The last line that the
+first one prints is JSON: the bytes read and allocated by each load, and by way and round the seconds of each step and
+the bytes sent over the loopback.
 """
 
 import json
@@ -39,13 +40,23 @@ LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOSS_CHUNK = 512
 LOOPBACK = "lo"
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
-OURS = {mode: ShardSpec(mode=mode) for mode in MODES} | {
-    "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2)),
-    "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=2)),
-    "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=2)),
-    "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(2, 2)),
+OURS: dict[int, dict[str, ShardSpec]] = {
+    2: {
+        **{mode: ShardSpec(mode=mode) for mode in MODES},
+        "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2)),
+        "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=2)),
+        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=2)),
+        "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(2, 2)),
+    },
+    4: {
+        "ddp": ShardSpec(mode="ddp"),
+        "zero3": ShardSpec(mode="zero3"),
+        "hsdp": ShardSpec(mode="hsdp", group_gpus=2),
+        "tensor_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, tensor=2)),
+        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, context=2)),
+    },
 }
-"""Ways of two processes to share a run."""
+"""Ways to share a run, by the number of processes."""
 PLAIN, HF = "ddp_plain", "hf"
 STEPS = 6
 WARM_STEPS = 1
@@ -201,14 +212,16 @@ def measured(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     """Load, run all rounds, and print."""
-    directory, out, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    small, directory, out, rounds = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    loads = {way: loaded(directory, sharing, world) for way, sharing in OURS.items()}
-    ways: dict[str, Run] = {way: ours(directory, sharing, world) for way, sharing in OURS.items()}
+    for sharing in OURS[size].values():
+        load_parallel(small, SPEC, world, sharing, CPU)
+    loads = {way: loaded(directory, sharing, world) for way, sharing in OURS[size].items()}
+    ways: dict[str, Run] = {way: ours(directory, sharing, world) for way, sharing in OURS[size].items()}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}
     steps = interleaved({way: partial(measured, run) for way, run in ways.items()}, rounds)
     dist.destroy_process_group()
