@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,9 @@ from pydantic_core import to_jsonable_python
 from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+
+READ_BY_RULES = attrgetter("data.max_length", "train.merge")
+"""Parameters of other stages in rules that proposed overrides can break."""
 
 
 class Declared:
@@ -39,9 +43,17 @@ class Declared:
         return value
 
 
-def all_params(params: Params) -> Params:
-    """All parameters, also those that the stage may not read: for rules between them, which params.yaml keeps."""
-    return cast(Params, params._section) if isinstance(params, Declared) else params
+def params_of_rules(params: Params) -> Params:
+    """All parameters, past the guard of undeclared reads, to check overrides by the rules between parameters.
+
+    Such a rule reads what a stage declares that proposes overrides, also the keys in `READ_BY_RULES`. It reads
+    `run.oom_recovery` too, which no stage tracks, so a stage's proposals are those for none.
+    """
+    if not isinstance(params, Declared):
+        return params
+    READ_BY_RULES(params)
+    found = cast(Params, params._section)
+    return found.model_copy(update={"run": found.run.model_copy(update={"oom_recovery": "none"})})
 
 
 def tracked_values(params: Params) -> dict[str, Any]:

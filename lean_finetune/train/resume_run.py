@@ -8,6 +8,7 @@ code or versions has its own directory, so that an exact run never resumes it.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def choose_directory(
     different = differences(part, nearest.record["parts"])
     which = f"the unfinished training in {nearest.directory} (optimizer step {nearest.step})"
     if resume == "compatible" and not different:
-        return run_directory(nearest.record["earlier"])
+        return replace(run_directory(nearest.record["earlier"]), directory=nearest.directory)
     if resume == "compatible" and different.keys() <= COMPATIBLE:
         notify(f"note: {which} is resumed although it had other {_kinds(different)}: run.resume is compatible")
         step = {"run": nearest.directory.name, "step": nearest.step, "differs": different}

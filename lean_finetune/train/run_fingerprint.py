@@ -84,7 +84,7 @@ def resumable_part(fingerprint: Fingerprint) -> Fingerprint:
 
 
 def run_key(record: Mapping[str, Any]) -> str:
-    """Return the name of a run's directory: a hash of its fingerprint and of the runs it resumed."""
+    """Return the name of a run's directory: a hash of its fingerprint without `sharing`, and of the runs it resumed."""
     return sha256_json(record)[:KEY_DIGITS]
 
 

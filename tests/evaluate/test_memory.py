@@ -25,8 +25,8 @@ from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, sav
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of
 
-MAX_TOKENS = 128
-"""Padded tokens of a micro-batch, and of every evaluation batch."""
+MAX_TOKENS = 192
+"""Padded tokens of a micro-batch, and of every evaluation batch: enough for more activations than a merged weight."""
 NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
 

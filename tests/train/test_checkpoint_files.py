@@ -80,7 +80,7 @@ def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore
     assert messages[0].endswith("using the one before it")
     assert store.last_step() == 1
     damage(first)
-    assert store.newest() is None and messages[1].endswith("there is no other one here")
+    assert store.newest() is None and messages[1].endswith("and no older one is here")
 
 
 @pytest.mark.parametrize(("finished", "ranks", "newest"), [(False, 1, 2), (True, 1, 4), (True, 2, 2)])

@@ -17,7 +17,7 @@ from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
 from lean_finetune.train.checkpoint import node_disks, scratch_dir
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
-from lean_finetune.train.checkpoint.scratch_dir import RECORD, RunDirectory, mark_finished
+from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, RunDirectory, mark_finished
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.resume_run import open_checkpointer
 from tests.conftest import ROOT
@@ -188,9 +188,16 @@ def test_a_complete_checkpoint_of_one_disk_is_used_if_node_0_lost_its_own(tmp_pa
     assert threads.run(read(disks)) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("cause", ["dvc has recorded it", "another run of one machine removed it"])
-def test_a_finished_run_starts_anew_on_both_disks(
-    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, cause: str
+@pytest.mark.parametrize(
+    ("cause", "first_steps"),
+    [
+        ("dvc has recorded it", 0),
+        ("another run of one machine removed it", 0),
+        ("node 0 was killed before it", 1),
+    ],
+)
+def test_a_finished_run_starts_at_one_step_on_both_disks(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, cause: str, first_steps: int
 ):
     """Only node 0 has DVC's lock file and trains alone too: its disk had no checkpoint, the other's had a part."""
     disks = [tmp_path / "a/run", tmp_path / "b/run"]
@@ -198,7 +205,9 @@ def test_a_finished_run_starts_anew_on_both_disks(
     for disk in disks:
         (disk / RECORD).write_text('{"sharing": {}}')
         mark_finished(disk, DIGEST)
-    if cause == "dvc has recorded it":
+    if cause == "node 0 was killed before it":
+        (disks[0] / FINISHED).unlink()
+    elif cause == "dvc has recorded it":
         lock = tmp_path / "dvc.lock"
         lock.write_text(f"md5: {DIGEST}")
         monkeypatch.setattr(scratch_dir, "DVC_LOCK", lock)
@@ -214,4 +223,4 @@ def test_a_finished_run_starts_anew_on_both_disks(
         with open_checkpointer(where, run=run, stop=StopRequest(), notify=print, channel=channel) as checkpoints:
             return checkpoints.first_step
 
-    assert threads.run(first_step) == [0, 0]
+    assert threads.run(first_step) == [first_steps] * 2

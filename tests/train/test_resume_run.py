@@ -11,7 +11,15 @@ import pytest
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.scratch_dir import DVC_LOCK, RECORD, RunDirectory, mark_finished, metrics_digest
+from lean_finetune.train.checkpoint.scratch_dir import (
+    DVC_LOCK,
+    FINISHED,
+    RECORD,
+    RunDirectory,
+    lock_run_directory,
+    mark_finished,
+    metrics_digest,
+)
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import StopRequest
@@ -176,3 +184,27 @@ def test_finished_run_keeps_its_last_checkpoint_until_the_next_run(
     messages.clear()
     with opened_for(choose_directory(root, parts_with(parameters={"seed": 1}), "exact", messages.append), messages):
         assert not choice.directory.exists() and messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kept"),
+    [(RECORD, None, False), (RECORD, "{", False), (RECORD, "{}", False), (FINISHED, "", True)],
+    ids=["no record", "half a record", "a record of version 0.1", "empty marker"],
+)
+def test_a_finished_run_with_damaged_files_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str | None, kept: bool
+):
+    """A kill while the directory was cleared, or a power failure, would make it unusable."""
+    monkeypatch.chdir(tmp_path)
+    choice = choose_directory(tmp_path, PARTS, "exact", print)
+    (choice.directory / "step-000000001").mkdir(parents=True)
+    DVC_LOCK.write_text("md5: 99914b932bd37a50b983c5e7c90ae93b")
+    (choice.directory / RECORD).write_text(json.dumps(choice.record))
+    mark_finished(choice.directory, "0a" * 16)
+    if content is None:
+        (choice.directory / name).unlink()
+    else:
+        (choice.directory / name).write_text(content)
+    with lock_run_directory(choice.directory, print, choice.record) as starts_over:
+        assert starts_over is not kept
+        assert json.loads((choice.directory / RECORD).read_text()) == choice.record

@@ -59,6 +59,8 @@ def sweep_switches(
         for flags, changed in single_changes(setting, support)
         if method_fault(config, changed.model) is None and (allowed is None or allowed(flags))
     ]
+    if smaller_batch is not None and allowed is not None and not allowed((smaller_batch,)):
+        smaller_batch = None
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lean_finetune.config.declared_params import all_params
+from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
@@ -164,7 +164,7 @@ def answer(
         usable_bytes=usable,
         native_bf16=device.native_bf16,
         progress=p.run.progress,
-        allowed=partial(keeps_rules, all_params(p)),
+        allowed=partial(keeps_rules, params_of_rules(p)),
         confirm=confirm,
     )
     ranked = f"by effect on learning, then {costs.reason}"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from lean_finetune.config.declared_params import all_params
+from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
@@ -71,7 +71,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         smaller_batch=halving_flag(p.bucket, planned.longest),
         native_bf16=device.native_bf16,
         progress=p.run.progress,
-        allowed=partial(keeps_rules, all_params(p)),
+        allowed=partial(keeps_rules, params_of_rules(p)),
     )
     run, planned = _workload(p, planned, prediction), replace(planned, setting=prediction.setting)
     by_phase = _phases(p, planned, prediction)

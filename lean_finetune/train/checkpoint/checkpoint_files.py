@@ -222,7 +222,7 @@ class CheckpointStore:
             found: Checkpoint | None = None
             for step in sorted(steps, reverse=True):
                 path = self.directory / NAME.format(step)
-                # A kill leaves only the newest unfinished, and leaves files on each disk.
+                # Only the newest can lack parts because of a kill while writing, and only on disks that have files.
                 writers = [rank for rank, (any_files,) in enumerate(had) if any_files and step == max(steps)]
                 fault = send_missing_parts(path, (TENSORS, SUMS), writers, self.disk, self.channel)
                 fault = fault or _fault(path, self.disk)
@@ -232,7 +232,7 @@ class CheckpointStore:
                     break
                 if leads:
                     what = fault or f"found by process {damaged[0]}"
-                    rest = "using the one before it" if step > min(steps) else "there is no other one here"
+                    rest = "using the one before it" if step > min(steps) else "and no older one is here"
                     self._notify(f"{path}: checkpoint cannot be used ({what}); {rest}")
             if leads:
                 self.remove_newer(-1 if found is None else step)

@@ -78,7 +78,7 @@ class Checkpointer(CheckpointHooks):
         self._thread: threading.Thread | None = None
         self._pending: PendingCheckpoint | None = None
         self._unsettled = self._failed = False
-        """Several processes: a checkpoint was started and not settled (equal in all); this one could not write it."""
+        """Of the last checkpoint: not yet published or dropped by all (equal in all); this process could not write it."""
         self._spent = 0.0
         """Seconds that the last checkpoint took from training, or from a CPU core that training may use."""
         self._due = clock() + (seconds or 0.0)
@@ -165,9 +165,12 @@ class Checkpointer(CheckpointHooks):
         return starts
 
     def mark_finished(self, metrics: Path | None) -> None:
-        """Keep the last checkpoint until DVC has recorded the metrics file, which only the first process passes."""
+        """Keep the last checkpoint until DVC has recorded `metrics`: their file in process 0 under DVC, else None."""
         digest = self._channel.gather_text("" if metrics is None else metrics_digest(metrics))[0]
-        if digest and self._store.disk.is_led_here:
+        if digest and self._store.disk.is_led_here and not self._channel.is_first:
+            mark_finished(self._store.directory, digest)
+        self._channel.gather_after_work(0)
+        if digest and self._channel.is_first:  # Last: its marker decides for all disks when the run is started again.
             mark_finished(self._store.directory, digest)
 
     def after_last_step(self, run: TrainingRun) -> None:

@@ -1,13 +1,15 @@
 """Directories of unfinished training runs: one per run, locked by the process that trains it."""
 
 import hashlib
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import read_json, repo_root, write_errors, write_json
+from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.units import readable_size
@@ -52,10 +54,10 @@ def lock_run_directory(
         directory: the run's directory.
         notify: gets lines for the user.
         record: what is written to `RECORD`; None = nothing.
-        starts_over: on another node's disk, what the first node's yielded: only that one has DVC's lock file.
+        starts_over: on a node with its own disk, what this yielded on node 0, which has dvc.lock; None on node 0.
 
     Yields:
-        Whether the directory has no checkpoint.
+        Whether there is no checkpoint, so that the run starts at the first step.
 
     Raises:
         UserError: another process has locked it, or the disk refused.
@@ -114,19 +116,28 @@ def mark_finished(directory: Path, digest: str) -> None:
 def _restart_finished(directory: Path, record: Mapping[str, Any] | None, starts_over: bool | None) -> None:
     """Run a finished training again, from its checkpoint.
 
-    It starts at the first step if DVC has recorded its outputs, or if GPUs shared it in another way: it would run no
-    step of this way, and measure no memory.
+    It starts at the first step if DVC has recorded its outputs, or if GPUs shared it in another way: resumed at its
+    end, the run would execute no step in this way, and measure no memory.
     """
     marker = directory / FINISHED
     if not marker.exists():
         return
     if starts_over is None:
-        recorded = DVC_LOCK.is_file() and marker.read_text(encoding="ascii") in DVC_LOCK.read_text(encoding="utf-8")
-        of_other_mode = record is not None and read_json(directory / RECORD).get("sharing") != record["sharing"]
-        starts_over = recorded or of_other_mode
+        digest = marker.read_text(encoding="ascii")  # Empty after a power failure.
+        recorded = bool(digest) and DVC_LOCK.is_file() and digest in DVC_LOCK.read_text(encoding="utf-8")
+        starts_over = recorded or (record is not None and _sharing_of(directory) != record["sharing"])
     if starts_over:
+        for path in directory.glob("*step-*"):  # Before the marker: without it the checkpoint would be resumed.
+            shutil.rmtree(path)
         clear(directory)
     marker.unlink(missing_ok=True)
+
+
+def _sharing_of(directory: Path) -> Any:
+    """How GPUs shared the run; None if its record has none, is damaged, or is missing, as after a kill in `clear`."""
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        return json.loads((directory / RECORD).read_text(encoding="utf-8")).get("sharing")
+    return None
 
 
 def _remove_finished_runs(own: Path) -> None:
