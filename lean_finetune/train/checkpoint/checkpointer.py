@@ -78,7 +78,7 @@ class Checkpointer(CheckpointHooks):
         self._thread: threading.Thread | None = None
         self._pending: PendingCheckpoint | None = None
         self._unsettled = self._failed = False
-        """Of the last checkpoint: not yet published or dropped by all (equal in all); this process could not write it."""
+        """The last checkpoint: not yet published or dropped by all (equal in all); this process could not write it."""
         self._spent = 0.0
         """Seconds that the last checkpoint took from training, or from a CPU core that training may use."""
         self._due = clock() + (seconds or 0.0)
