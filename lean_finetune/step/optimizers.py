@@ -1,8 +1,7 @@
-"""Build an optimizer of `config.optimizers`, make its state before the first step, and find its state on the device."""
+"""Make the state of an optimizer of `config.optimizers` before the first step, and find its state on the device."""
 
 import warnings
 from collections.abc import Iterator
-from pkgutil import resolve_name
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,11 +14,6 @@ from lean_finetune.step.offload.master_weights import MasterWeights
 
 PAGED_VALUES = 100_000
 """Tensors with fewer values are not paged (bitsandbytes' get_state_buffer)."""
-
-
-def make_optimizer(entry: OptimizerEntry, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """The optimizer of an entry over parameter groups, still without state."""
-    return resolve_name(entry.factory)(groups, lr=lr, **entry.options)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from lean_finetune.step.offload.disk_weights import DiskMasterWeights
 from lean_finetune.step.offload.host_transfer import HostContext, HostTransfer
 from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.offload.state_file import DiskPlace
-from lean_finetune.step.optimizers import make_optimizer, make_state
+from lean_finetune.step.optimizers import make_state
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
@@ -78,7 +79,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec, on_host: HostContext = nu
 
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
-            optimizer = make_optimizer(entry, given, spec.lr)
+            optimizer: torch.optim.Optimizer = resolve_name(entry.factory)(given, lr=spec.lr, **entry.options)
         if spec.disk is None:
             make_state(optimizer, entry)
         return optimizer

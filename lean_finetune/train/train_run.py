@@ -141,7 +141,7 @@ def _train_and_publish(
         with oom_handler.position.phase(SAVE):
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.
-        measured = largest_over_ranks(meter.result(), ControlChannel(job.world, job.device), job.device)
+        measured = largest_over_ranks(meter.result(), ControlChannel(job.world, job.device))
         figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.optim_spec.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)

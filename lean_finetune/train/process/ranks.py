@@ -192,7 +192,7 @@ def describe_position(position: RunPosition) -> str:
     return f"in phase {position.phase_name} {step}"
 
 
-def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel, device: torch.device) -> MeasuredPeaks:
+def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel) -> MeasuredPeaks:
     """Return the largest of each figure over all processes: what every GPU must have room for."""
     if channel.size == 1:
         return measured
@@ -206,6 +206,6 @@ def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel, device:
         peak_bytes=largest(one.peak_bytes for one in by_rank),
         peak_bytes_by_phase={name: max(one.peak_bytes_by_phase[name] for one in by_rank) for name in phases},
         peak_reserved_bytes=largest(one.peak_reserved_bytes for one in by_rank),
-        how=f"{measured.how}; the largest of {channel.size} processes{GLOO_NOTE if device.type == 'cpu' else ''}",
+        how=f"{measured.how}; the largest of {channel.size} processes{GLOO_NOTE if channel.device.type == 'cpu' else ''}",
         peak_bytes_by_rank=tuple(one.step_peak_bytes for one in by_rank if one.step_peak_bytes is not None),
     )
