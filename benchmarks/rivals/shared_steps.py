@@ -24,11 +24,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.harness import interleaved
 from benchmarks.specs import model_spec
-from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import collate, part_of, token_part
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -39,29 +40,46 @@ ROWS, LENGTH = 4, 128
 LR, MAX_GRAD_NORM = 1e-4, 1.0
 LOSS_CHUNK = 512
 LOOPBACK = "lo"
+LAYERS = 4
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
-OURS: dict[int, dict[str, ShardSpec]] = {
-    2: {
+
+
+def ways_of(processes: int) -> dict[str, ShardSpec]:
+    """Ways of all processes to share a run with complete rows, divided products, rows or layers."""
+    layers = (LAYERS // processes,) * processes
+    return {
         **{mode: ShardSpec(mode=mode) for mode in MODES},
-        "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=2)),
-        "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=2)),
-        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=2)),
-        "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(2, 2)),
-    },
-    4: {
-        "ddp": ShardSpec(mode="ddp"),
-        "zero3": ShardSpec(mode="zero3"),
-        "hsdp": ShardSpec(mode="hsdp", group_gpus=2),
-        "tensor_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, tensor=2)),
-        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, context=2)),
-    },
+        "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=processes)),
+        "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=processes)),
+        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=processes)),
+        "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=processes), stage_layers=layers),
+    }
+
+
+OF_FOUR = {
+    "hsdp": ShardSpec(mode="hsdp", group_gpus=2),
+    "tensor_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, tensor=2)),
+    "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, context=2)),
+}
+"""Ways that need four processes."""
+ADAPTED: tuple[Method, ...] = ("lora", "qlora")
+OURS: dict[int, dict[tuple[Method, str], ShardSpec]] = {
+    2: {(method, way): sharing for method in ("full", *ADAPTED) for way, sharing in ways_of(2).items()},
+    4: {("full", way): sharing for way, sharing in {**ways_of(4), **OF_FOUR}.items()},
 }
 """Ways to share a run, by the number of processes."""
-PLAIN, HF = "ddp_plain", "hf"
+Way = tuple[Method, str]
+"""Method, and how processes share a run."""
+PLAIN: Way = ("full", "plain DDP")
+HF: Way = ("full", "HF Trainer (DDP)")
 STEPS = 6
 WARM_STEPS = 1
 """First steps of each round, which do not count: the Trainer builds its DDP in each."""
-SPEC = model_spec("full", "fp32", grad_ckpt=False)
+
+
+def spec_of(method: Method) -> ModelSpec:
+    """A model without memory switches, as the other loops have it."""
+    return model_spec(method, "fp32", grad_ckpt=False)
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:
@@ -89,9 +107,9 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
     return seconds
 
 
-def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
+def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> Run:
     """The training step of stage train; processes of one index in dimension `data` have the rows of all of them."""
-    parallel = load_parallel(directory, SPEC, world, sharing, CPU)
+    parallel = load_parallel(directory, spec_of(method), world, sharing, CPU)
     ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
     spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     optimizer = build_optimizer(parallel.owned, spec)
@@ -109,7 +127,7 @@ def ours(directory: Path, sharing: ShardSpec, world: World) -> Run:
             optimizer,
             iter(batches),
             supervised_tokens=ROWS * (LENGTH - 1) * world.size,
-            model_spec=SPEC,
+            model_spec=spec_of(method),
             spec=StepSpec(
                 loss_chunk=chunk,
                 max_grad_norm=MAX_GRAD_NORM,
@@ -188,11 +206,11 @@ def hf_trainer(directory: Path, world: World, out: str) -> Run:
     return run
 
 
-def loaded(directory: Path, sharing: ShardSpec, world: World) -> dict[str, Any]:
+def loaded(directory: Path, method: Method, sharing: ShardSpec, world: World) -> dict[str, Any]:
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    parallel = load_parallel(directory, SPEC, world, sharing, CPU)
+    parallel = load_parallel(directory, spec_of(method), world, sharing, CPU)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own
@@ -218,15 +236,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    for sharing in OURS[size].values():
-        load_parallel(small, SPEC, world, sharing, CPU)
-    loads = {way: loaded(directory, sharing, world) for way, sharing in OURS[size].items()}
-    ways: dict[str, Run] = {way: ours(directory, sharing, world) for way, sharing in OURS[size].items()}
+    for (method, _), sharing in OURS[size].items():
+        load_parallel(small, spec_of(method), world, sharing, CPU)
+    loads = {name: loaded(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
+    ways: dict[Way, Run] = {name: ours(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}
-    steps = interleaved({way: partial(measured, run) for way, run in ways.items()}, rounds)
+    steps = interleaved({name: partial(measured, run) for name, run in ways.items()}, rounds)
     dist.destroy_process_group()
     if world.is_first:
-        print(json.dumps({"loads": loads, "steps": steps}))
+        print(json.dumps({"loads": list(loads.items()), "steps": list(steps.items())}))
 
 
 if __name__ == "__main__":

@@ -201,11 +201,11 @@ def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel) -> Meas
     def largest(figures: Iterable[int | None]) -> int | None:
         return max((figure for figure in figures if figure is not None), default=None)
 
-    phases = measured.peak_bytes_by_phase
+    phases, note = measured.peak_bytes_by_phase, GLOO_NOTE if channel.device.type == "cpu" else ""
     return MeasuredPeaks(
         peak_bytes=largest(one.peak_bytes for one in by_rank),
         peak_bytes_by_phase={name: max(one.peak_bytes_by_phase[name] for one in by_rank) for name in phases},
         peak_reserved_bytes=largest(one.peak_reserved_bytes for one in by_rank),
-        how=f"{measured.how}; the largest of {channel.size} processes{GLOO_NOTE if channel.device.type == 'cpu' else ''}",
+        how=f"{measured.how}; the largest of {channel.size} processes{note}",
         peak_bytes_by_rank=tuple(one.step_peak_bytes for one in by_rank if one.step_peak_bytes is not None),
     )
