@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
 
@@ -35,6 +35,7 @@ DIRTY = "-dirty"
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 Row = Mapping[str, Any]
+Name = TypeVar("Name")
 """One line of the table, by column. The names of columns in bytes end in `_bytes`, of columns in seconds in `_s`."""
 
 
@@ -128,13 +129,13 @@ def report(name: str, measured: Measured) -> dict[str, Any]:
     }
 
 
-def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[str, list[Any]]:
+def interleaved(cases: Mapping[Name, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[Name, list[Any]]:
     """Call every case once a round, and return what each returned in each round.
 
     Each round starts with another case, so that neither their order nor a slow spell of the machine favours one.
     With `warm_up`, one more round runs first and does not count.
     """
-    results: dict[str, list[Any]] = {name: [] for name in cases}
+    results: dict[Name, list[Any]] = {name: [] for name in cases}
     names = list(cases)
     for turn in range(-1 if warm_up else 0, rounds):
         shift = turn % len(names)
