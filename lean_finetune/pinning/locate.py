@@ -39,6 +39,14 @@ NAMED_TEMPLATES = ("tokenizer", "chatml")
 """Values of data.chat_template that are not the path of a file."""
 
 
+class ModelFault(UserError):
+    """A file of the pinned model is missing or changed. The remedy is that of the machine which pinned it."""
+
+    def __init__(self, fault: str, remedy: str):
+        super().__init__(f"model.name: {fault}; {remedy}")
+        self.fault = fault
+
+
 def template_file(chat_template: str) -> Path | None:
     """The file that data.chat_template names; None for a named template. Raises UserError if there is no such file."""
     if chat_template in NAMED_TEMPLATES:
@@ -55,7 +63,7 @@ def template_file(chat_template: str) -> Path | None:
 def model_directory(lock: Mapping[str, Any]) -> Path:
     """The directory of the model pinned in locks/model.json, with config, weights and tokenizer.
 
-    Raises UserError if it is gone, or it is on a hub that cannot be reached.
+    Raises ModelFault if one of its files is gone; UserError if it is on a hub that cannot be reached.
     """
     return _directory(lock, [*lock["files"], *lock["tokenizer_files"]])
 
@@ -73,14 +81,15 @@ def config_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
-    """The local directory of a model lock; of a Hub model with at least `paths`."""
-    if lock["kind"] == TINY:
-        return TINY_DIRECTORY
+    """The local directory of a model lock, with at least `paths`."""
     if lock["kind"] == "hub":
         return download("model.name", lock["name"], "model", lock["revision"], paths)
-    directory = find_source(lock["name"])
+    directory = TINY_DIRECTORY if lock["kind"] == TINY else find_source(lock["name"])
+    remedy = "put it back or change the name"
     if not directory.is_dir():
-        raise UserError(f"model.name: the pinned directory {lock['name']!r} is gone; put it back or change the name")
+        raise ModelFault(f"the pinned directory {lock['name']!r} is gone", remedy)
+    if missing := [path for path in paths if not (directory / path).is_file()]:
+        raise ModelFault(f"the pinned file {directory / missing[0]} is gone", remedy)
     return directory
 
 
@@ -157,18 +166,18 @@ def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
     """Compare files with their pinned hashes, sha256 or git blob ids by name.
 
-    Raises UserError if a file is missing or changed.
+    Raises ModelFault if a file is missing or changed.
     """
     for name in sorted(files):
         path = directory / name
         try:
             digest = file_digest(path, new_digest(files[name], path.stat().st_size))
         except OSError as error:
-            raise UserError(
-                f"model.name: {path} cannot be read ({error.strerror}); run `dvc repro` again to pin it again"
+            raise ModelFault(
+                f"{path} cannot be read ({error.strerror})", "run `dvc repro` again to pin it again"
             ) from error
         if digest != files[name]:
-            raise UserError(f"model.name: {path} changed since it was pinned; run `dvc repro` again")
+            raise ModelFault(f"{path} changed since it was pinned", "run `dvc repro` again")
 
 
 def find_model(name: str, revision: str | None = None) -> Path:

@@ -1,7 +1,8 @@
 """Create the training job from parameters, locks and plan, and check it against the device."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.row_limits import refuse_divided_rows
-from lean_finetune.pinning.locate import model_directory, verify_files
+from lean_finetune.pinning.locate import ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
@@ -77,6 +78,24 @@ def refuse_missing_inputs(paths: Paths, world: World) -> None:
         )
 
 
+@contextmanager
+def remedies_of_node(world: World) -> Iterator[None]:
+    """Replace the remedies for a fault of the pinned model if DVC does not run on this node: `dvc repro` trains there.
+
+    DVC does not store models, so that `dvc pull` fetches none.
+    """
+    try:
+        yield
+    except UserError as error:
+        node = world.rank // world.local_size
+        if not node:
+            raise
+        where = f"node {node} ({platform.node()})"
+        if isinstance(error, ModelFault):
+            raise UserError(f"model.name: on {where} {error.fault}; copy it there from node 0") from error
+        raise UserError(f"{error}; or copy the hub's cache from node 0 to {where}") from error
+
+
 def dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested parameters to dotted names."""
     flat: dict[str, Any] = {}
@@ -121,14 +140,16 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
             was made for other rows.
     """
     lock = read_json(paths.model_lock)
-    directory = model_directory(lock)
+    with remedies_of_node(world):
+        directory = model_directory(lock)
     config = read_config(directory)
     check_attention(device, config, spec)
     refuse_fused(spec.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
     if params.train.merge:
         refuse_merge(directory, spec, experts=spec.lora_experts == "all")
     if world.local_rank == 0:  # All processes of a node read the same files.
-        verify_files(directory, lock["files"])
+        with remedies_of_node(world):
+            verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, paths)
     layout = ParallelLayout.from_params(params)
     refuse_divided_rows(config, layout.context)

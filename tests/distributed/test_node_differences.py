@@ -43,12 +43,17 @@ def change_code(root: Path) -> None:
         file.write("\nCHANGED = True\n")
 
 
+COPY_MODEL = r"error: model\.name: on node 1 \(.*model\.safetensors {}; copy it there from node 0$"
 DIFFERENCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings": (lambda root: change(root, train__lr=1e-3), 'train.lr: must be the same .*; got "auto" in process 0'),
     "processes": (lambda root: change(root, hardware__num_gpus=4), "hardware.num_gpus: must be the same on all nodes "),
     "tokens": (lambda root: change_a_byte(root / "data/tokens/meta.json"), "tokens.meta.json: must be the same in all"),
     "code": (change_code, "lean_finetune/step/training_step.py: must be the same in all processes"),
-    "model": (lambda root: change_a_byte(root / "model/model.safetensors"), "model.safetensors.*on node 1"),
+    "model": (
+        lambda root: change_a_byte(root / "model/model.safetensors"),
+        COPY_MODEL.format("changed since it was pinned"),
+    ),
+    "weights": (lambda root: (root / "model/model.safetensors").unlink(), COPY_MODEL.format("is gone")),
     "inputs": (lambda root: shutil.rmtree(root / "data/batches"), "plan.arrow: is not on node 1 .*dvc pull"),
 }
 
