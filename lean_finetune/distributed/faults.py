@@ -25,6 +25,10 @@ class ConnectionLost(Exception):
     """The connection broke while this process waited for others; the cause is in one of them."""
 
 
+class OtherNodeEnded(Exception):
+    """The processes of another node have ended, and this one did not notice: it hangs, or waits for them."""
+
+
 EndProcess = Callable[[Exception], None]
 """Ends this process from any thread, as if its main thread had raised the fault."""
 
@@ -39,6 +43,8 @@ class Ending:
     details: Sequence[str] = ()
     waited: Sequence[int] = ()
     """Ranks that waited for others, or lost the connection to them."""
+    ended: Sequence[int] = ()
+    """Ranks that were ended as those of another node had; whether they waited or hung is not known."""
 
 
 def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], processes: int) -> UserError:
@@ -49,10 +55,14 @@ def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], processes: int
     message = ending.message
     if ending.kind == "cause":
         same = len({one.message for one in endings.values()}) == 1 and len(endings) == len(hosts)
-        where = "" if len(hosts) == 1 or same else f" (on node {rank}, {hosts[rank]})"
+        named = f"node {rank} ({hosts[rank]})" in message
+        where = "" if len(hosts) == 1 or same or named else f" (on node {rank}, {hosts[rank]})"
         return UserError(message + where, *ending.details)
     waited = {one for each in endings.values() for one in each.waited}
-    absent = [one for one in range(processes * len(hosts)) if one not in waited]
+    ended = {one for each in endings.values() for one in each.ended} - waited
+    absent = [one for one in range(processes * len(hosts)) if one not in waited | ended]
+    if not absent and ending.kind == "waited":
+        absent = sorted(ended)
     if absent and DID_NOT_COME not in message:
         message += DID_NOT_COME + named_ranks(absent, processes, hosts)
     return UserError(message, *ending.details)

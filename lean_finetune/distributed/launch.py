@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 import psutil
@@ -24,7 +25,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.parent_death import LAUNCHER
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
-from lean_finetune.distributed.faults import HOSTS, ConnectionLost, Ending, EndProcess, WaitTimedOut
+from lean_finetune.distributed.faults import HOSTS, ConnectionLost, Ending, EndProcess, OtherNodeEnded, WaitTimedOut
 from lean_finetune.distributed.nodes import LOCAL, Node, NodeGroup
 from lean_finetune.distributed.processes import World, attempt
 
@@ -36,6 +37,8 @@ TIMED_OUT = ".waited"
 """Suffix of a marker: the error is that this process waited too long for the others."""
 LOST = ".lost"
 """Suffix of a marker: this process waited when the connection to another one broke."""
+ENDED = ".ended"
+"""Suffix of a marker: this process was ended as those of another node had, which it did not notice."""
 REPORTED = ".reported"
 """Suffix of a marker: this process has printed why it ended."""
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -161,20 +164,26 @@ def _ending(error: ChildFailedError, directory: Path) -> Ending:
     """Why the processes of this node ended. An error in a process comes before a timeout in one that waited for it."""
     faults = sorted(directory.glob(f"*{FAULT}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     causes = [path for path in faults if not path.with_suffix(TIMED_OUT).exists()]
-    waited = sorted({int(path.stem) for suffix in (TIMED_OUT, LOST) for path in directory.glob(f"*{suffix}")})
+    waited, ended = _marked(directory, TIMED_OUT, LOST), _marked(directory, ENDED)
     if faults:
         message, *details = (causes or faults)[0].read_text(encoding="utf-8").splitlines()
-        return Ending(kind="cause" if causes else "waited", message=message, details=details, waited=waited)
-    crashed = {rank: failure for rank, failure in error.failures.items() if rank not in waited}
+        kind: Literal["cause", "waited"] = "cause" if causes else "waited"
+        return Ending(kind=kind, message=message, details=details, waited=waited, ended=ended)
+    crashed = {rank: failure for rank, failure in error.failures.items() if rank not in {*waited, *ended}}
     if not crashed:
-        return Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=waited)
+        return Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=waited, ended=ended)
     rank, failure = ChildFailedError(error.name, crashed).get_first_failure()
     code = failure.exitcode
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     log = directory / f"{rank}.log"
     output = f"see {log}" if log.exists() and log.stat().st_size else "it printed nothing"
     message = f"hardware.num_gpus: process {rank} ended {how}; {output}; {RESUMES}"
-    return Ending(kind="cause", message=message, waited=waited)
+    return Ending(kind="cause", message=message, waited=waited, ended=ended)
+
+
+def _marked(directory: Path, *suffixes: str) -> list[int]:
+    """The ranks that left a marker."""
+    return sorted({int(path.stem) for suffix in suffixes for path in directory.glob(f"*{suffix}")})
 
 
 BROKEN = "hardware.num_gpus: the connection to other processes broke"
@@ -229,7 +238,7 @@ def _forget_waiting(directory: Path, world: World) -> None:
         sys.exit(int(reported.read_text()))
     if any(attempt() > 1 or not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
         sys.exit(1)
-    for suffix in (FAULT, TIMED_OUT, LOST):
+    for suffix in (FAULT, TIMED_OUT, LOST, ENDED):
         (directory / str(world.rank)).with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -257,6 +266,8 @@ def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
     except Exception as fault:
         if isinstance(fault, ConnectionLost):
             marker.with_suffix(LOST).touch()
+        if isinstance(fault, OtherNodeEnded):
+            marker.with_suffix(ENDED).touch()
         with open(marker.with_suffix(".log"), "a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
     if not launched:

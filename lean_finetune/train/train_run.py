@@ -158,6 +158,8 @@ def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
 def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, snapshots: MemorySnapshots) -> OomHandler:
     """Create the handler; it reads the prediction only when memory runs out."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
+    if job.world.size > 1:
+        name = f"{name} (process {job.world.rank})"
     split = run.oom_recovery == "split"
     snapshot: Path | None = None
     can_split = not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,13 @@ def planned(root: Path, gpus: int, sharding: str, **values: object) -> None:
     """Change parameters, and plan the batches of so many GPUs."""
     change(root, hardware__num_gpus=gpus, train__sharding=sharding, **values)
     assert invoke(bucket).exit_code == 0
+
+
+def other_machine(root: Path) -> Path:
+    """A copy of the checkout, as on a second machine's own disk."""
+    other = root / "other-machine"
+    shutil.copytree(root, other, symlinks=True, ignore=shutil.ignore_patterns("scratch"))
+    return other
 
 
 def made_a_step(root: Path) -> bool:

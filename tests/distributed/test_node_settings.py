@@ -1,8 +1,10 @@
 """Which machine of a run this is, and what is refused before anything starts."""
 
+import platform
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.faults import Ending, fault_of
 from lean_finetune.distributed.nodes import Node
 from lean_finetune.distributed.processes import World
-from lean_finetune.train.job import Paths, refuse_missing_inputs
+from lean_finetune.pinning.locate import model_directory, verify_files
+from lean_finetune.train.job import Paths, refuse_missing_inputs, remedies_of_node
 from tests.conftest import ROOT
 
 SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_ID": "54321", "SLURM_JOB_NODELIST": "gpu[03-05,9]-ib,login"}
@@ -91,9 +94,30 @@ def test_an_environment_without_a_meaning_is_refused(environment: dict[str, str]
 def test_a_machine_without_the_data_names_the_command(tmp_path: Path):
     """It was told to run `dvc repro`, which trains there."""
     paths = Paths(**{field.name: tmp_path / field.name for field in fields(Paths)})
-    refuse_missing_inputs(paths, World(rank=0, size=2, local_rank=0, local_size=1))
+    refuse_missing_inputs(paths, of_node(0))
     with pytest.raises(UserError, match="tokens: is not on node 1 .*; run `dvc pull tokenize bucket estimate` there"):
-        refuse_missing_inputs(paths, World(rank=1, size=2, local_rank=0, local_size=1))
+        refuse_missing_inputs(paths, of_node(1))
+
+
+def of_node(node: int) -> World:
+    return World(rank=node, size=2, local_rank=0, local_size=1)
+
+
+def test_a_machine_without_the_model_is_told_to_copy_it(tmp_path: Path):
+    """It was told to put it back, or to run `dvc repro`, which trains there."""
+    files = {"config.json": 64 * "0"}
+    lock = {"kind": "directory", "name": f"{tmp_path}/model", "files": files, "tokenizer_files": ["tokenizer.json"]}
+    copied = rf"^model\.name: on node 1 \({platform.node()}\) .*{{}}.*; copy it there from node 0$"
+    with pytest.raises(UserError, match="model' is gone; put it back"), remedies_of_node(of_node(0)):
+        model_directory(lock)
+    with pytest.raises(UserError, match=copied.format("model' is gone")), remedies_of_node(of_node(1)):
+        model_directory(lock)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    with pytest.raises(UserError, match=copied.format("tokenizer.json is gone")), remedies_of_node(of_node(1)):
+        model_directory(lock)
+    with pytest.raises(UserError, match=copied.format("config.json changed")), remedies_of_node(of_node(1)):
+        verify_files(tmp_path / "model", files)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +125,26 @@ def test_a_machine_without_the_data_names_the_command(tmp_path: Path):
     [
         ({0: ("lost", "broke", [0, 1]), 1: ("cause", "killed", [3])}, "killed (on node 1, b)"),
         ({0: ("cause", "bad", []), 1: ("cause", "bad", [])}, "bad"),
+        ({0: ("lost", "broke", [0, 1]), 1: ("cause", "bad on node 1 (b)", [])}, "bad on node 1 (b)"),
         (
             {0: ("waited", "late", [0, 1]), 1: ("waited", "late", [3])},
             "late; the one that did not come: process 2 on node 1 (b)",
         ),
         ({0: ("waited", "late", [0, 1])}, "late; the one that did not come: process 2, 3 on node 1 (b)"),
+        (
+            {0: ("waited", "late", [0, 1]), 1: ("lost", "broke", [2], [3])},
+            "late; the one that did not come: process 3 on node 1 (b)",
+        ),
+        (
+            {0: ("waited", "late", [0]), 1: ("lost", "broke", [], [2, 3])},
+            "late; the one that did not come: process 1 on node 0 (a)",
+        ),
+        ({0: ("lost", "broke", [0, 1]), 1: ("lost", "broke", [2], [3])}, "broke"),
     ],
-    ids=["killed", "all", "hangs", "silent"],
+    ids=["killed", "all", "named", "hangs", "silent", "ended-in-its-hang", "ended-while-waiting", "broken"],
 )
-def test_the_line_of_all_nodes_blames_the_one_at_fault(endings: dict[int, tuple[str, str, list[int]]], shown: str):
-    """Those that waited were blamed."""
-    found = {
-        node: Ending(kind=kind, message=message, waited=waited)  # type: ignore[arg-type]
-        for node, (kind, message, waited) in endings.items()
-    }
+def test_the_line_of_all_nodes_blames_the_one_at_fault(endings: dict[int, tuple[Any, ...]], shown: str):
+    """Those that waited were blamed, or nobody."""
+    names = ("kind", "message", "waited", "ended")
+    found = {node: Ending(**dict(zip(names, values, strict=False))) for node, values in endings.items()}
     assert str(fault_of(found, ["a", "b"], 2)) == shown

@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
 from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
-from tests.distributed.launched import change, errors_of, made_a_step, planned, running, script
+from tests.distributed.launched import change, errors_of, made_a_step, other_machine, planned, running, script
 from tests.processes import wait_for
 from tests.workspace import run_module
 
@@ -31,13 +31,6 @@ ENDS_SECONDS = 60
 @pytest.fixture(autouse=True)
 def hosts_are_possible() -> None:
     skip_without_hosts()
-
-
-def other_machine(root: Path) -> Path:
-    """A copy of the checkout, as on a second machine's own disk."""
-    other = root / "other-machine"
-    shutil.copytree(root, other, symlinks=True, ignore=shutil.ignore_patterns("scratch"))
-    return other
 
 
 def on_nodes(stack: ExitStack, hosts: tuple[Host, Host], roots: tuple[Path, Path]) -> Iterator[subprocess.Popen[bytes]]:
@@ -182,6 +175,22 @@ def test_a_run_of_one_machine_goes_on_on_two(copy: Path, alone: Alone):
         nodes = list(on_nodes(stack, hosts, (copy, other)))
         assert [node.wait() for node in nodes] == [0, 0], (errors_of(copy, hosts[0]), errors_of(other, hosts[1]))
         assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy, hosts[0]))
+    assert weights(copy) == expected
+
+
+def test_a_run_of_two_machines_goes_on_on_one(copy: Path, alone: Alone):
+    """Each process wrote its part of the checkpoint on another machine; they share the disk."""
+    expected = alone(copy, 2, "zero3", **LONG)
+    change(copy, run__nodes=2, run__rank_timeout_seconds=60)
+    with two_hosts() as hosts, ExitStack() as stack:
+        nodes = list(on_nodes(stack, hosts, (copy, copy)))
+        wait_for(lambda: made_a_step(copy), nodes[0])
+        nodes[1].send_signal(signal.SIGTERM)
+        assert [node.wait(ENDS_SECONDS) for node in nodes] == [128 + signal.SIGTERM] * 2
+    change(copy, run__nodes=1)
+    with running(copy) as launcher:
+        assert launcher.wait() == 0, errors_of(copy)
+    assert any(line.startswith("train: resumed at optimizer step ") for line in errors_of(copy))
     assert weights(copy) == expected
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lean_finetune.config.schema import Params
 from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.faults import HOSTS, ConnectionLost, EndProcess, WaitTimedOut
+from lean_finetune.distributed.faults import HOSTS, ConnectionLost, EndProcess, OtherNodeEnded, WaitTimedOut
 from lean_finetune.distributed.launch import launch
 from lean_finetune.distributed.nodes import Node
 from lean_finetune.distributed.processes import World, attempt, check_devices, ended_key, under_torchrun
@@ -162,13 +162,15 @@ def watch_other_nodes(world: World, seconds: float, end: EndProcess | None) -> I
         while not finished.wait(POLL_SECONDS):
             timer = threading.Timer(seconds, end, [silent])
             timer.start()
+            fault: Exception | None = None
             try:
-                ended = store.check([ended_key(attempt())])
+                if store.check([ended_key(attempt())]):
+                    fault = OtherNodeEnded("the processes of another node have ended")
             except RuntimeError:
-                ended = True
+                fault = ConnectionLost("the store of node 0 has ended")
             timer.cancel()
-            if ended and not finished.wait(ENDED_SECONDS):
-                end(ConnectionLost("the processes of another node have ended"))
+            if fault is not None and not finished.wait(ENDED_SECONDS):
+                end(fault)
 
     threading.Thread(target=poll, name="node_watch", daemon=True).start()
     try:
