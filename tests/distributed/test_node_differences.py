@@ -26,7 +26,7 @@ from tests.workspace import invoke
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 TIMEOUT_SECONDS = 20
-ENDS_SECONDS = 120
+ENDS_SECONDS = 300
 """Starting processes on two busy cores, the timeout, and what nodes wait for each other's answer."""
 
 
