@@ -1,6 +1,7 @@
 """Which machine of a run this is, and what is refused before anything starts."""
 
 import platform
+import shutil
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,11 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.faults import Ending, fault_of
 from lean_finetune.distributed.nodes import Node
 from lean_finetune.distributed.processes import World
-from lean_finetune.pinning.locate import model_directory, verify_files
+from lean_finetune.pinning.hub import list_files
+from lean_finetune.pinning.locate import TINY_DIRECTORY, model_directory, verify_files
 from lean_finetune.train.job import Paths, refuse_missing_inputs, remedies_of_node
 from tests.conftest import ROOT
+from tests.pinning.hub_server import serve, use_hub
 
 SLURM = {"SLURM_NODEID": "1", "SLURM_JOB_ID": "54321", "SLURM_JOB_NODELIST": "gpu[03-05,9]-ib,login"}
 
@@ -118,6 +121,25 @@ def test_a_machine_without_the_model_is_told_to_copy_it(tmp_path: Path):
         model_directory(lock)
     with pytest.raises(UserError, match=copied.format("config.json changed")), remedies_of_node(of_node(1)):
         verify_files(tmp_path / "model", files)
+
+
+def test_a_machine_that_does_not_reach_the_hub_uses_a_copy_of_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = {path.name: path.read_bytes() for path in TINY_DIRECTORY.iterdir() if path.is_file()}
+    lock: dict[str, Any] = {"kind": "hub", "name": "org/model", "files": ["config.json"], "tokenizer_files": []}
+    with serve({"models/org/model": files}) as hub:
+        use_hub(monkeypatch, hub, tmp_path / "node-0")
+        lock["revision"], _ = list_files("model.name", "org/model", "model", None)
+        model_directory(lock)
+        use_hub(monkeypatch, hub, tmp_path / "node-1")
+    with (
+        pytest.raises(UserError, match="; or copy the hub's cache from node 0 to node 1 "),
+        remedies_of_node(of_node(1)),
+    ):
+        model_directory(lock)
+    shutil.copytree(tmp_path / "node-0", tmp_path / "node-1", symlinks=True, dirs_exist_ok=True)
+    assert model_directory(lock).is_relative_to(tmp_path / "node-1")
 
 
 @pytest.mark.parametrize(
