@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.estimate_cpu import save_small
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.core.units import MIB
 from lean_finetune.distributed.processes import SINGLE_PROCESS
+from lean_finetune.step.offload.state_file import DiskPlace
 from tests.distributed.cases import Case, learn
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
@@ -264,18 +266,37 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(torch.equal(found["weights"][name], weight) for name, weight in expected["weights"].items())
 
 
+HOST_MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{mode: ("pair", {"mode": mode}) for mode in MODES},
+    "zero3 of four": ("four", {"mode": "zero3"}),
+    "hsdp": ("four", {"mode": "hsdp", "group_gpus": 2}),
+    "cp": ("four", {"mode": "ddp", "context": 2}),
+    "cp x zero3": ("four", {"mode": "zero3", "context": 2}),
+    "tp": ("pair", {"mode": "none", "tensor": 2}),
+    "pp": ("pair", {"mode": "none", "stages": (1, 1)}),
+}
+"""Processes, and values of a case."""
 HOST_CASES = [
-    *product(("ddp", "zero1", "zero2", "zero3"), ("full", "lora"), ("optimizer",)),
-    *product(("zero3",), METHODS, ("parameters",)),
+    *product(MODES, ("full", "lora"), ("optimizer",), ("cpu",)),
+    *product(("zero3", "hsdp"), METHODS, ("parameters",), ("cpu",)),
+    *product(("hsdp", "cp", "cp x zero3"), ("full", "lora"), ("optimizer",), ("cpu",)),
+    ("cp x zero3", "full", "parameters", "cpu"),
+    *product(("ddp", "zero1", "zero3", "tp", "pp"), ("full", "lora"), ("optimizer",), ("disk",)),
+    *product(("zero3",), METHODS, ("parameters",), ("disk",)),
+    ("zero3 of four", "lora", "optimizer", "disk"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("mode", "method", "place"),
-    [case if case == ("zero3", "full", "parameters") else slow(*case) for case in HOST_CASES],
+    ("mode", "method", "place", "to"),
+    [case if case == ("zero3", "full", "parameters", "cpu") else slow(*case) for case in HOST_CASES],
 )
-def test_the_host_changes_no_bit(small_llama: Path, pair: Group, mode, method, place):
-    """Shards or gradients that lose bits on the way to the host."""
-    case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, steps=5, model={"method": method, "grad_ckpt": True})
-    here, there = pair.learn(case), pair.learn(replace(case, optim={"offload": place}))
+def test_the_host_changes_no_bit(request, small_llama: Path, tmp_path: Path, mode, method, place, to):
+    """Shards or gradients that lose bits on the way to the host; empty shards (rank 3, four processes) on disk."""
+    processes, given = HOST_MODES[mode]
+    group: Group = request.getfixturevalue(processes)
+    model = {"method": method, "grad_ckpt": True, "lora_rank": 3}
+    case = Case(directory=str(small_llama), sizes=IDLE, chunk=16, steps=5, model=model, **given)
+    disk = DiskPlace(directory=tmp_path, buffer_bytes=64 * MIB) if to == "disk" else None
+    here, there = group.learn(case), group.learn(replace(case, optim={"offload": place, "disk": disk}))
     assert_same_bits(there, here)
