@@ -96,21 +96,28 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_llama(directory, hidden_size=128, intermediate_size=256, num_key_value_heads=4)
 
 
+@pytest.fixture
+def wider_llama(tmp_path: Path) -> Path:
+    """The same for four processes. In `full`, AdamW makes more of the rounding of sums than in `wide_llama`."""
+    return save_small_llama(tmp_path, hidden_size=256, intermediate_size=256, num_key_value_heads=4)
+
+
 TENSOR = [
     *(("pair", "none", 2, method, batches) for method in METHODS for batches in BATCHES),
     *(("four", "zero3", 2, method, batches) for method in METHODS for batches in BATCHES),
     *(("four", mode, 2, method, "padded") for mode in ("ddp", "zero2") for method in METHODS),
-    *(("four", "none", 4, method, "padded") for method in ("full", "lora")),
+    *(("four", "none", 4, method, "padded") for method in METHODS),
 ]
 
 
 @pytest.mark.parametrize(("processes", "mode", "tensor", "method", "batches"), TENSOR)
 def test_products_of_several_processes_learn_the_same(
-    request, wide_llama: Path, single: Single, processes, mode, tensor, method, batches
+    request, single: Single, processes, mode, tensor, method, batches
 ):
     """Gradients of undivided weights counted once or N times, norms that count them N times, another random stream."""
     group: Group = request.getfixturevalue(processes)
-    case = Case(directory=str(wide_llama), mode=mode, tensor=tensor, steps=8, **{**BATCHES[batches], "chunk": 16})
+    model = request.getfixturevalue("wider_llama" if (tensor, method) == (4, "qlora") else "wide_llama")
+    case = Case(directory=str(model), mode=mode, tensor=tensor, steps=8, **{**BATCHES[batches], "chunk": 16})
     case = replace(case, model={"method": method, **case.model})
     results = check(group, single, case, plain_of(case), EXACT)
     assert results["found"]["norms"] == pytest.approx(results["expected"]["norms"], rel=1e-5)
