@@ -32,6 +32,13 @@ def pair() -> Iterator[Group]:
         yield group
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[Group]:
+    """Four processes."""
+    with group_of(4) as group:
+        yield group
+
+
 def check(group: Group, size: int, directory: Path, mode: str, steps: str, **changes: Any) -> None:
     """Every phase of the step, within the bound of one process."""
     setting = shared_setting(mode, size, steps, **changes)
@@ -114,18 +121,21 @@ MASTER_WEIGHTS = {"method": "full", "precision": "bf16", "master_weights": True}
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "changes",
-    [{"method": method, **one} for method in ("full", "lora", "qlora") for one in PIPELINE_CHANGES],
+    ("processes", "layers", "changes"),
+    [
+        *(("pair", (2, 3), {"method": m, **one}) for m, one in product(("full", "lora", "qlora"), PIPELINE_CHANGES)),
+        ("four", (1, 2, 1, 1), {"method": "full"}),
+    ],
     ids=str,
 )
-def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Group, changes):
+def test_every_stage_of_a_pipeline_counts_what_is_predicted(request, tmp_path, processes, layers, changes):
     """Micro-batches in flight that are not counted, or a hidden state that is kept after it was sent."""
     directory = save_small_llama(tmp_path, num_hidden_layers=5, tie_word_embeddings=False)
-    setting = pipeline_setting((2, 3), **changes)
+    setting = pipeline_setting(layers, **changes)
     config = read_config(directory)
-    counted = pair.ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
+    counted = request.getfixturevalue(processes).ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
     for stage, found in enumerate(counted):
-        own = of_stage(setting, stage, (2, 3))
+        own = of_stage(setting, stage, layers)
         predicted = trace_steps(MemoryTrace, config, own, IN_FLIGHT, CPU_TARGET)[0].peaks()
         for phase, peak in predicted.items():
             allowed = max(TOLERATED_SHARE * found[phase], TOLERATED_BYTES)
@@ -137,13 +147,17 @@ def test_every_stage_of_a_pipeline_counts_what_is_predicted(tmp_path, pair: Grou
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("method", "context"), [("full", 1), ("lora", 1), ("qlora", 1), ("full", 2), ("qlora", 2), ("lora", 4)]
+    ("mode", "method", "context"),
+    [
+        *product(("hsdp",), ("full", "lora", "qlora"), (1,)),
+        *(("hsdp", "full", 2), ("hsdp", "qlora", 2), ("hsdp", "lora", 4)),
+        *(("ddp", "full", 1), ("zero1", "lora", 1), ("zero2", "full", 1), ("zero3", "qlora", 1), ("ddp", "lora", 2)),
+    ],
 )
-def test_the_prediction_holds_for_sharding_in_groups(small_llama: Path, method, context):
-    """Untraced buffers of reductions between groups."""
-    with group_of(4) as four:
-        for steps in ("one turn", "two turns"):
-            check(four, 4, small_llama, "hsdp", steps, method=method, context=context)
+def test_the_prediction_holds_for_four_processes(small_llama: Path, four: Group, mode, method, context):
+    """Untraced buffers of reductions between groups, or a part of two processes counted in four."""
+    for steps in ("one turn", "two turns"):
+        check(four, 4, small_llama, mode, steps, method=method, context=context)
 
 
 @pytest.mark.slow
@@ -206,15 +220,17 @@ def test_onednn_adds_at_most_the_scratch_of_one_product(small_llama: Path, pair:
         ("zero3", 4, {"method": "full", "grad_ckpt": True}),
         ("zero3", 4, {"method": "qlora"}),
         ("ddp", 4, {"method": "lora"}),
+        ("zero3", 4, {"method": "lora"}),
+        ("none", 4, {"method": "full", "tensor": 4}),
     ],
 )
-def test_the_prediction_holds_where_products_are_divided(tmp_path, mode, gpus, changes):
+def test_the_prediction_holds_where_products_are_divided(request, tmp_path, mode, gpus, changes):
     """A whole weight counted as a part, or buffers of sums counted nowhere; the closed form follows the parts."""
     directory = save_small_llama(tmp_path, hidden_size=128, intermediate_size=256, num_key_value_heads=4)
-    with group_of(gpus) as group:
-        for steps in ("one turn", "two turns"):
-            check(group, gpus, directory, mode, steps, tensor=2, **changes)
-    setting = shared_setting(mode, gpus, "one turn", tensor=2, **changes)
+    changes = {"tensor": 2, **changes}
+    for steps in ("one turn", "two turns"):
+        check(request.getfixturevalue({2: "pair", 4: "four"}[gpus]), gpus, directory, mode, steps, **changes)
+    setting = shared_setting(mode, gpus, "one turn", **changes)
     config = read_config(directory)
     traced = predict(config, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
     closed: dict[str, int] = {}
