@@ -88,7 +88,7 @@ class Setup:
         self.directory.mkdir(parents=True)
         self._save_model()
         with open(self.directory / SOURCE, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in _rows(self.rows))
+            file.writelines(json.dumps(row) + "\n" for row in generated_rows(self.rows))
         changes = {
             "model.name": "model",
             "data.source": SOURCE,
@@ -200,7 +200,7 @@ class TrainerCase:
         return Steps(**self.rival.run("trainer_steps.py", *arguments, cwd=setup.directory, cache=out).figures)
 
 
-def _rows(count: int) -> list[dict[str, str]]:
+def generated_rows(count: int) -> list[dict[str, str]]:
     """Prompts and answers in generated English."""
     rng = np.random.default_rng(SEED)
     language = english(rng)
