@@ -81,6 +81,12 @@ PADDED_SLOW: list[dict[str, Any]] = [
     {"method": "lora", "sequence_tiles": 3, "lora_dropout": 0.1},
     {"method": "lora", "grad_ckpt": True, "sequence_tiles": 4, "compress_activations": "int8"},
     {"method": "qlora", "offload_activations": "disk", "compress_activations": "int8"},
+    *(
+        {"method": method, "grad_ckpt": True, "offload_activations": "disk", "compress_activations": bits}
+        for method, bits in (("lora", "int8"), ("qlora", "fp8"))
+    ),
+    *({"method": method, "grad_ckpt": True, "compress_activations": "int8"} for method in ("full", "lora")),
+    {"method": "lora", "compress_activations": "fp8"},
 ]
 JOINED_ROWS: list[dict[str, Any]] = [
     {"method": "qlora", "grad_ckpt": True, "optimizer": "adamw_8bit"},

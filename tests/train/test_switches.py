@@ -114,6 +114,23 @@ OTHER_ARITHMETIC = [
         Row(switch=f"{INT8} grad_ckpt=true", method=method, bits="int8", model=CHECKPOINTED, loss=0.005, learnt=0.1)
         for method in METHODS
     ),
+    *(
+        Row(switch=f"{FP8} grad_ckpt=true", method=method, bits="fp8", model=CHECKPOINTED, loss=0.005, learnt=0.15)
+        for method in ("full", "lora")
+    ),
+    Row(switch=f"{FP8} offload_activations=disk", method="lora", bits="fp8", on_disk=True, loss=0.005, learnt=0.2),
+    *(
+        Row(
+            switch=f"compress_activations={bits} grad_ckpt=true offload_activations=disk",
+            method="qlora",
+            bits=bits,
+            model=CHECKPOINTED,
+            on_disk=True,
+            loss=0.005,
+            learnt=bound,
+        )
+        for bits, bound in (("int8", 0.1), ("fp8", 0.15))
+    ),
     Row(switch="precision=bf16", model=BF16, loss=0.2, learnt=0.2),
     Row(switch="precision=bf16 master_weights=true", model=BF16, optim=MASTER, loss=0.02, learnt=0.1),
     Row(switch="precision=fp16", model=FP16, loss=0.001, learnt=0.02),
