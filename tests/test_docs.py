@@ -165,6 +165,22 @@ def test_the_prediction_in_the_readme_is_what_the_command_prints():
 
 
 @pytest.mark.slow
+def test_the_command_for_70b_prints_the_figures_of_its_table():
+    """Peak, RAM, disk and time of training all weights on one card, which only this page states."""
+    text = (
+        (ROOT / "docs/memory-switches.md").read_text(encoding="utf-8").split("## 70B, all weights, one 80 GB card")[1]
+    )
+    command = re.search(r"```sh\n(lean-finetune fit [^\n]*)\n```", text)[1]  # type: ignore[index]
+    row = re.search(r"^\| `adamw` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
+    assert row is not None and row.groups() == ("16.58", "149.5", "788.5", "14 min")
+    program = [sys.executable, "-m", "lean_finetune.cli", *shlex.split(command)[1:]]
+    done = run_bounded(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    peak, ram, disk, step = row.groups()
+    for shown in (f"fits: peak {peak} GiB", f"{ram} GiB: ", f"{disk} GiB: optimizer", f"{step} by the data sheet"):
+        assert shown in done.stdout
+
+
+@pytest.mark.slow
 def test_the_site_builds_without_a_broken_link(tmp_path: Path):
     """`make docs`, with mkdocs as its users install it."""
     pytest.importorskip("material", reason="mkdocs-material is not installed")

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from lean_finetune.commands.fit import COMMON_PARAMS, gpu_flags
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.traffic import Traffic, traffic_of
+from lean_finetune.memory.advice.fit_run import fit_run
+from lean_finetune.memory.advice.traffic import Traffic, network_lines, traffic_of
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import BatchShape
+from tests.conftest import ROOT
 from tests.distributed.cases import Case, divided, layout_of
 from tests.distributed.group import Group
 from tests.distributed.worker import do_count_sent
@@ -116,3 +121,21 @@ def test_a_ring_leaves_each_node_once():
     assert [four_parts.network_bytes(each) for each in (2, 4, 8)] == [2 * 10 + 7, 4 * 10, 0]
     stages = Traffic(gpus=8, group=8, in_group_bytes=0, between_groups_bytes=0, passed_bytes=5, tied_bytes=2)
     assert [stages.network_bytes(each) for each in (2, 4)] == [10, 7]
+
+
+def test_the_lines_of_fit_are_those_of_the_documented_example():
+    """Bytes of a node that are those of a GPU, or a network speed that docs/several-machines.md does not have."""
+    model = f"model.name={ROOT / 'docs/examples/llama-3.1-8b'}"
+    flags = [model, "hardware.gpu=H100", "train.method=full", "run.nodes=2"]
+    p = load_params(COMMON_PARAMS)
+    run = fit_run(with_flags(p, [*flags, *gpu_flags(p, 16, flags)]))
+    lines = network_lines(run.workload, run.device, 2)
+    better = "better on a slower network, if it fits"
+    assert lines == [
+        ("sent in a step", "40.23 GiB, by each GPU"),
+        ("by each node", "40.23 GiB, hidden behind computing from 1,200 Gbit/s (run.nodes=2)"),
+        ("with hsdp", f"in groups of 8: 14.96 GiB, hidden behind computing from 430 Gbit/s; {better}"),
+        ("with ddp", f"28.05 GiB, hidden behind computing from 810 Gbit/s; {better}"),
+    ]
+    page = " ".join((ROOT / "docs/several-machines.md").read_text(encoding="utf-8").split())
+    assert all(f"{label} {text}" in page for label, text in lines)

@@ -280,3 +280,18 @@ def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():
     found = longest_row(run, TARGET, usable, 1024, {})
     assert 512 <= found.value < 640 and found.limit is None
     assert longest_row(run, TARGET, 10**10, 1024, {}) == Largest(value=1024, limit="the model's 1024 positions")
+
+
+@pytest.mark.slow
+def test_gpus_that_divide_rows_take_longer_ones():
+    """The longest row of four GPUs as that of one."""
+    flags = ["hardware.num_gpus=4", "train.sharding=zero3", "train.method=lora", "train.tokens_per_step=4096"]
+    whole, parts = (
+        workload_of(with_flags(PARAMS, [*flags, f"train.context_parallel={size}"]), CONFIG, "fp32") for size in (1, 4)
+    )
+    usable = peak_of(whole)
+    near = [{0: costs_of(run).least_bytes(run.setting), 1024: peak_of(run)} for run in (whole, parts)]
+    of_one, of_four = (
+        longest_row(run, TARGET, usable, 10_000, known).value for run, known in zip((whole, parts), near, strict=True)
+    )
+    assert 0 < 2 * of_one < of_four

@@ -108,3 +108,15 @@ def test_a_duration_says_what_it_is_from():
     text = duration_text(of_8b(), H100, 1000, gpus=8)
     assert text == "14 to 55 min by the data sheet of H100 (not measured), and longer where GPUs wait for each other"
     assert duration_text(of_8b(), resolve_gpu("24GiB")[0], 1000, gpus=1) is None
+
+
+def test_half_the_disk_speed_takes_the_disk_twice_as_long():
+    """The disk's part in other units than hardware.disk_gb_per_second, or state read once."""
+    run = of_8b(offload_activations="disk")
+    slow = replace(run, disk_bytes_per_second=run.disk_bytes_per_second / 2)
+    assert seconds(slow)["disk"] == pytest.approx(2 * seconds(run)["disk"]) and seconds(run)["disk"] > 1
+    state = of_8b(offload="optimizer", offload_to="disk")
+    slow = replace(state, disk_bytes_per_second=state.disk_bytes_per_second / 2)
+    whole, half = (seconds(one)["disk"] + seconds(one)["update"] for one in (state, slow))
+    assert half == pytest.approx(2 * whole)  # The host updates while the disk moves the state.
+    assert {**seconds(slow), "disk": 0} == {**seconds(state), "disk": 0}
