@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 LOSS = 1e-5
 """Largest difference of a loss from that of one process."""
-EXACT = 1e-6
-"""The same in fp32 without dropout, for the few steps of this run."""
+EXACT = 2e-6
+"""The same in fp32 without dropout, for the eight steps of this run: 1.3e-6 with AVX2, under 1e-6 with AVX-512."""
 CHANGED = ["bucket", "estimate", "train", "evaluate", "report"]
 MODES: dict[str, tuple[int, dict[str, object]]] = {
     "ddp": (2, {"train.sharding": "ddp"}),
