@@ -96,6 +96,8 @@ MEMORY_ONLY = [
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
 MASTER, LION_8BIT = {"master_weights": True}, {"name": "lion_8bit", "lr": LION_RATE}
 INT8, FP8 = "compress_activations=int8", "compress_activations=fp8"
+STORED = "grad_ckpt=true offload_activations=disk"
+CHECKPOINTED_ON_DISK: dict[str, Any] = {"method": "qlora", "model": CHECKPOINTED, "on_disk": True}
 OTHER_ARITHMETIC = [
     Row(switch="optimizer=adamw_foreach", optim={"name": "adamw_foreach"}, **ROUNDING),
     Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, **ROUNDING),
@@ -119,18 +121,8 @@ OTHER_ARITHMETIC = [
         for method in ("full", "lora")
     ),
     Row(switch=f"{FP8} offload_activations=disk", method="lora", bits="fp8", on_disk=True, loss=0.005, learnt=0.2),
-    *(
-        Row(
-            switch=f"compress_activations={bits} grad_ckpt=true offload_activations=disk",
-            method="qlora",
-            bits=bits,
-            model=CHECKPOINTED,
-            on_disk=True,
-            loss=0.005,
-            learnt=bound,
-        )
-        for bits, bound in (("int8", 0.1), ("fp8", 0.15))
-    ),
+    Row(switch=f"{INT8} {STORED}", bits="int8", loss=0.005, learnt=0.1, **CHECKPOINTED_ON_DISK),
+    Row(switch=f"{FP8} {STORED}", bits="fp8", loss=0.005, learnt=0.15, **CHECKPOINTED_ON_DISK),
     Row(switch="precision=bf16", model=BF16, loss=0.2, learnt=0.2),
     Row(switch="precision=bf16 master_weights=true", model=BF16, optim=MASTER, loss=0.02, learnt=0.1),
     Row(switch="precision=fp16", model=FP16, loss=0.001, learnt=0.02),
