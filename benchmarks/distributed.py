@@ -22,7 +22,7 @@ from benchmarks.rivals.shared_steps import HF, LAYERS, OURS, PLAIN, STEPS, WARM_
 from benchmarks.specs import llama
 
 DDP = ("full", "ddp")
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS = 3, 1
 STEP_LIMIT, READ_LIMIT = 1.0, 1.1
 HIDDEN, QUICK_HIDDEN = 256, 128
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
