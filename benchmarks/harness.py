@@ -34,8 +34,8 @@ DIRTY = "-dirty"
 """Suffix of the commit where the checkout has uncommitted changes."""
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 
-Row = Mapping[str, Any]
 Name = TypeVar("Name")
+Row = Mapping[str, Any]
 """One line of the table, by column. The names of columns in bytes end in `_bytes`, of columns in seconds in `_s`."""
 
 
