@@ -15,7 +15,7 @@ from lean_finetune.core.stage_command import one_line_usage_errors
 
 
 class CommandGroup(click.Group):
-    """A group that answers an unknown command or option in one line and exits with code 1."""
+    """A group that answers an unknown command or option in one line and exits with code 2."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options before the command. Without any argument, print the help."""
@@ -35,7 +35,10 @@ class CommandGroup(click.Group):
 @click.group(cls=CommandGroup)
 @click.version_option(package_name="lean-finetune")
 def main() -> None:
-    """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result."""
+    """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result.
+
+    Exit codes: 0 done, 1 an error, 2 a wrong command line, 3 the run does not fit, 128 + n signal n.
+    """
 
 
 for command in (fit, import_config, preset, doctor, chat, generate, export, explain, snapshot):

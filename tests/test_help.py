@@ -55,9 +55,9 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
         (["generate"], "'PROMPTS'"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_with_exit_code_1(arguments: list[str], wrong: str):
-    """Click alone prints four lines and exits with 2, unlike every other fault of the user's."""
+def test_a_wrong_command_line_is_one_line_with_exit_code_2(arguments: list[str], wrong: str):
+    """Click alone prints four lines. Scripts tell a wrong call from a run that failed by the exit code."""
     answer = CliRunner().invoke(main, arguments, prog_name="lean-finetune")
-    assert answer.exit_code == 1 and answer.stdout == ""
+    assert answer.exit_code == 2 and answer.stdout == ""
     assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
     assert wrong in answer.stderr and "--help`" in answer.stderr

@@ -28,9 +28,9 @@ def invoke(command: Command, *arguments: str) -> Result:
     return CliRunner().invoke(command, list(arguments), catch_exceptions=False)
 
 
-def error(result: Result) -> str:
+def error(result: Result, exit_code: int = 1) -> str:
     """The error of a failed run, which must be one line."""
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == exit_code, result.output
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     return lines[0].removeprefix("error: ")

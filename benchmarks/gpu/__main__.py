@@ -205,9 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * given.minutes
     if given.device == "fake" and given.out is None:
-        sys.exit("error: --out: name a directory; figures of --device fake are not published")
+        parser.error("--out: name a directory; figures of --device fake are not published")
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: --device: no CUDA device here; run on a machine with one, or try --device fake")
+        parser.error("--device: no CUDA device here; run on a machine with one, or try --device fake")
     out, gpu = given.out or RESULTS, FAKE_GPU if given.device == "fake" else resolve_gpu("auto")[0]
     out.mkdir(parents=True, exist_ok=True)
     session = Session(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ def conversation_limit(tuned: "TunedModel", length: int | None, new_tokens: int)
     """
     positions = tuned.positions
     if length is not None and positions is not None and length > positions:
-        raise UserError(f"--length: the model reads at most {positions} tokens; got {length}; lower it")
+        raise UsageFault(f"--length: the model reads at most {positions} tokens; got {length}; lower it")
     wanted = length or min(LENGTH, positions or LENGTH)
     if new_tokens >= wanted:
-        raise UserError(
+        raise UsageFault(
             f"--max-new-tokens: must leave room for a question in the {wanted} tokens of the conversation; got "
             f"{new_tokens}; lower it, or raise --length"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lean_finetune.commands.chat import BITS, MODEL
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault
 from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
     from lean_finetune.commands.tuned.tuned_model import find_tuned
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: must be a new or an empty directory; name another")
+        raise UsageFault(f"{out}: must be a new or an empty directory; name another")
     tuned = find_tuned(model, bits)
     if what == "adapter" and tuned.adapter is None:
-        raise UserError(f"--what: {model} is a full model without an adapter; use --what merged")
+        raise UsageFault(f"--what: {model} is a full model without an adapter; use --what merged")
     if push and what == "adapter" and Path(str(tuned.base_name)).is_dir():
-        raise UserError(
+        raise UsageFault(
             f"--push: the adapter's base is the local directory {tuned.base_name}, which nobody else has; use --what "
             "merged, or train from a hub id"
         )
@@ -167,7 +167,7 @@ def upload(directory: Path, repository: str, *, private: bool) -> str:
     from lean_finetune.pinning.hub import HUB_ID, hub_errors
 
     if not HUB_ID.fullmatch(repository):
-        raise UserError(f"--push: must be org/name; got {repository!r}; correct it")
+        raise UsageFault(f"--push: must be org/name; got {repository!r}; correct it")
     with hub_errors("--push", repository):
         HfApi().create_repo(repository, private=private, exist_ok=True)
         commit = HfApi().upload_folder(

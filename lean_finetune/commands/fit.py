@@ -4,9 +4,10 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 import click
 
@@ -16,12 +17,16 @@ from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.core.units import GIB, round_up
 from lean_finetune.memory.gpus import GPUS, named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.advice.fit_run import FitRun
+    from lean_finetune.memory.predict.peak import Prediction
 
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 """Parameters of a usual run."""
@@ -65,7 +70,7 @@ def fit(
     For example: lean-finetune fit --model Qwen/Qwen3-8B --gpu RTX-4090
 
     Prints the verdict, the peak memory of each phase, settings that fit if the run does not, the smallest GPU for the
-    run, the longest row and the largest micro-batch.
+    run, the longest row and the largest micro-batch. Exit code: 0 if the run fits, 3 if it does not.
     """
     if list_gpus:
         click.echo("\n".join(_known_gpus()))
@@ -75,30 +80,48 @@ def fit(
     file = COMMON_PARAMS if usual else params or PARAMS_FILE
     p = load_params(file)
     if usual and model is None and "model.name" not in (converted.values if converted else {}):
-        raise UserError("--model: name a hub id, a directory or a config.json; there is no params.yaml here")
+        raise UsageFault("--model: name a hub id, a directory or a config.json; there is no params.yaml here")
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     flags += _length_flags(p, length, usual=usual and converted is None)
     of_config = converted.flags() if converted else []
-    flags += [*gpu_flags(p, gpus, [*of_config, *flags, *sets]), *sets]
-    p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
-    if p.hardware.gpu.strip().lower() != "auto":
-        named_gpu(p.hardware.gpu)
+    with _usage_faults(bool(flags or sets) and converted is None):
+        flags += [*gpu_flags(p, gpus, [*of_config, *flags, *sets]), *sets]
+        p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
+        if p.hardware.gpu.strip().lower() != "auto":
+            named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
     from lean_finetune.memory.advice.fit_run import fit_run
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)
+    prediction = run.predict()
     if as_json:
-        click.echo(json.dumps({**fit_json(run), "from": converted and vars(converted)}, indent=2))
-        return
+        click.echo(json.dumps({**fit_json(run, prediction), "from": converted and vars(converted)}, indent=2))
+        _end(run, prediction)
     source = str(config or file) if config or not usual else "a usual run; --set KEY=VALUE changes it"
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    for text in chain(fit_lines(run, source, shlex.join(words), option), ["", *converted.lines()] if converted else []):
+    of_tool = ["", *converted.lines()] if converted else []
+    for text in chain(fit_lines(run, prediction, source, shlex.join(words), option), of_tool):
         click.echo(text)
+    _end(run, prediction)
+
+
+def _end(run: "FitRun", prediction: "Prediction") -> NoReturn:
+    """End with the exit code of the verdict."""
+    sys.exit(0 if run.judge(prediction).fits else DoesNotFit.exit_code)
+
+
+@contextmanager
+def _usage_faults(given: bool) -> Iterator[None]:
+    """Make errors inside those of the command line, if options are `given`."""
+    try:
+        yield
+    except UserError as error:
+        raise UsageFault(str(error), *error.details) if given else error from None
 
 
 def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:

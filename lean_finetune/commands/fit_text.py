@@ -20,13 +20,12 @@ VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked fo
 LARGEST_PARTS = 5
 
 
-def fit_lines(run: FitRun, source: str, command: str, option: str) -> Iterator[str]:
+def fit_lines(run: FitRun, prediction: Prediction, source: str, command: str, option: str) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
     `source` says where the parameters come from. `command` and `option` make the lines that apply settings:
     `lean-finetune fit …` and `--set`.
     """
-    prediction = run.predict()
     verdict, peak = run.judge(prediction), prediction.peak
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
     yield labelled("verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(peak.bytes)}, {usable}")
@@ -139,9 +138,8 @@ def _tokens(found: Largest) -> str:
     return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
 
 
-def fit_json(run: FitRun) -> dict[str, Any]:
+def fit_json(run: FitRun, prediction: Prediction) -> dict[str, Any]:
     """The complete answer. Sizes are in bytes, lengths in tokens."""
-    prediction = run.predict()
     verdict, limits = run.judge(prediction), run.limits(prediction)
     found = None if verdict.fits else run.search(prediction)
     shape = run.workload.steps[-1][-1]

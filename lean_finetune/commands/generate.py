@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_finetune.commands.chat import BITS, MODEL, NEW_TOKENS, note
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def rows_at_once(tuned: "TunedModel", rows: int, tokens: int, new_tokens: int) -
     """How many prompts of this length, halved as often as needed, fit the free memory by prediction.
 
     Raises:
-        UserError: not even one does.
+        DoesNotFit: not even one does.
     """
     from lean_finetune.commands.tuned.tuned_model import free_bytes
 
@@ -129,7 +129,7 @@ def rows_at_once(tuned: "TunedModel", rows: int, tokens: int, new_tokens: int) -
     while rows > 1 and tuned.peak_bytes(rows=rows, tokens=tokens, new_tokens=new_tokens) > free:
         rows //= 2
     if rows == 1 and tuned.longest_that_fits(tokens, new_tokens) < tokens:
-        raise UserError(
+        raise DoesNotFit(
             f"--model: the longest prompt with its answer has {tokens} tokens, which do not fit the free memory "
             "(predicted); shorten it, lower --max-new-tokens, or store the base in fewer bits with --bits 4"
         )

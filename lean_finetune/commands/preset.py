@@ -8,7 +8,7 @@ import click
 from lean_finetune.commands.params_file import change_params
 from lean_finetune.config.load import PARAMS_FILE
 from lean_finetune.config.other_tools import read_yaml
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 
 PRESETS = Path("presets")
@@ -31,7 +31,7 @@ def preset(name: str | None) -> None:
         click.echo("\n".join(_descriptions()))
         return
     if Path(name).name != name:
-        raise UserError(f"NAME: must be the name of a file in {PRESETS}/ without .yaml; got {name}; name one of them")
+        raise UsageFault(f"NAME: must be the name of a file in {PRESETS}/ without .yaml; got {name}; name one of them")
     changed = apply_preset(PRESETS / f"{name}.yaml", PARAMS_FILE)
     click.echo("\n".join(f"{key}: {'' if value is None else value}" for key, value in changed.items()) or "no change")
 
@@ -43,7 +43,7 @@ def apply_preset(file: Path, params: Path) -> dict[str, Any]:
         UserError: there is no such preset, or the parameters together are wrong. Nothing is written then.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such preset; `lean-finetune preset` lists them")
+        raise UsageFault(f"{file}: no such preset; `lean-finetune preset` lists them")
     if not params.is_file():
         raise UserError(f"{params}: file is missing; run from the repository's root")
     return change_params(read_yaml(file), params, params)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_finetune.commands.fit import gpu_names
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand, escaped
 from lean_finetune.memory.gpus import Device, named_gpu
 
@@ -66,7 +66,7 @@ def snapshot(
     is_table = file.name.endswith((".csv", ".csv.gz"))
     found = {each.device: each for each in ((read_table(file),) if is_table else read_snapshot(file))}
     if device is not None and device not in found:
-        raise UserError(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
+        raise UsageFault(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
     analyses = [
         analyse(replace(each, name=escaped(each.name))) for each in found.values() if device in (None, each.device)
     ]
@@ -107,33 +107,33 @@ def _card(gpu: str) -> Device:
     """The GPU of a name, or of a size, which is in GiB without a unit.
 
     Raises:
-        UserError: it is unknown, or the size is out of range.
+        UsageFault: it is unknown, or the size is out of range.
     """
     try:
         return named_gpu(f"{gpu}GiB" if re.fullmatch("[0-9.]+", gpu) else gpu)[0]
     except UserError as error:
         message = str(error).replace("hardware.gpu", "--gpu").replace("must be auto, a size", "must be a size")
-        raise UserError(message) from None
+        raise UsageFault(message) from None
 
 
 def _check_outputs(file: Path, html: Path | None, picture: Path | None) -> None:
     """Refuse names that cannot be written, or whose file should not be replaced.
 
     Raises:
-        UserError: of the first such name.
+        UsageFault: of the first such name.
     """
     if picture is not None and picture.suffix != ".svg":
-        raise UserError(f"--picture: must be an .svg file, which every browser opens; got {picture}")
+        raise UsageFault(f"--picture: must be an .svg file, which every browser opens; got {picture}")
     for option, path in (("--html", html), ("--picture", picture)):
         if path is None:
             continue
         if not path.name:
-            raise UserError(f"{option}: must be the name of a file; got {path}")
+            raise UsageFault(f"{option}: must be the name of a file; got {path}")
         if not os.path.isdir(path.parent):
-            raise UserError(f"{option}: the directory {path.parent} does not exist; make it first")
+            raise UsageFault(f"{option}: the directory {path.parent} does not exist; make it first")
         if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
-            raise UserError(f"{option}: {path} exists and is no regular file; give another name")
+            raise UsageFault(f"{option}: {path} exists and is no regular file; give another name")
         if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
-            raise UserError(f"{option}: {path} is the recording itself; give another name")
+            raise UsageFault(f"{option}: {path} is the recording itself; give another name")
     if html is not None and picture is not None and html.resolve() == picture.resolve():
-        raise UserError(f"--picture: must have another name than --html; both are {picture}")
+        raise UsageFault(f"--picture: must have another name than --html; both are {picture}")

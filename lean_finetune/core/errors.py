@@ -20,10 +20,32 @@ class UserError(Exception):
     The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
     """
 
+    exit_code = 1
+    """Of the process that ends with this error."""
+
     def __init__(self, message: str, *details: str):
         """`details` are further lines for what does not fit in one."""
         super().__init__(message)
         self.details = details
+
+    @classmethod
+    def of_code(cls, exit_code: int, message: str, *details: str) -> "UserError":
+        """An error with the exit code of another one."""
+        error = UserError(message, *details)
+        error.exit_code = exit_code
+        return error
+
+
+class UsageFault(UserError):
+    """An option or argument of the command line has a value that cannot be."""
+
+    exit_code = 2  # As for errors that click finds.
+
+
+class DoesNotFit(UserError):
+    """The run needs more memory than there is: by the prediction, by what is free, or because memory ran out."""
+
+    exit_code = 3
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import click
 
 from lean_finetune.core import signals
 from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
-from lean_finetune.core.errors import UserError, stopped_line
+from lean_finetune.core.errors import UsageFault, UserError, stopped_line
 
 
 def escaped(text: str) -> str:
@@ -19,17 +19,17 @@ def escaped(text: str) -> str:
 
 @contextmanager
 def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
-    """Print an error in the command line as one line on standard error and exit with code 1, as for a `UserError`."""
+    """Print an error in the command line as one line on standard error and exit with code 2."""
     try:
         yield
     except click.UsageError as error:
         message = escaped(" ".join(error.format_message().split()).removesuffix("."))
         click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
-        ctx.exit(1)
+        ctx.exit(UsageFault.exit_code)
 
 
 class StageCommand(click.Command):
-    """A click command that prints a `UserError` as one line on standard error and exits with code 1."""
+    """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly."""
@@ -44,12 +44,12 @@ class StageCommand(click.Command):
             raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line. Exit with 1 and one line if it is wrong."""
+        """Parse the command line. Exit with 2 and one line if it is wrong."""
         with one_line_usage_errors(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Exit with 1 after a `UserError`, with 128 + its number after a signal."""
+        """Run the command. Exit with the code of a `UserError`, and with 128 + its number after a signal."""
         try:
             with signals.raised():
                 return super().invoke(ctx)
@@ -61,4 +61,4 @@ class StageCommand(click.Command):
             click.echo(f"error: {message}{override_remedy(message)}", err=True)
             for line in error.details:
                 click.echo(f"  {line}", err=True)
-            sys.exit(1)
+            sys.exit(error.exit_code)

@@ -41,6 +41,7 @@ class Ending:
     """An error in this node's processes | a timeout while waiting for others | a broken connection to others."""
     message: str
     details: Sequence[str] = ()
+    exit_code: int = UserError.exit_code
     waited: Sequence[int] = ()
     """Ranks that waited for others, or lost the connection to them."""
     ended: Sequence[int] = ()
@@ -57,7 +58,7 @@ def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], processes: int
         same = len({one.message for one in endings.values()}) == 1 and len(endings) == len(hosts)
         named = f"node {rank} ({hosts[rank]})" in message
         where = "" if len(hosts) == 1 or same or named else f" (on node {rank}, {hosts[rank]})"
-        return UserError(message + where, *ending.details)
+        return UserError.of_code(ending.exit_code, message + where, *ending.details)
     waited = {one for each in endings.values() for one in each.waited}
     ended = {one for each in endings.values() for one in each.ended} - waited
     absent = [one for one in range(processes * len(hosts)) if one not in waited | ended]

@@ -33,6 +33,8 @@ RANKS_DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Environment variable: the directory of this launch's processes; absent if the user started torchrun."""
 FAULT = ".fault"
 """Suffix of a file with the error message of a process."""
+EXIT_CODE = ".code"
+"""Suffix of a file with the exit code of that error."""
 TIMED_OUT = ".waited"
 """Suffix of a marker: the error is that this process waited too long for the others."""
 LOST = ".lost"
@@ -168,7 +170,8 @@ def _ending(error: ChildFailedError, directory: Path) -> Ending:
     if faults:
         message, *details = (causes or faults)[0].read_text(encoding="utf-8").splitlines()
         kind: Literal["cause", "waited"] = "cause" if causes else "waited"
-        return Ending(kind=kind, message=message, details=details, waited=waited, ended=ended)
+        code = int((causes or faults)[0].with_suffix(EXIT_CODE).read_text())
+        return Ending(kind=kind, message=message, details=details, exit_code=code, waited=waited, ended=ended)
     crashed = {rank: failure for rank, failure in error.failures.items() if rank not in {*waited, *ended}}
     if not crashed:
         return Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=waited, ended=ended)
@@ -199,7 +202,7 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
     None for a single process.
 
     Raises:
-        SystemExit: with code 1 after any fault, and with 128 + its number after a signal.
+        SystemExit: with the code of a `UserError`, 1 after another fault, and 128 + its number after a signal.
     """
     if world.size == 1:
         yield None
@@ -238,14 +241,14 @@ def _forget_waiting(directory: Path, world: World) -> None:
         sys.exit(int(reported.read_text()))
     if any(attempt() > 1 or not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
         sys.exit(1)
-    for suffix in (FAULT, TIMED_OUT, LOST, ENDED):
+    for suffix in (FAULT, EXIT_CODE, TIMED_OUT, LOST, ENDED):
         (directory / str(world.rank)).with_suffix(suffix).unlink(missing_ok=True)
 
 
 @contextmanager
 def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
     """Leave files that record how this process ended; print the fault if no `launch` will. Raises SystemExit."""
-    marker = directory / str(world.rank)
+    marker, code = directory / str(world.rank), UserError.exit_code
     launched = RANKS_DIRECTORY in os.environ
     try:
         yield
@@ -258,6 +261,8 @@ def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
         marker.with_suffix(REPORTED).write_text(str(ending.code))
         raise
     except UserError as fault:
+        code = fault.exit_code
+        marker.with_suffix(EXIT_CODE).write_text(str(code))
         temporary = directory / f".{world.rank}"
         temporary.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
         if isinstance(fault, WaitTimedOut):
@@ -272,7 +277,7 @@ def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
             traceback.print_exc(file=file)
     if not launched:
         _print_fault(world, directory, terminal)
-    sys.exit(1)
+    sys.exit(code)
 
 
 def _print_fault(world: World, directory: Path, terminal: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.evaluate.row_losses import row_sums
@@ -94,7 +94,7 @@ def evaluate_models(
         if not is_out_of_memory(error):
             raise
         name = [*MODELS, MERGED][len(outputs)]
-        raise UserError(
+        raise DoesNotFit(
             f"evaluate.max_tokens: the {name} model ran out of memory on {device}; got {limits.max_tokens}, "
             f"evaluate.logits_chunk={limits.logits_chunk}, evaluate.generate_batch_rows={limits.generate_batch_rows}; "
             "lower them, or free memory"

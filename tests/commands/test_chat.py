@@ -71,7 +71,7 @@ def test_chat_streams_the_same_answers_and_remembers_the_conversation(adapter: P
 def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
     """A merged model that needs its adapter's files, or plain text that goes through the chat template."""
     assert talk("Name a colour.\n", "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4").exit_code == 0
-    assert error(talk("", "--model", str(TINY_DIRECTORY), "--bits", "4")).startswith("--bits: has an effect only on")
+    assert error(talk("", "--model", str(TINY_DIRECTORY), "--bits", "4"), 2).startswith("--bits: has an effect only on")
     source = write_rows(tmp_path / "p.jsonl", [{"prompt": "One, two, three"}, {"prompt": "a\u2028b"}])
     invoke(generate, str(source), str(tmp_path / "a.jsonl"), "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4")
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIRECTORY)
@@ -95,7 +95,7 @@ def test_the_conversation_is_as_long_as_the_memory_allows(adapter: Path, monkeyp
     long = "word " * 300
     assert "note: this line has" in talk(f"{long}\n", "--model", str(adapter), "--length", "500", *SHORT).stderr
     monkeypatch.setattr(tuned_model, "free_bytes", lambda: (1000, "here"))
-    assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT))
+    assert "are free here; free memory, lower --length" in error(talk("", "--model", str(adapter), *SHORT), 3)
 
 
 @pytest.mark.slow
@@ -171,6 +171,8 @@ def test_the_base_is_stored_as_in_training(small_llama: Path, tmp_path: Path):
 
 def test_a_directory_without_a_model_is_one_line(tmp_path: Path):
     """A traceback of transformers."""
-    assert error(talk("", "--model", str(tmp_path))).startswith("--model: must be a directory with adapter_config.json")
+    assert error(talk("", "--model", str(tmp_path)), 2).startswith(
+        "--model: must be a directory with adapter_config.json"
+    )
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
     assert "which does not exist; put the base model back" in error(talk("", "--model", str(tmp_path)))

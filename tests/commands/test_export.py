@@ -119,7 +119,7 @@ def test_push_uploads_what_was_written_with_the_pinned_base(
     assert "from_pretrained('me/tuned')" in card and "library_name: peft" in card
     assert "base_model: org/base" in card and COMMIT in card
     refusal = error(
-        invoke(export, str(tmp_path / "new"), *TUNED, str(adapter), "--what", "adapter", "--push", "me/tuned")
+        invoke(export, str(tmp_path / "new"), *TUNED, str(adapter), "--what", "adapter", "--push", "me/tuned"), 2
     )
     assert refusal.startswith("--push: the adapter's base is the local directory") and not (tmp_path / "new").exists()
 
@@ -127,5 +127,5 @@ def test_push_uploads_what_was_written_with_the_pinned_base(
 def test_a_directory_with_files_is_not_replaced(adapter: Path, tmp_path: Path):
     """The user's files deleted by `export .`."""
     (tmp_path / "mine.txt").write_text("text")
-    refusal = error(invoke(export, str(tmp_path), *TUNED, str(adapter)))
+    refusal = error(invoke(export, str(tmp_path), *TUNED, str(adapter)), 2)
     assert refusal.endswith("must be a new or an empty directory; name another") and (tmp_path / "mine.txt").exists()

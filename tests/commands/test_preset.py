@@ -55,8 +55,8 @@ def test_presets_are_listed_with_what_they_are_for(checkout: Path):
 
 def test_wrong_presets_are_refused_and_nothing_is_written(checkout: Path):
     before = (checkout / "params.yaml").read_bytes()
-    assert "no such preset" in error(invoke(preset, "9b"))
-    assert error(invoke(preset, "../params")).startswith("NAME: must be the name of a file in presets/")
+    assert "no such preset" in error(invoke(preset, "9b"), 2)
+    assert error(invoke(preset, "../params"), 2).startswith("NAME: must be the name of a file in presets/")
     (checkout / "presets/mine.yaml").write_text("# Mine.\ndata:\n  max_length: 2048\n")
     assert error(invoke(preset, "mine")).startswith("bucket.max_tokens: ")
     (checkout / "presets/mine.yaml").write_text("# Mine.\ntrain:\n  learning_rate: 1.0\n")

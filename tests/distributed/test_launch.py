@@ -1,11 +1,14 @@
 """Faults of a launch: reported for that launch alone, and blamed on the processes that did not arrive."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lean_finetune.distributed.faults import ConnectionLost, WaitTimedOut, fault_of
+from lean_finetune.core.errors import DoesNotFit
+from lean_finetune.distributed.faults import ConnectionLost, Ending, WaitTimedOut, fault_of
 from lean_finetune.distributed.launch import (
     LOST,
     RANKS_DIRECTORY,
@@ -66,3 +69,15 @@ def test_only_those_that_did_not_come_are_blamed(tmp_path: Path, monkeypatch: py
     assert str(fault).endswith("; the one that did not come: process 3")
     assert "process 2 of 4 waited 12 s before or after its steps" in str(fault)
     assert GLOO_CLOSED in (tmp_path / "1.log").read_text()
+
+
+def test_the_run_ends_with_the_exit_code_of_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run on several GPUs that does not fit, and ends like one with a wrong parameter."""
+    monkeypatch.setenv(RANKS_DIRECTORY, str(tmp_path))
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    with pytest.raises(SystemExit) as ended, report_faults_once(world(1), tmp_path):
+        raise DoesNotFit("hardware.gpu: too small")
+    assert ended.value.code == 3
+    ending = Ending(**json.loads(json.dumps(asdict(_ending(KILLED, tmp_path)))))  # As nodes exchange it.
+    fault = fault_of({0: ending}, ["here"], 4)
+    assert (str(fault), fault.exit_code) == ("hardware.gpu: too small", 3)

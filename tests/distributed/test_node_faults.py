@@ -50,7 +50,8 @@ def test_a_process_that_fails_ends_both_machines_with_its_name(copy: Path, kind:
             for rank, (root, host) in enumerate(zip(roots, hosts, strict=True))
         ]
         wait_for((roots[1] / "fault-was-met").exists, nodes[1])
-        assert [node.wait(ENDS_SECONDS) for node in nodes] == [1, 1]
+        code = 3 if kind == "memory" else 1
+        assert [node.wait(ENDS_SECONDS) for node in nodes] == [code, code]
         output = [errors_of(root, host) for root, host in zip(roots, hosts, strict=True)]
     (line,), (other,) = ([line for line in lines if line.startswith("error: ")] for lines in output)
     assert line == other and re.fullmatch(MESSAGES[kind], line), output

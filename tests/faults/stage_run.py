@@ -57,7 +57,7 @@ class Ended:
 
     def refusal(self) -> str:
         """Return the single error line of a run that was refused."""
-        assert self.status == 1, f"exit status {self.status}: {self.output}"
+        assert self.status in (1, 3), f"exit status {self.status}: {self.output}"
         [line] = self.faults()
         assert line.startswith("error: "), self.output
         return line.removeprefix("error: ")

@@ -5,6 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_without_a_model_the_directory_must_have_a_params_yaml(workspace: Path):
     content = json.loads(invoke(fit, "--set", "model.name=model", "--json").stdout)
     assert content["params"]["bucket"]["max_tokens"] == 256
     (workspace / "params.yaml").unlink()
-    assert error(invoke(fit, "--gpu", "T4")).startswith("--model: name a hub id, a directory or a config.json")
+    assert error(invoke(fit, "--gpu", "T4"), 2).startswith("--model: name a hub id, a directory or a config.json")
     assert error(invoke(fit, "--params", "none.yaml")).startswith("none.yaml: file is missing")
 
 
@@ -139,21 +140,34 @@ def test_what_would_fit_is_a_line_to_paste(workspace: Path):
     options = ["--model", "model", "--length", "256", "--method", "lora"]
     usual = ["--set", "bucket.max_tokens=65536", "--set", "train.grad_ckpt=false", "--set", "train.loss_chunk=null"]
     needed = json.loads(invoke(fit, *options, *usual, "--gpu", "80GiB", "--json").stdout)["peak_bytes"]
-    shown = invoke(fit, *options, *usual, "--gpu", card_for(needed // 2)).stdout
-    assert shown.startswith(labelled("verdict", "does not fit: peak "))
+    refused = invoke(fit, *options, *usual, "--gpu", card_for(needed // 2))
+    shown = refused.stdout
+    assert refused.exit_code == 3 and shown.startswith(labelled("verdict", "does not fit: peak "))
     command = shown.split("\n  lean-finetune fit ")[1].replace("\\\n", " ").splitlines()[0]
     words = shlex.split(command)
     assert {*options, *usual} < {*words}
     answer = invoke(fit, *words)
-    assert answer.stdout.startswith(labelled("verdict", "fits: ")), answer.output
+    assert answer.exit_code == 0 and answer.stdout.startswith(labelled("verdict", "fits: ")), answer.output
 
 
 def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytest.MonkeyPatch):
     """Half a minute of search before the answer to the question."""
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
-    lines = fit_lines(run_of(workspace, card_for(2**20), []), "", "lean-finetune fit", "--set")
+    run = run_of(workspace, card_for(2**20), [])
+    lines = fit_lines(run, run.predict(), "", "lean-finetune fit", "--set")
     monkeypatch.delattr(FitRun, "search")
     assert next(lines).startswith(labelled("verdict", "does not fit: peak "))
+
+
+def test_json_has_the_exit_code_of_the_verdict_and_an_unknown_gpu_that_of_a_wrong_call(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A script that takes an answer for a run that fits."""
+    monkeypatch.setattr(FitRun, "search", lambda run, prediction: Mock(remedies=()))
+    result = invoke(fit, "--model", "model", "--gpu", card_for(2**20), "--json")
+    assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "does not fit"
+    unknown = error(invoke(fit, "--model", "model", "--gpu", "H1000"), 2)
+    assert unknown.startswith("hardware.gpu: ") and "H1000" in unknown
 
 
 def test_a_model_that_does_not_exist_is_one_line(workspace: Path):
@@ -173,7 +187,7 @@ def test_a_model_that_does_not_exist_is_one_line(workspace: Path):
 )
 def test_a_setting_of_another_form_is_one_line(workspace: Path, flag: str, expected: str):
     """A KeyError, or a setting that is ignored."""
-    assert error(invoke(fit, "--model", "model", "-S", flag)).startswith(expected)
+    assert error(invoke(fit, "--model", "model", "-S", flag), 2).startswith(expected)
 
 
 def test_a_config_that_is_no_model_is_one_line(workspace: Path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -38,14 +38,15 @@ def test_a_step_that_is_not_finite_is_refused_with_its_place():
 def test_actual_device_is_checked():
     """The verdict is for hardware.gpu, which may not be the machine that trains."""
     too_large = {"peak_bytes_predicted": 2**60, "gpu": "A100-80GB"}
-    with pytest.raises(UserError, match=r"hardware\.gpu: the run needs .* are free (of this machine's RAM|within)"):
+    with pytest.raises(DoesNotFit, match=r"hardware\.gpu: the run needs .* are free (of this machine's RAM|within)"):
         check_device(CPU, spec_of(), FITS, too_large)
     check_device(CPU, spec_of(), FITS, {**too_large, "peak_bytes_predicted": 1})
     check_device(CPU, spec_of(), {"enforce": False, "refusal": None}, too_large)
-    with pytest.raises(UserError, match=r"room in RAM on the host of A100-80GB; .* are predicted"):
+    with pytest.raises(DoesNotFit, match=r"room in RAM on the host of A100-80GB; .* are predicted"):
         check_device(torch.device("cuda"), spec_of(), FITS, {**too_large, "host_bytes_predicted": 2**60})
-    with pytest.raises(UserError, match="predicted peak 90"):
+    with pytest.raises(DoesNotFit, match="predicted peak 90") as refused:
         check_device(CPU, spec_of(), {"enforce": True, "refusal": "predicted peak 90.00 GiB exceeds …"}, too_large)
+    assert refused.value.exit_code == 3
 
 
 @pytest.mark.parametrize(

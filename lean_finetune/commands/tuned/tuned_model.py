@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, largest_fitting
@@ -116,7 +116,7 @@ class TunedModel:
         """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.
 
         Raises:
-            UserError: not even a short prompt fits.
+            DoesNotFit: not even a short prompt fits.
         """
         free, where = free_bytes()
         peak = self.peak_bytes(rows=1, tokens=wanted, new_tokens=new_tokens)
@@ -129,7 +129,7 @@ class TunedModel:
         most = (wanted - new_tokens) // LENGTH_STEP
         found = largest_fitting(peak_of, free, most, {most: peak}) if most > 0 else 0
         if found == 0:
-            raise UserError(
+            raise DoesNotFit(
                 f"--model: {self.directory} with {wanted} tokens needs {readable_size(peak)} (predicted), and "
                 f"{readable_size(free)} are free {where}; free memory, lower --length or --max-new-tokens, or store "
                 "the base in fewer bits with --bits 4"
@@ -163,12 +163,12 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
             directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=read_config(base)
         )
     if not (directory / CONFIG_FILE).is_file():
-        raise UserError(
+        raise UsageFault(
             f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}; name the "
             "directory of a tuned model, or make one with `dvc repro`"
         )
     if bits is not None:
-        raise UserError(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
+        raise UsageFault(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
     spec = WeightsSpec(method="full", precision=_precision())
     return TunedModel(
         directory=directory,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.atomic_files import read_json, sha256_json, write_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.data.shards.merge_shards import LocatedShard
 from lean_finetune.data.shards.shard_files import Shard, finished_shard
 
@@ -33,10 +33,10 @@ class TokenizePart:
 
 
 def parse_part(text: str) -> TokenizePart:
-    """The part written as `i/n`. Raises UserError if the text has another form, or there is no such part."""
+    """The part written as `i/n`. Raises UsageFault if the text has another form, or there is no such part."""
     match = PART.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise UserError(f"--part: must be i/n with 0 <= i < n, as 0/4 for the first of four; got {text!r}")
+        raise UsageFault(f"--part: must be i/n with 0 <= i < n, as 0/4 for the first of four; got {text!r}")
     return TokenizePart(number=int(match[1]), of=int(match[2]))
 
 

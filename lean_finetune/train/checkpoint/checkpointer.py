@@ -145,7 +145,7 @@ class Checkpointer(CheckpointHooks):
             # Random states are also those of the last finished step. Other processes may be inside a step.
             if error.weights_intact and self._channel.size == 1:
                 self._save_last(run)
-            raise UserError(str(error), *error.details, self.resume_hint()) from None
+            raise UserError.of_code(error.exit_code, str(error), *error.details, self.resume_hint()) from None
 
     def after_step(self, run: TrainingRun) -> bool:
         """Write a checkpoint if one is due; return whether it is.
@@ -214,7 +214,7 @@ class Checkpointer(CheckpointHooks):
         try:
             yield
         except kind as error:
-            raise UserError(f"{error}; {self.resume_hint()}", *error.details) from None
+            raise UserError.of_code(error.exit_code, f"{error}; {self.resume_hint()}", *error.details) from None
 
     def wait(self) -> None:
         """Wait for the thread that finishes the last checkpoint."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lean_finetune.core.address_limit import AddressLimit, address_limit_met
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.process_status import STATUS, process_status
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.plan.batch_plan import MicroBatch
@@ -78,7 +78,7 @@ class Failure:
         return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_intact
 
 
-class OutOfMemory(UserError):
+class OutOfMemory(DoesNotFit):
     """Training ran out of memory and could not recover."""
 
     def __init__(self, message: str, *details: str, weights_intact: bool):

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.atomic_files import write_errors
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import MIB, readable_size
 from lean_finetune.model.attention_choice import choose_attention
@@ -44,10 +44,11 @@ def check_device(
         processes: of the run on this machine; without GPUs they share its memory.
 
     Raises:
-        UserError: with the breakdown, or with the precision that this device lacks.
+        DoesNotFit: with the breakdown.
+        UserError: with the precision that this device lacks.
     """
     if verdict["refusal"]:
-        raise UserError(verdict["refusal"])
+        raise DoesNotFit(verdict["refusal"])
     if device.type == "cuda" and spec.needs_native_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
@@ -77,7 +78,7 @@ def check_processes(processes: int) -> None:
 def _check_free(needed: int | None, free: int, what: str, where: str, remedy: str) -> None:
     """Compare predicted bytes (None: predicted for a device without a host) with free bytes."""
     if needed is not None and needed > free:
-        raise UserError(
+        raise DoesNotFit(
             f"{what}; {readable_size(needed)} are predicted and {readable_size(free)} are free {where}; free some, "
             f"{remedy}"
         )
