@@ -7,6 +7,8 @@ from typing import Any
 
 from lean_finetune.config.load import parse_params
 from lean_finetune.core.atomic_files import write_text
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 
 WIDTH = 10**6
 """Lines are not wrapped: `dvc exp run -S` rewrites the file in the same form."""
@@ -16,17 +18,20 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     """Write `template` with other values to `out`; return those that changed by dotted key.
 
     Raises:
-        UserError: the parameters together are wrong. Nothing is written then.
+        UserError: the template cannot be read, or the parameters together are wrong. Nothing is written then.
     """
+    if not isinstance(read_yaml(template, "file is missing; run from the repository's root"), Mapping):
+        raise UserError(f"{template}: must be a mapping of sections; change it")
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="rt")
     yaml.width = WIDTH
+    yaml.composer.warn_double_anchors = False  # As read_yaml, which has read the file.
     content = yaml.load(template.read_text(encoding="utf-8"))
     changed = _update(content, values, "")
     text = io.StringIO()
     yaml.dump(content, text)
-    parse_params(YAML(typ="safe").load(text.getvalue()))
+    parse_params(parse_yaml(text.getvalue()))
     write_text(out, text.getvalue())
     return changed
 

@@ -1,5 +1,6 @@
 """The command `lean-finetune preset`: write a starting point from presets/ into params.yaml."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import click
 
 from lean_finetune.commands.params_file import change_params
 from lean_finetune.config.load import PARAMS_FILE
-from lean_finetune.config.other_tools import read_yaml
 from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.read_yaml import read_yaml
 from lean_finetune.core.stage_command import StageCommand
 
 PRESETS = Path("presets")
@@ -44,9 +45,10 @@ def apply_preset(file: Path, params: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise UsageFault(f"{file}: no such preset; `lean-finetune preset` lists them")
-    if not params.is_file():
-        raise UserError(f"{params}: file is missing; run from the repository's root")
-    return change_params(read_yaml(file), params, params)
+    values = read_yaml(file, "no such preset")
+    if not isinstance(values, Mapping):
+        raise UserError(f"{file}: must be a mapping of sections; got {type(values).__name__}; change it")
+    return change_params(values, params, params)
 
 
 def _descriptions() -> list[str]:

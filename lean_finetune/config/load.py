@@ -15,33 +15,15 @@ from lean_finetune.config.schema import Params
 from lean_finetune.config.section_rules import ACTIVATION_RULES, SECTION_RULES, check_heldout_readers, check_sources
 from lean_finetune.config.sharding_rules import SHARDING_RULES
 from lean_finetune.config.train_schema import TRAIN_RULES
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.read_yaml import read_yaml
 
 PARAMS_FILE = Path("params.yaml")
-LONGEST_VALUE = 80
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a params.yaml. Raises UserError if the file is missing, is not YAML, or has a wrong value."""
-    # ruamel reads YAML 1.2 as DVC does: 1e-05 is a float, `no` is a string.
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: file is missing; run from the repository's root") from None
-    except YAMLError as error:
-        raise not_yaml(path, error) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: unreadable YAML ({type(error).__name__}: {error}); correct the file") from None
-    return parse_params(values, path)
-
-
-def not_yaml(path: Path, error: Exception) -> UserError:
-    """The refusal of a file for ruamel's YAMLError, with its line."""
-    mark = getattr(error, "problem_mark", None)
-    return UserError(f"{path}:{mark.line + 1 if mark else 1}: not YAML; {getattr(error, 'problem', error)}; correct it")
+    return parse_params(read_yaml(path, "file is missing; run from the repository's root"), path)
 
 
 def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
@@ -117,5 +99,4 @@ def _known_keys(keys: list[str]) -> str:
 
 def _short_json(value: Any) -> str:
     """A value as JSON, shortened."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+    return shortened(json.dumps(value, default=str))

@@ -8,28 +8,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lean_finetune.core.read_yaml import read_yaml
+
 TABLES = Path(__file__).parents[1] / "other_tools"
 SHARED = "shared.yaml"
 Table = Mapping[str, Any]
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file."""
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+def _read_table(path: Path) -> Any:
+    return read_yaml(path, "file is missing; install lean-finetune again")
 
 
 @cache
 def shared() -> Table:
     """What the tables share: facts, and tables of values."""
-    return dict(read_yaml(TABLES / SHARED))
+    return dict(_read_table(TABLES / SHARED))
 
 
 @cache
 def tables() -> tuple[Table, ...]:
     """One table for each tool."""
-    return tuple(read_yaml(path) for path in sorted(TABLES.glob("*.yaml")) if path.name != SHARED)
+    return tuple(_read_table(path) for path in sorted(TABLES.glob("*.yaml")) if path.name != SHARED)
 
 
 def our_names(key: str) -> list[str]:

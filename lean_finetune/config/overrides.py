@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 from lean_finetune.config.load import check_all_rules, parse_params, parse_values
 from lean_finetune.config.schema import Params
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml
 
 
 def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> Params:
@@ -23,6 +24,8 @@ def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> P
         if not equals or not dotted:
             raise UserError(f"{flag}: must be key=value, such as train.lora.rank=64; add the value")
         *sections, key = dotted.split(".")
+        if len(sections) > MOST_LEVELS:
+            raise UserError(f"{shortened(dotted)}: unknown parameter; see params.yaml")
         section = values
         for name in sections:
             if not isinstance(section.setdefault(name, {}), dict):
@@ -60,10 +63,7 @@ def _keys_and_value(flag: str) -> tuple[Sequence[str], Any]:
 
 
 def _yaml_value(dotted: str, text: str) -> Any:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        return YAML(typ="safe").load(text)
-    except YAMLError:
-        raise UserError(f"{dotted}: must be a YAML value; got {text!r}") from None
+        return parse_yaml(text)
+    except NotYaml as error:
+        raise UserError(f"{dotted}: must be a YAML value ({error}); got {shortened(text)!r}; change it") from None

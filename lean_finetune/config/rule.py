@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
@@ -40,9 +41,17 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
+class _ShortFormatter(Formatter):
+    """Formats a message with shortened values."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """See the base class."""
+        return shortened(super().format_field(value, format_spec))
+
+
 def check_rules(params: "Params", rules: Iterable[Rule]) -> None:
     """Raise UserError for the first rule that the parameters break."""
     for rule in rules:
         if rule.broken(params):
             message = rule.message if isinstance(rule.message, str) else rule.message(params)
-            raise UserError(f"{rule.key}: {message.format(**dict(params))}")
+            raise UserError(f"{rule.key}: {_ShortFormatter().format(message, **dict(params))}")

@@ -7,7 +7,7 @@ from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.units import round_up
 
 
@@ -164,7 +164,8 @@ def check_sources(data: Data) -> None:
         if value is not None and not any(path.startswith(HUB_PREFIX) for path in paths):
             shown = ", ".join(map(repr, paths[:3]))
             raise UserError(
-                f"{key}: needs a Hub source ({HUB_PREFIX}org/name); got {value!r} with {shown}; leave it blank"
+                f"{key}: needs a Hub source ({HUB_PREFIX}org/name); got {shortened(repr(value))} with {shown}; "
+                "leave it blank"
             )
     for key, source in sources:
         if key.startswith(HELDOUT_SOURCE) and source.weight != 1.0:

@@ -14,6 +14,10 @@ from lean_finetune.core.dvc_leftovers import restore_metrics
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
+LONGEST_VALUE = 80
+"""Characters of a value in a message."""
+
+
 class UserError(Exception):
     """An error in the input, the parameters or the machine.
 
@@ -46,6 +50,11 @@ class DoesNotFit(UserError):
     """The run needs more memory than there is: by the prediction, by what is free, or because memory ran out."""
 
     exit_code = 3
+
+
+def shortened(text: str, most: int = LONGEST_VALUE) -> str:
+    """A value for a message, of at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @contextmanager

@@ -25,13 +25,13 @@ class Converted:
 
     def flags(self) -> list[str]:
         """The parameters as overrides."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+        return [f"{key}={json.dumps(value, default=str)}" for key, value in self.values.items()]
 
     def lines(self) -> Iterator[str]:
         """What became of each key, for people."""
         yield f"from a configuration of {self.tool}"
         for key, ours in self.used.items():
-            value = json.dumps(self.values[ours]) if ours in self.values else ""
+            value = json.dumps(self.values[ours], default=str) if ours in self.values else ""
             yield labelled("  used", f"{key} → {ours}{f'={value}' if value else ''}")
         for text in self.differs:
             yield labelled("  otherwise here", text)

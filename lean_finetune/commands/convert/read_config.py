@@ -8,9 +8,9 @@ from typing import Any
 
 from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.commands.convert.facts import combine_facts
-from lean_finetune.config.load import not_yaml
-from lean_finetune.config.other_tools import Table, read_yaml, shared, tables
-from lean_finetune.core.errors import UserError
+from lean_finetune.config.other_tools import Table, shared, tables
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.read_yaml import read_yaml
 
 Conversion = Callable[[str, Any, Converted], Any]
 """Of a key, its value and the result so far to the value here. Raises ValueError, whose text is the rule."""
@@ -25,17 +25,7 @@ def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Con
     Raises:
         UserError: it is not YAML, of no known tool, or of a run or data that cannot be had here.
     """
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        content = read_yaml(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
-    except YAMLError as error:
-        raise not_yaml(path, error) from None
-    except (OSError, UnicodeDecodeError) as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{path}: must be a YAML file that can be read ({first}); name another") from None
+    content = read_yaml(path, "file does not exist; name a configuration of another tool", "name another")
     if not isinstance(content, Mapping):
         got = "an empty file" if content is None else type(content).__name__
         raise UserError(f"{path}: must be a mapping of keys; got {got}; name another")
@@ -73,9 +63,8 @@ def _table_of(given: Mapping[str, Any], path: Path) -> Table:
     found = [table for table in tables() if any(key in given for key in table["known_by"])]
     if not found:
         names = ", ".join(table["tool"] for table in tables())
-        raise UserError(
-            f"{path}: must be a configuration of {names}; got keys {', '.join(list(given)[:5])}; name another"
-        )
+        keys = shortened(", ".join(list(given)[:5]))
+        raise UserError(f"{path}: must be a configuration of {names}; got keys {keys}; name another")
     return max(found, key=lambda table: sum(key in table["keys"] for key in given))
 
 
@@ -89,11 +78,10 @@ def _apply(
         values = shared()[values] if isinstance(values, str) else values
         if isinstance(value, list) or value not in values:
             if "refuse" in rule:
-                raise UserError(
-                    f"{path}: {key}: {rule['refuse']}; got {value}; change it, or run it with {converted.tool}"
-                )
+                remedy = f"change it, or run it with {converted.tool}"
+                raise UserError(f"{path}: {key}: {rule['refuse']}; got {shortened(str(value))}; {remedy}")
             kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""
-            converted.differs.append(f"{key}={value} is not known here{kept}")
+            converted.differs.append(f"{key}={shortened(str(value))} is not known here{kept}")
             return
         value = values[value]
     if value is None:
@@ -120,7 +108,7 @@ def _convert(convert: Conversion | None, key: str, value: Any, converted: Conver
     try:
         return convert(key, value, converted)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: {key}: {error}; got {value!r}; correct it") from None
+        raise UserError(f"{path}: {key}: {error}; got {shortened(repr(value))}; correct it") from None
 
 
 def _number(key: str, value: Any, converted: Converted) -> float:
@@ -161,6 +149,19 @@ def _targets(key: str, value: Any, converted: Converted) -> list[str]:
     return [str(name).strip() for name in names]
 
 
+def _data_sets(key: str, value: Any, converted: Converted) -> list[Any]:
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(entry, str | Mapping) for entry in listed):
+        raise ValueError("must be names of data sets")
+    return listed
+
+
+def _text(key: str, value: Any, converted: Converted) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a text")
+    return value
+
+
 def _max_norm(key: str, value: Any, converted: Converted) -> float | None:
     return _number(key, value, converted) or None
 
@@ -186,5 +187,8 @@ CONVERSIONS: Mapping[str, Conversion] = {
 FACT_TYPES: Mapping[str, Conversion] = {
     **dict.fromkeys(("length", "rows", "accumulation"), _whole),
     **dict.fromkeys(("warmup_steps", "max_steps"), _number),
+    **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
+    **dict.fromkeys(("component", "dataset_dir"), _text),
+    "attention_targets": _targets,
 }
-"""Types of facts that are numbers."""
+"""Types of facts."""

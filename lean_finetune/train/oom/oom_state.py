@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lean_finetune.core.address_limit import AddressLimit, address_limit_met
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.process_status import STATUS, process_status
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.training_step import Phase
 from lean_finetune.train.monitor.memory_counters import make_counters
+from lean_finetune.train.oom.address_limit import AddressLimit, address_limit_met
 
 FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"

@@ -1,0 +1,172 @@
+"""YAML of strangers ends in a value or in one line: files, and values of the command line."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.fit import COMMON_PARAMS
+from lean_finetune.commands.params_file import change_params
+from lean_finetune.config.load import load_params, parse_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.read_yaml import NotYaml, parse_yaml
+
+TRIES = 600
+LONGEST_LINE = 1200
+MOST_SECONDS = 10.0
+ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 8)}]" for k in range(1, 20)
+)
+MERGE_BOMB = "b0: &b0 {x: 1}\n" + "\n".join(
+    f"b{k}: &b{k}\n  <<: [{', '.join([f'*b{k - 1}'] * 8)}]\n  x{k}: 1" for k in range(1, 20)
+)
+REFUSED = {
+    "[" * 3000: "nested more than 50 levels",
+    "- " * 3000: "nested more than 50 levels",
+    "{a: " * 3000: "nested more than 50 levels",
+    "\n".join(" " * level + "a:" for level in range(1000)): "nested more than 50 levels",
+    ALIAS_BOMB: "more than 20000 values, counting those of aliases",
+    MERGE_BOMB: "more than 20000 values, counting those of aliases",
+    "[" + "1," * 21_000 + "]": "more than 20000 values",
+    "a" * 1_100_000: "more than 1048576 bytes",
+    "&a [*a]": "contains itself",
+    "- &a x\n- &a {b: *a}": "contains itself",
+    "!!int abc": "invalid literal",
+    "!!float x": "could not convert",
+    "!!bool x": "KeyError: 'x'",
+    "!!timestamp x": "failed to construct timestamp",
+    "2024-02-30": "day is out of range",
+    "9" * 5000: "Exceeds the limit",
+    "0x" + "f" * 5000: "an integer must have at most 1024 bits; got 20000",
+    "!!set {a, b}": "type set",
+    "!!binary aGFsbG8=": "type bytes",
+    "!!python/object/apply:os.system [x]": "could not determine a constructor",
+    "? [a]\n: b": "a key must be",
+    "? {a: 1}\n: b": "unhashable key",
+    "=": "could not determine a constructor",
+    "a: 1\n---\nb: 2": "another document",
+    "a\0": "unacceptable character",
+}
+HOSTILE = [
+    *REFUSED,
+    *("", "~", "{}", "[]", "''", "[[]]", "{a: {b: {c: 1}}}", "[1, two, ~]", "{1: 2, ~: 3, 2024-01-01: 4}", "{[]: 1}"),
+    *("0", "-1", "1e999", "-.inf", ".nan", "0.5", "1_0", "0o17", str(2**70), str(-(2**70)), "1e-320", "true", "no"),
+    *("2024-01-01", "2024-01-01T25:00:00", "2024-01-01 10:00:00+99:00", "12:30:45", "*x", "&x", "!", "%", "@", "`"),
+    *("|", '"\\ud800"', '"\\0"', "'\n'", "\u2028", "\x1b[2J", "a: b: c", "- a\nb", "%YAML 1.1\n---\nno", "\t"),
+    *("<<: 3", "&x {a: *x}", "&x [1, *y]", "[&x 1, *x, &x 2, *x]", "!<tag:x> 1", "!!omap [a: 1]", "!!str 1"),
+    *("x" * 5000, "[" + "x, " * 900 + "]"),
+    *("../../etc/passwd", "hf://", "hf://a/b/c", "$(touch x)", "${oc.env:HOME}", "file:///dev/zero", "~root", "a\\b"),
+    *("[{source: a}]", "[{source: [a]}]", "[{source: a, weight: -1}]", "[{source: a, rows: 0.5}]", "[{sauce: a}]"),
+    "[[{source: a}]]",
+]  # fmt: skip
+
+
+def one_line(try_it: Callable[..., Any], *arguments: Any) -> str | None:
+    """The refusal of what is tried; None if it ends in a value. Any other exception fails the test."""
+    start = time.perf_counter()
+    try:
+        try_it(*arguments)
+        return None
+    except UserError as error:
+        return str(error)
+    finally:
+        assert time.perf_counter() - start < MOST_SECONDS
+
+
+def check_refusal(text: str, what: Any) -> None:
+    """A refusal is one line that a terminal can show."""
+    assert "Traceback" not in text and len(" ".join(text.split())) <= LONGEST_LINE, (what, text[:300])
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=[f"{text[:12]!r}" for text in REFUSED])
+def test_yaml_beyond_a_limit_or_of_another_type_is_refused(text: str):
+    """A traceback, or minutes and gigabytes for a small file."""
+    start = time.perf_counter()
+    with pytest.raises(NotYaml) as caught:
+        parse_yaml(text)
+    assert REFUSED[text] in str(caught.value) and "\n" not in str(caught.value)
+    assert time.perf_counter() - start < MOST_SECONDS
+
+
+def test_yaml_within_the_limits_is_read():
+    """Limits that refuse what people write: aliases, merged keys, anchors of the same name, many values."""
+    assert parse_yaml("a: &x {b: 1}\nc:\n  <<: *x\n  d: [*x, *x]\n") == {
+        "a": {"b": 1},
+        "c": {"b": 1, "d": [{"b": 1}] * 2},
+    }
+    assert parse_yaml("- &a 1\n- &a 2\n- *a") == [1, 2, 2]
+    assert len(parse_yaml("[" + "1," * 10_000 + "]")) == 10_000
+    assert parse_yaml("1e-05") == 1e-05 and parse_yaml("no") == "no"
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+
+
+def test_hostile_values_of_the_command_line_end_in_a_value_or_one_line():
+    """`--set data.template_date=2024-02-30` and 44 other values of 550 ended in a traceback."""
+    chosen, params = random.Random(29), load_params(COMMON_PARAMS)
+    keys = [
+        *leaves(params.model_dump()),
+        "a",
+        "train",
+        "train.",
+        ".",
+        "train.lora.rank.x",
+        "x." * 300,
+        "x." * 3000,
+        "data.source.0.source",
+    ]
+    refused = 0
+    for number in range(TRIES):
+        key = chosen.choice(keys)
+        value = HOSTILE[number % len(HOSTILE)] if number % 3 else "".join(chosen.choices(HOSTILE[25:], k=2))
+        if (text := one_line(with_flags, params, [f"{key}={value}"])) is not None:
+            check_refusal(text, (key, value[:80]))
+            refused += 1
+    assert TRIES // 2 < refused < TRIES
+
+
+def test_hostile_files_end_in_a_value_or_one_line(tmp_path: Path):
+    """The same values in params.yaml, as `dvc exp run -S` writes them."""
+    chosen, path = random.Random(29), tmp_path / "params.yaml"
+    shipped = COMMON_PARAMS.read_text(encoding="utf-8").splitlines()
+    for value in (value for value in HOSTILE if len(value) < 10_000):
+        lines = list(shipped)
+        place = chosen.choice(
+            [number for number, line in enumerate(lines) if ": " in line and not line.lstrip().startswith("#")]
+        )
+        lines[place] = f"{lines[place].partition(':')[0]}: {value}"
+        path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+        if (text := one_line(load_params, path)) is not None:
+            check_refusal(text, value[:80])
+        if len(value) < 40 and (text := one_line(change_params, {"seed": 1}, path, path)) is not None:
+            check_refusal(text, value[:80])
+
+
+def test_a_file_that_ends_never_is_not_read_to_its_end():
+    """`--from /dev/zero` took all memory."""
+    assert one_line(read_config_of_tool, Path("/dev/zero"), 1) is not None
+
+
+def test_parameters_of_a_wrong_shape_are_refused_in_one_line():
+    """Keys that params.yaml cannot have, and values that format strings would read."""
+    values: dict[Any, Any] = load_params(COMMON_PARAMS).model_dump()
+    for wrong in (
+        {**values, "seed": {1: {None: 2}}},
+        {**values, 3: 4},
+        {**values, "data": {**values["data"], None: 1}},
+    ):
+        assert (text := one_line(parse_params, wrong)) is not None
+        check_refusal(text, "")
+    refusal = one_line(with_flags, load_params(COMMON_PARAMS), ["run.rendezvous='{train.lr} {x} {0.__class__}'"])
+    assert refusal is not None and "{train.lr} {x} {0.__class__}" in refusal
