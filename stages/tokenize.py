@@ -17,7 +17,7 @@ import click  # noqa: E402
 
 from lean_finetune.config.declared_params import read_params  # noqa: E402
 from lean_finetune.core.atomic_files import read_json  # noqa: E402
-from lean_finetune.core.errors import UserError  # noqa: E402
+from lean_finetune.core.errors import UsageFault  # noqa: E402
 from lean_finetune.core.stage_command import StageCommand  # noqa: E402
 from lean_finetune.data.shards.parts import collect, parse_part  # noqa: E402
 from lean_finetune.data.shards.publish_tokens import publish  # noqa: E402
@@ -50,7 +50,7 @@ def main(
     On several machines, run `--part I/N --out DIRECTORY` on each, then `--merge DIRECTORY...`: the bytes are the same.
     """
     if bool(directories) != merge or (merge and part):
-        raise UserError(
+        raise UsageFault(
             "--merge: needs directories of parts, and directories need --merge; --part cannot be combined with them"
         )
     chosen = None if part is None else parse_part(part)

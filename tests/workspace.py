@@ -53,6 +53,7 @@ def write_verdict(root: Path, **values: Any) -> None:
     """Write the estimate of a run that fits, as stage train reads it; `values` are further ones of the verdict."""
     figures = {
         "gpu": "cpu",
+        "gpu_reason": "auto: no CUDA device here, so this machine's RAM",
         "capacity_gib": 16.0,
         "peak_bytes_predicted": 54_000_000,
         "host_bytes_predicted": None,

@@ -19,6 +19,7 @@ LoraInit = str
 LoraExperts = Literal["none", "all"]
 Router = Literal["frozen", "trained"]
 Resume = Literal["exact", "compatible"]
+DeviceChoice = Literal["auto", "cpu"]
 MemorySnapshot = Literal["never", "on_oom", "first_steps"]
 TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
 OptimizerName = str

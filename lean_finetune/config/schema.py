@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import MemorySnapshot, Resume, TrackerName
+from lean_finetune.config.field_types import DeviceChoice, MemorySnapshot, Resume, TrackerName
 from lean_finetune.config.section import PositiveFloat, PositiveInt, Section, Text
 from lean_finetune.config.train_schema import Train
 
@@ -84,6 +84,8 @@ class Evaluate(Section):
 class Run(Section):
     """Speed and safety. No stage tracks these parameters, because they never change a result."""
 
+    device: DeviceChoice
+    """Where train and evaluate compute. `auto`: on the CUDA device, or on the CPU unless hardware.gpu names a GPU."""
     progress: bool
     """Show progress bars on standard error."""
     cpu_threads: PositiveInt | None

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lean_finetune.config.field_types import DeviceChoice
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.signals import default_signal_actions
 from lean_finetune.distributed.progress_barrier import progress_barrier
@@ -69,9 +70,14 @@ def check_size(world: World, num_gpus: int) -> None:
         )
 
 
-def check_devices(processes: int) -> None:
+def uses_cuda(choice: DeviceChoice) -> bool:
+    """Whether this machine computes on CUDA devices; `choice` is run.device."""
+    return choice == "auto" and torch.cuda.is_available()
+
+
+def check_devices(processes: int, choice: DeviceChoice) -> None:
     """Raise UserError for more processes on this node than it has GPUs; without GPUs, processes share the CPU."""
-    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+    if uses_cuda(choice) and processes > torch.cuda.device_count():
         raise UserError(
             f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
             "hardware.num_gpus, or use several machines (run.nodes)"

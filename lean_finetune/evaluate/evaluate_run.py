@@ -11,6 +11,7 @@ from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
+from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
 from lean_finetune.evaluate.generate import choose_prompts, special_ids
@@ -30,7 +31,7 @@ def run_stage(
     """Evaluate each model and write losses and answers; the paths are the command's options."""
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     if note := use_segments(p.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)

@@ -24,6 +24,8 @@ PCIE_3, PCIE_4, PCIE_5, NVLINK_C2C = 15.75, 31.5, 63.0, 450.0
 """GB/s to the host in one direction: PCIe with 16 lanes (PCI-SIG); GH200's link to its CPU (NVIDIA's data sheet)."""
 
 
+NAMED = "named by hardware.gpu"
+"""Why a device was chosen: the user named a known GPU."""
 Basis = Literal["measured", "assumed", "documented", "derived"]
 
 
@@ -216,7 +218,7 @@ def named_gpu(value: str) -> tuple[Device, str]:
     key = _normalised(value)
     for gpu in GPUS:
         if key in map(_normalised, (gpu.name, *gpu.aliases)):
-            return gpu, "named by hardware.gpu"
+            return gpu, NAMED
     relation, names = _candidates(key)
     raise UserError(
         f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {_shortened(value)}; "

@@ -39,6 +39,7 @@ from lean_finetune.train.process.training_device import (
     check_device,
     check_host,
     check_offload,
+    other_device_note,
 )
 from lean_finetune.train.train_job import TrainJob, measured_steps
 from lean_finetune.train.usual_lr import usual_lr
@@ -127,7 +128,7 @@ def prepare_device(
     check_device(device, spec, verdict, predicted, world.local_size)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(params.train.offload, device, predicted, params.train.sharding, params.train.offload_to)
-    for note in (segments, paging_note(params.train.optimizer, device)):
+    for note in (segments, paging_note(params.train.optimizer, device), other_device_note(device, predicted)):
         if note is not None:
             notify(f"note: {note}")
 

@@ -44,7 +44,7 @@ from lean_finetune.train.process.ranks import (
     watch_other_nodes,
 )
 from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
-from lean_finetune.train.process.training_device import check_disk
+from lean_finetune.train.process.training_device import check_disk, refuse_absent_gpu
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
 from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.run_fingerprint import refuse_different_runs, run_fingerprint
@@ -61,17 +61,20 @@ def run_stage(**paths: Path) -> None:
         params = read_params()
         refuse_missing_trackers(params.run.trackers)
         timeout = params.run.rank_timeout_seconds
+        files = Paths(**paths)
+        if files.estimate.exists():  # Else `refuse_missing_inputs` says what is missing on which node.
+            refuse_absent_gpu(params.run.device, read_json(files.estimate))
         if launch_ranks(params, launches):
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
-        device = claim_device(world, params.run.cpu_threads)
+        device = claim_device(world, params.run)
         alone = params.train.offload == "parameters"
         with (
             watch_other_nodes(world, timeout, end),
             explain_timeouts(world, timeout),
             process_group(world, device, timeout, alone=alone),
         ):
-            _run(params, world, device, threads, Paths(**paths), end)
+            _run(params, world, device, threads, files, end)
 
 
 def _run(

@@ -7,17 +7,30 @@ import pytest
 import torch
 
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
+from lean_finetune.distributed.processes import uses_cuda
+from lean_finetune.memory.gpus import NAMED
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
-from lean_finetune.train.process.training_device import check_device, check_host, check_offload, check_processes
+from lean_finetune.train.process.training_device import (
+    check_device,
+    check_host,
+    check_offload,
+    check_processes,
+    other_device_note,
+    refuse_absent_gpu,
+    training_device,
+)
 from lean_finetune.train.train_job import measured_steps
+from stages.train import main as train
 from tests.memory.common import micro_batch
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout
+from tests.workspace import error, invoke, lay_out, write_verdict
 
 FITS = {"enforce": True, "refusal": None}
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
@@ -82,11 +95,35 @@ def test_offloading_and_sharding_need_room_on_the_host():
             check_host("none", gpu, too_large, sharding)
 
 
+def test_a_run_for_a_named_gpu_trains_on_the_cpu_only_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`hardware.gpu: RTX-4090` on a laptop: hours on the CPU, in silence."""
+    monkeypatch.chdir(lay_out(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    write_verdict(tmp_path)
+    figures = read_json(Path("data/estimate") / FIGURES)
+    write_json(Path("data/estimate") / FIGURES, figures | {"gpu": "RTX-4090", "gpu_reason": NAMED})
+    refusal = error(invoke(train))
+    assert refusal.startswith("hardware.gpu: the run is for RTX-4090, and this machine has no CUDA device")
+    assert refusal.endswith("set run.device=cpu to train on the CPU")
+    lay_out(tmp_path, run__device="cpu")
+    assert "plan.arrow" in error(invoke(train)), "the next check"
+    note = other_device_note(CPU, {"gpu": "RTX-4090"})
+    assert note is not None and note.startswith("training runs on the CPU with ") and note.endswith(" for RTX-4090")
+    assert other_device_note(CPU, {"gpu": "cpu"}) is None
+
+
+def test_run_device_cpu_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    """A card that another program uses."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert training_device("cpu") == CPU and not uses_cuda("cpu") and uses_cuda("auto")
+    refuse_absent_gpu("auto", {"gpu": "RTX-4090", "gpu_reason": NAMED})
+
+
 def test_more_processes_than_memory_has_room_for_never_start():
     """A thousand processes on a laptop's CPU, which stopped answering."""
-    check_processes(1)
+    check_processes(1, "auto")
     with pytest.raises(UserError, match=r"^hardware\.num_gpus: 1000000 processes .* GiB are free .*, or lower hardw"):
-        check_processes(10**6)
+        check_processes(10**6, "auto")
 
 
 def test_heldout_batches_keep_the_budget_and_lose_no_row(tmp_path: Path):

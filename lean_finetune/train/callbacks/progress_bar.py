@@ -20,11 +20,11 @@ class ProgressBar(Callback):
     """
 
     def on_start(self) -> None:
-        """Open the bar; before a run on a GPU, say what follows."""
+        """Open the bar; say what follows."""
         info = self.info
         self._limit_gib = make_counters(info.device).limit_bytes() / GIB
         self._column = "reserved_bytes" if info.device.type == "cuda" else "rss_bytes"
-        if info.device.type == "cuda" and info.show_progress:
+        if info.show_progress:
             tqdm.write(self._outlook(), file=sys.stderr)
         self._bar = progress_bar(
             total=info.total_steps,
@@ -35,11 +35,13 @@ class ProgressBar(Callback):
         )
 
     def _outlook(self) -> str:
-        """What a run on a GPU does first and how long it takes."""
+        """What the run does first, and on a GPU how long it takes."""
         info = self.info
         resumed = f" from step {info.first_step + 1:,} on" if info.first_step else ""
         tokens = info.parameters["train.tokens_per_step"]
         text = f"train: loads the model, then runs {info.total_steps:,} steps of {tokens:,} tokens{resumed}"
+        if info.device.type != "cuda":
+            return f"{text} on the CPU"
         text += f" on a GPU of {self._limit_gib:.4g} GiB"
         if info.predicted_peak_bytes is not None:
             text += f", predicted peak {readable_size(info.predicted_peak_bytes)}"

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lean_finetune.config.schema import Params
+from lean_finetune.config.schema import Params, Run
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.faults import HOSTS, ConnectionLost, EndProcess, OtherNodeEnded, WaitTimedOut
 from lean_finetune.distributed.launch import launch
 from lean_finetune.distributed.nodes import Node
-from lean_finetune.distributed.processes import World, attempt, check_devices, ended_key, under_torchrun
+from lean_finetune.distributed.processes import World, attempt, check_devices, ended_key, under_torchrun, uses_cuda
 from lean_finetune.distributed.progress_barrier import BarrierTimeout
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.oom.oom_state import RunPosition
@@ -44,8 +44,8 @@ def launch_ranks(params: Params, directory: Path) -> bool:
     if num_gpus == 1 or under_torchrun():
         return False
     processes = num_gpus // run.nodes
-    check_devices(processes)
-    check_processes(processes)
+    check_devices(processes, run.device)
+    check_processes(processes, run.device)
     launch(
         "stages.train",
         sys.argv[1:],
@@ -58,13 +58,13 @@ def launch_ranks(params: Params, directory: Path) -> bool:
     return True
 
 
-def claim_device(world: World, cpu_threads: int | None) -> torch.device:
+def claim_device(world: World, run: Run) -> torch.device:
     """Select this process's GPU, or its share of the CPU cores, and return the device."""
-    check_devices(world.local_size)
-    if torch.cuda.is_available():
+    check_devices(world.local_size, run.device)
+    if uses_cuda(run.device):
         torch.cuda.set_device(world.local_rank)
-    torch.set_num_threads(cpu_threads or max(1, torch.get_num_threads() // world.local_size))
-    return training_device()
+    torch.set_num_threads(run.cpu_threads or max(1, torch.get_num_threads() // world.local_size))
+    return training_device(run.device)
 
 
 @contextmanager

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.field_types import OffloadActivations, OffloadState, OffloadTo, Sharding
+from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import MIB, readable_size
+from lean_finetune.distributed.processes import uses_cuda
+from lean_finetune.memory.gpus import NAMED
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
@@ -22,9 +24,31 @@ PROCESS_BYTES = 345 * MIB
 """RAM that a process alone uses after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
 
 
-def training_device() -> torch.device:
-    """Return the current CUDA device, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def training_device(choice: DeviceChoice = "auto") -> torch.device:
+    """Return the current CUDA device, else the CPU; `choice` is run.device."""
+    return torch.device("cuda", torch.cuda.current_device()) if uses_cuda(choice) else torch.device("cpu")
+
+
+def refuse_absent_gpu(choice: DeviceChoice, estimate: Mapping[str, Any]) -> None:
+    """Refuse to train on the CPU a run that was planned for a named GPU: it would take hours or days.
+
+    `choice` is run.device, and `estimate` data/estimate/figures.json.
+
+    Raises:
+        UserError: this machine has no CUDA device.
+    """
+    if choice == "auto" and estimate["gpu_reason"] == NAMED and not torch.cuda.is_available():
+        raise UserError(
+            f"hardware.gpu: the run is for {estimate['gpu']}, and this machine has no CUDA device that PyTorch can use "
+            "(`lean-finetune doctor` says why); train on one that has, or set run.device=cpu to train on the CPU"
+        )
+
+
+def other_device_note(device: torch.device, estimate: Mapping[str, Any]) -> str | None:
+    """A line if training runs on the CPU and the prediction, data/estimate/figures.json, is for a GPU."""
+    if device.type == "cuda" or estimate["gpu"] == "cpu":
+        return None
+    return f"training runs on the CPU with {torch.get_num_threads()} threads; the prediction is for {estimate['gpu']}"
 
 
 def check_device(
@@ -67,9 +91,9 @@ def check_device(
     _check_free(estimate["peak_bytes_predicted"] * processes, host, what, where, remedy)
 
 
-def check_processes(processes: int) -> None:
-    """Refuse, before they start, more processes on the CPU than RAM has room for. Raises UserError."""
-    if not torch.cuda.is_available():
+def check_processes(processes: int, choice: DeviceChoice) -> None:
+    """Refuse, before they start, more processes on the CPU than RAM has room for. Raises DoesNotFit."""
+    if not uses_cuda(choice):
         free, where = free_host_bytes()
         what = f"hardware.num_gpus: {processes} processes on a CPU need room in RAM"
         _check_free(processes * PROCESS_BYTES, free, what, where, "or lower hardware.num_gpus")

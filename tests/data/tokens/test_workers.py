@@ -168,4 +168,4 @@ USAGE = [("--part", "1"), ("--part", "2/2"), ("--merge",), ("somewhere",), ("--m
 
 @pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
 def test_options_that_exclude_each_other_are_refused(prepared, arguments):
-    assert error(invoke(stage, *arguments)).startswith(("--part: must be", "--merge: needs directories"))
+    assert error(invoke(stage, *arguments), 2).startswith(("--part: must be", "--merge: needs directories"))
