@@ -169,7 +169,7 @@ def test_out_of_memory_names_the_parameters_that_help(
         raise fault
 
     monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{function}", fail)
-    line = error(evaluate(tokens_dir, locks_dir, adapter))
+    line = error(evaluate(tokens_dir, locks_dir, adapter), 3)
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 
 
