@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lean_finetune.commands.fit import gpu_names
-from lean_finetune.core.errors import UsageFault, UserError
-from lean_finetune.core.stage_command import StageCommand, escaped
+from lean_finetune.core.errors import UsageFault, UserError, escaped
+from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.memory.gpus import Device, named_gpu
 
 if TYPE_CHECKING:

@@ -1,15 +1,31 @@
 """Schema of section `data` of params.yaml."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
-from lean_finetune.config.field_types import Format
+from lean_finetune.config.field_types import Format, Role
 from lean_finetune.config.section import IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HELDOUT_SOURCE = "data.heldout_source"
 SOURCE_KEYS = ("source", "heldout_source")
 SOURCE_FORMS = ("path", "list")
+
+
+def _check_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is neither the name of a column nor, under `roles`, a mapping of names to known roles."""
+    for key, value in columns.items():
+        if key != "roles" and not (isinstance(value, str) and value):
+            raise PydanticCustomError("column", "{key} must be the name of a column", {"key": key})
+        if key == "roles" and not (isinstance(value, dict) and all(role in get_args(Role) for role in value.values())):
+            known = ", ".join(get_args(Role))
+            raise PydanticCustomError("roles", "roles must map names to one of {known}", {"known": known})
+    return columns
+
+
+Columns = Annotated[dict[Text, Any], AfterValidator(_check_columns)]
+"""Column of a source by key of its row format; `roles` maps its names of roles to known ones."""
 
 
 class Source(Section):
@@ -25,8 +41,8 @@ class Source(Section):
     """Split of a Hub data set or of a saved DatasetDict."""
     format: Format | None = None
     """Row format."""
-    columns: dict[Text, Text] | None = None
-    """Column of the source for each key of the row format."""
+    columns: Columns | None = None
+    """Column of the source for each key of the row format; under `roles`, the role of each name that we do not know."""
     rows: PositiveInt | None = None
     """Use only the first rows, at most this many. Absent means all."""
     weight: PositiveFloat = 1.0
@@ -62,8 +78,11 @@ class Data(Section):
     """Split of a Hub data set or of a saved DatasetDict. None means train."""
     format: Format
     """Row format. `auto` detects it from the first row."""
-    columns: dict[Text, Text] | None
-    """Column of the source for each key of the row format. None means that the names are equal."""
+    columns: Columns | None
+    """Column of the source for each key of the row format; under `roles`, the role of each name that we do not know.
+
+    None means that the names are equal.
+    """
     ignore_columns: list[Text] | None
     """Columns to ignore, as if no row had them. None means none."""
     on_bad_row: Literal["fail", "skip"]

@@ -24,7 +24,11 @@ MemorySnapshot = Literal["never", "on_oom", "first_steps"]
 TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
 OptimizerName = str
 """A key of OPTIMIZERS."""
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+Format = Literal[
+    "auto", "messages", "sharegpt", "conversation", "alpaca", "query_response", "prompt_completion", "text"
+]
+Role = Literal["system", "developer", "user", "assistant", "tool", "tool_call"]
+"""Roles that data.columns.roles maps other names to. The text of a tool_call is the JSON of the assistant's calls."""
 HUB_PREFIX = "hf://"
 """Start of a `data.source` that is a data set of the Hugging Face Hub."""
 ALL_LINEAR = "all-linear"

@@ -156,7 +156,7 @@ def check_sources(data: Data) -> None:
     """
     sources = data.named_sources()
     columns = [data.columns, *(source.columns for _, source in sources)]
-    named = {column for mapping in columns for column in (mapping or {}).values()}
+    named = {column for mapping in columns for column in (mapping or {}).values() if isinstance(column, str)}
     for column in data.ignore_columns or []:
         if column in named:
             raise UserError(f"data.ignore_columns: {column!r} is also named in data.columns; remove it there or here")

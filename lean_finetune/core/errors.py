@@ -12,8 +12,8 @@ from lean_finetune.core.dvc_leftovers import restore_metrics
 # On import, bitsandbytes warns about an optional inference kernel that no stage uses. Every entry imports this module
 # before bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
+LONGEST_LINE = 600
+"""Characters of a message that quotes data."""
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 
@@ -55,6 +55,16 @@ class DoesNotFit(UserError):
 def shortened(text: str, most: int = LONGEST_VALUE) -> str:
     """A value for a message, of at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def escaped(text: str) -> str:
+    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def one_line(text: str) -> str:
+    """A text as one line of at most LONGEST_LINE characters, escaped."""
+    return shortened(escaped(" ".join(text[: 2 * LONGEST_LINE].split())), LONGEST_LINE)
 
 
 @contextmanager

@@ -9,12 +9,7 @@ import click
 
 from lean_finetune.core import signals
 from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
-from lean_finetune.core.errors import UsageFault, UserError, stopped_line
-
-
-def escaped(text: str) -> str:
-    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+from lean_finetune.core.errors import UsageFault, UserError, escaped, stopped_line
 
 
 @contextmanager

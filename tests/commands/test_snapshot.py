@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from lean_finetune.cli import main
-from lean_finetune.core.stage_command import escaped
+from lean_finetune.core.errors import escaped
 from lean_finetune.core.units import GIB, MIB, readable_size
 from tests.memory.snapshots import Snapshot, frame
 from tests.memory.test_recording_analysis import MODEL, training

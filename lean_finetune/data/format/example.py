@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from lean_finetune.core.errors import one_line
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_ROLES = ("user", "tool")
 """Roles that an assistant's turn answers."""
@@ -15,7 +17,10 @@ Message = dict[str, Any]
 
 
 class RowFault(Exception):
-    """A row that cannot be used: the rule and the remedy. The caller adds file and line."""
+    """A row that cannot be used: the rule and the remedy, as one line. The caller adds file and line."""
+
+    def __init__(self, rule: str):
+        super().__init__(one_line(rule))
 
 
 class EmptyAnswer(RowFault):

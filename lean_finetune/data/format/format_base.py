@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from lean_finetune.data.format.row_values import show
 
 AUTO = "auto"
 PREFERENCE_KEYS = (
-    *("chosen", "rejected", "rejected_response", "rejected_messages"),
+    *("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
     *("preferred_output", "non_preferred_output"),
 )
 """Columns of a better and a worse answer to one question."""
@@ -91,6 +91,8 @@ class SourceFormat:
     """Name of a registered format, never `auto`."""
     columns: Mapping[str, str]
     """Column of the source by key of the format; empty where the names are the same."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Known role by another name that the source has for it."""
     is_heldout: bool = False
     """Whether all its rows are held out."""
 
@@ -142,6 +144,8 @@ def preference_remedy(row: Mapping[str, Any]) -> str:
         key = "completion" if "prompt" in row else "output" if "instruction" in row else "text"
     elif isinstance(chosen, list):
         key = "completion" if isinstance(row.get("prompt"), list) else "messages"
+    elif isinstance(row.get("chosen_messages"), list):
+        return "to train on its better answer set data.columns={messages: chosen_messages}"
     elif "chosen" in row or "preferred_output" in row:
         return "to train on its better answer, put that into the row's own turns"
     else:

@@ -1,39 +1,86 @@
 """Messages, tool calls and tools in the form that chat templates expect."""
 
-import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lean_finetune.data.format.example import ROLES, Message, RowFault
-from lean_finetune.data.format.row_values import is_given, parse_json, show, without_nulls
+from lean_finetune.data.format.roles import CALL, role_of
+from lean_finetune.data.format.row_values import is_given, parse_json, show
+from lean_finetune.data.format.turn_content import read_content
+from lean_finetune.data.format.turn_marks import pop_marks
 from lean_finetune.data.format.unread_columns import refuse_media
 
-# OpenAI's former name of the role tool, and Gemma's of the role assistant.
-OTHER_ROLES = {"function": "tool", "model": "assistant"}
-# Whether a turn is trained, as 0 or 1 (OpenAI, ms-swift) and as true or false (axolotl, ms-swift).
-WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
-SWITCH_KEYS = ("train", "training", "loss")
-# Which characters of a turn are trained (axolotl).
-DETAIL_KEYS = ("train_detail", "training_detail")
-TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value", "content")
+KNOWN_KEYS = {
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "reasoning", "thinking", "channel", "refusal"),
+}
+"""Keys of a parsed message that we know. Others reach the template too, and are named once for each source."""
 _USUAL_KEYS = {"role", "content"}
+_CALL_KEYS = {"role", "content", "tool_calls"}
+_PAIR_KEYS = ("human", "assistant")
+_FUNCTION_KEYS = ("name", "arguments", "function")
 
 
-def parse_messages(given: list[Any], where: str) -> tuple[list[Message], frozenset[int]]:
-    """The parsed messages, and the indices of assistant turns that are not trained.
+@dataclass(kw_only=True)
+class Turns:
+    """The parsed turns of a row."""
 
-    Raises RowFault if one of them is not a message.
+    messages: list[Message] = field(default_factory=list)
+    context: frozenset[int] = frozenset()
+    """Indices in `messages` of assistant turns that are not trained."""
+    calls: frozenset[int] = frozenset()
+    """Indices in `messages` of turns of which only tool calls were given, as with role tool_call."""
+
+    def joined(self) -> "Turns":
+        """The turns with each turn of calls joined to the assistant's text or calls before it: one answer."""
+        if not self.calls:
+            return self
+        messages: list[Message] = []
+        context: set[int] = set()
+        before = None  # Number of the turn before, if it is the assistant's.
+        for number, message in enumerate(self.messages):
+            is_bare_call = number in self.calls and message.keys() == _CALL_KEYS
+            if is_bare_call and before is not None and (before in self.context) == (number in self.context):
+                calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+                messages[-1] = {**messages[-1], "tool_calls": calls}
+            else:
+                if number in self.context:
+                    context.add(len(messages))
+                messages.append(message)
+            before = number if message["role"] == "assistant" else None
+        return Turns(messages=messages, context=frozenset(context))
+
+
+def parse_turns(given: list[Any], where: str) -> Turns:
+    """The turns of a list of {role, content}, of {from, value}, or of {human, assistant}: the first one decides.
+
+    Raises RowFault if one of them is not a turn.
     """
+    first = given[0] if given and isinstance(given[0], dict) else {}
+    if all(key in first for key in _PAIR_KEYS):
+        first = {"role": "user"}
+        given = [turn for number, pair in enumerate(given) for turn in _pair(pair, f"{where} {number + 1}")]
+    is_sharegpt = first.get("role") is None and (first.get("from") is not None or where == "conversations")
+    role_key, text_key = ("from", "value") if is_sharegpt else ("role", "content")
     messages: list[Message] = []
     context: list[int] = []
+    calls: list[int] = []
     for number, message in enumerate(given):
-        is_context = False
         if not _is_plain(message):
-            message, is_context = parse_message(message, f"{where} {number + 1}")
+            parsed = parse_message(message, f"{where} {number + 1}", role_key, text_key)
+            message = parsed.message
+            if parsed.is_context:
+                context.append(number)
+            if parsed.is_call:
+                calls.append(number)
         messages.append(message)
-        if is_context:
-            context.append(number)
-    return messages, frozenset(context)
+    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls))
+
+
+def unknown_keys(messages: list[Message]) -> set[str]:
+    """Keys of messages that we do not know."""
+    return {key for message in messages if len(message) > len(_USUAL_KEYS) for key in message.keys() - KNOWN_KEYS}
 
 
 def _is_plain(message: Any) -> bool:
@@ -43,71 +90,58 @@ def _is_plain(message: Any) -> bool:
     return type(message["content"]) is str and type(message["role"]) is str and message["role"] in ROLES
 
 
-def parse_message(message: Any, where: str) -> tuple[Message, bool]:
-    """The parsed message, and whether it is an assistant turn that is not trained.
+def _pair(pair: Any, where: str) -> list[Any]:
+    """The question and the answer of a pair; its other keys belong to the answer."""
+    if not isinstance(pair, dict) or not all(key in pair for key in _PAIR_KEYS):
+        raise RowFault(f"{where} must be an object with 'human' and 'assistant', got {show(pair)}; change it")
+    others = {key: value for key, value in pair.items() if key not in _PAIR_KEYS}
+    question, answer = ({"role": role, "content": pair[role]} for role in _PAIR_KEYS)
+    return [question, {**others, **answer}]
 
-    Raises RowFault if it is not a message, or holds what cannot be trained.
-    """
+
+class _Parsed(NamedTuple):
+    message: Message
+    is_context: bool
+    """Whether it is an assistant turn that is not trained."""
+    is_call: bool
+    """Whether its role says that its text is tool calls."""
+
+
+def parse_message(message: Any, where: str, role_key: str = "role", text_key: str = "content") -> _Parsed:
+    """The message of a turn. Raises RowFault if it is not a turn, or holds what cannot be trained."""
     if not isinstance(message, dict):
-        raise RowFault(f"{where} must be an object with 'role' and 'content', got {show(message)}; change it")
-    role = message.get("role")
-    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else None
-    if role not in ROLES:
-        raise RowFault(
-            f"{where} has role={show(message.get('role'))}; known: {', '.join((*ROLES, *OTHER_ROLES))}; change it"
-        )
+        raise RowFault(f"{where} must be an object with {role_key!r} and {text_key!r}, got {show(message)}; change it")
+    role = role_of(message.get(role_key), role_key, where)
     refuse_media(message, where)
-    parsed = {key: without_nulls(value) for key, value in message.items() if value is not None}
+    names = {role_key: "role", text_key: "content"}
+    parsed: Message = {
+        names[key] if key in names else key: value for key, value in message.items() if value is not None
+    }
+    is_call = role == CALL
+    calls: Any = None
+    if is_call:
+        calls = parsed.pop("content", None)
+        calls = parse_json(calls, f"{where} ({message[role_key]})") if isinstance(calls, str) else calls
+        calls = calls if isinstance(calls, list) else [calls]
+        role, parsed["content"] = "assistant", ""
     parsed["role"] = role
-    is_context = _pop_weights(parsed, role, where)
-    calls = parsed.pop("tool_calls", None)
+    is_context = pop_marks(parsed, role, where)
+    given = parsed.pop("tool_calls", None)
+    calls = calls if is_call else given
     if legacy := parsed.pop("function_call", None):
         if calls:
             raise RowFault(f"{where} has both tool_calls and function_call; keep one of them")
         calls = [legacy]
     if calls is not None and (not isinstance(calls, list) or (calls and role != "assistant")):
         raise RowFault(f"{where}: tool_calls must be a list in an assistant message, got {show(calls)}; change it")
-    if calls:
+    if calls and "content" not in parsed:
+        parsed["content"] = ""
+    parts = read_content(parsed, role, where, text_key)
+    if calls and parts:
+        raise RowFault(f"{where} has tool calls in 'content' and in 'tool_calls'; keep one of them")
+    if calls := calls or parts:
         parsed["tool_calls"] = [parse_tool_call(call, where) for call in calls]
-    parsed["content"] = "" if calls and "content" not in parsed else content_text(parsed.get("content"), where)
-    return parsed, is_context
-
-
-def _pop_weights(message: Message, role: str, where: str) -> bool:
-    """Remove the keys that say whether a message is trained; return whether it is an untrained assistant turn."""
-    for key in DETAIL_KEYS:
-        if is_given(message.pop(key, None)):
-            raise RowFault(
-                f"{where}: {key} selects parts of a turn, but only complete turns can be trained; remove the row"
-            )
-    given = {key: message.pop(key) for key in (*WEIGHT_KEYS, *SWITCH_KEYS) if key in message}
-    known: tuple[float, ...] = (0, 1) if role == "assistant" else (0,)
-    for key, value in given.items():
-        kinds = (bool,) if key in SWITCH_KEYS else (int, float)
-        if type(value) not in kinds or value not in known:
-            rule = " or ".join(json.dumps(kinds[0](number)) for number in known)
-            raise RowFault(
-                f"{where}: {key} must be {rule} in a message of role {role}, got {show(value)}; change or remove it"
-            )
-    if len(set(given.values())) > 1:
-        raise RowFault(f"{where}: {' and '.join(given)} differ; keep one of them")
-    return role == "assistant" and 0 in given.values()
-
-
-def content_text(content: Any, where: str) -> str:
-    """A message's text; a list of typed parts is joined when all parts are text. Raises RowFault if it is neither."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowFault(f"{where} needs text in 'content', got {show(content)}; change it")
-    texts = []
-    for part in content:
-        # The text is in 'text', in some data sets in 'value' or 'content'; column formats fill the others with null.
-        found = [part[key] for key in TEXT_KEYS if part.get(key) is not None] if isinstance(part, dict) else []
-        if len(found) != 1 or not isinstance(found[0], str) or part.get("type") not in TEXT_PARTS:
-            raise RowFault(f"{where} has a content part that is not text: {show(part)}; only text can be trained")
-        texts += found
-    return "".join(texts)
+    return _Parsed(parsed, is_context, is_call)
 
 
 def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -115,15 +149,18 @@ def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
 
     Raises RowFault if it has no name, or its arguments are not an object.
     """
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = call if isinstance(call, dict) else None
+    if function is not None and function.get("function") is not None:
+        function = function["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"{where} has a tool call without a name: {show(call)}; add it")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where} (arguments of {function['name']})") if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise RowFault(f"{where}: arguments of {function['name']} must be an object, got {show(arguments)}; change it")
-    others = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
+    others = {key: value for key, value in call.items() if key not in _FUNCTION_KEYS and value is not None}
     return {"type": "function", **others, "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -141,8 +178,6 @@ def parse_tools(row: Mapping[str, Any]) -> list[Any] | None:
         return None
     if isinstance(tools, str):
         tools = parse_json(tools, "'tools'") if tools.strip() else None
-    else:
-        tools = without_nulls(tools)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

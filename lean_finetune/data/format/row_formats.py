@@ -1,28 +1,17 @@
-"""The row formats: messages, sharegpt, alpaca, prompt_completion and text, one class each."""
+"""The row formats, one class each."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.data.format.example import Conversation, Message, PlainText, RowFault
 from lean_finetune.data.format.format_base import RowFormat, SourceFormat, register
-from lean_finetune.data.format.messages import parse_message, parse_messages, parse_tool_call, parse_tools
-from lean_finetune.data.format.row_values import is_given, list_of, parse_json, show, text_of, text_or_nothing
+from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns
+from lean_finetune.data.format.roles import with_roles
+from lean_finetune.data.format.row_values import is_given, list_of, show, text_of, text_or_nothing
+from lean_finetune.data.format.turn_marks import LOSS_MASK, untrained_by_mask
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "call",
-    "tool_call": "call",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
-}
-_SHAREGPT_KEYS = {"from", "value"}
 _CONVERSATION_KEYS = ("system", "tools", "functions", "family")
+_TURNS_KEYS = (*_CONVERSATION_KEYS, LOSS_MASK)
 
 
 def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | PlainText:
@@ -31,7 +20,8 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | Pl
     Raises RowFault if a key is missing, has the wrong type, or there is nothing to train on.
     """
     row_format = source.row_format
-    example = row_format.parse(row_format.rename_columns(row, source.columns))
+    row = row_format.rename_columns(row, source.columns)
+    example = row_format.parse(with_roles(row, source.roles) if source.roles else row)
     if isinstance(example, Conversation) and not example.trained_turns():
         found = "every assistant turn is marked as not trained" if example.context else "no assistant turn"
         raise RowFault(f"{found}, so nothing to train on; remove the row or add one")
@@ -55,14 +45,11 @@ class Messages(RowFormat):
 
     name = "messages"
     required = ("messages",)
-    optional = _CONVERSATION_KEYS
+    optional = _TURNS_KEYS
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
-        turns = list_of(row, "messages")
-        is_sharegpt = _turn_keys(turns) == {"from"}
-        parsed = _parse_sharegpt_turns(turns, "messages") if is_sharegpt else parse_messages(turns, "messages")
-        return _conversation(row, *parsed, "messages")
+        return _conversation(row, parse_turns(list_of(row, "messages"), "messages"), "messages")
 
 
 @register
@@ -71,14 +58,24 @@ class ShareGpt(RowFormat):
 
     name = "sharegpt"
     required = ("conversations",)
-    optional = _CONVERSATION_KEYS
+    optional = _TURNS_KEYS
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
-        turns, key = list_of(row, "conversations"), "conversations"
-        has_roles = _turn_keys(turns) == {"role"}
-        parsed = parse_messages(turns, key) if has_roles else _parse_sharegpt_turns(turns, key)
-        return _conversation(row, *parsed, key)
+        return _conversation(row, parse_turns(list_of(row, "conversations"), "conversations"), "conversations")
+
+
+@register
+class Pairs(RowFormat):
+    """`conversation`: a list of {human, assistant}, or of turns as in the other formats."""
+
+    name = "conversation"
+    required = ("conversation",)
+    optional = _TURNS_KEYS
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        return _conversation(row, parse_turns(list_of(row, "conversation"), "conversation"), "conversation")
 
 
 @register
@@ -92,15 +89,27 @@ class Alpaca(RowFormat):
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
-        messages: list[Message] = []
-        for number, pair in enumerate(list_of(row, "history"), start=1):
-            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise RowFault(f"history {number} must be a pair of texts, got {show(pair)}; change it")
-            messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        messages = _history(row)
         question = (text_of(row, "instruction"), text_or_nothing(row, "input"))
         messages.append({"role": "user", "content": "\n".join(filter(None, question))})
         messages.append({"role": "assistant", "content": text_of(row, "output")})
-        return _conversation(row, messages, frozenset(), "history")
+        return _conversation(row, Turns(messages=messages), "history")
+
+
+@register
+class QueryResponse(RowFormat):
+    """`query`, `response`, and `history`: pairs of earlier questions and answers (ms-swift)."""
+
+    name = "query_response"
+    required = ("query", "response")
+    optional = ("history", *_CONVERSATION_KEYS)
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        messages = _history(row)
+        messages.append({"role": "user", "content": text_of(row, "query")})
+        messages.append({"role": "assistant", "content": text_of(row, "response")})
+        return _conversation(row, Turns(messages=messages), "history")
 
 
 @register
@@ -130,13 +139,17 @@ class PromptCompletion(RowFormat):
             raise RowFault(
                 "'prompt' and 'completion' must both be text or both be lists of messages; change one of them"
             )
-        before, _ = parse_messages(prompt, "prompt")
-        trained, untrained = parse_messages(completion, "completion")
-        context = {n for n, message in enumerate(before) if message["role"] == "assistant"}
-        if not any(message["role"] == "assistant" for message in trained):
+        before, answers = parse_turns(prompt, "prompt"), parse_turns(completion, "completion")
+        if not any(message["role"] == "assistant" for message in answers.messages):
             raise RowFault("'completion' has no assistant turn, so nothing to train on; remove the row or add one")
-        context |= {len(before) + n for n in untrained}
-        return _conversation(row, before + trained, frozenset(context), "prompt")
+        size = len(before.messages)
+        context = {number for number, message in enumerate(before.messages) if message["role"] == "assistant"}
+        turns = Turns(
+            messages=before.messages + answers.messages,
+            context=frozenset(context | {size + number for number in answers.context}),
+            calls=before.calls | {size + number for number in answers.calls},
+        )
+        return _conversation(row, turns, "prompt")
 
 
 @register
@@ -153,10 +166,24 @@ class Text(RowFormat):
         return PlainText(prompt="", completion=text_of(row, "text"))
 
 
-def _conversation(row: Mapping[str, Any], messages: list[Message], context: frozenset[int], key: str) -> Conversation:
-    """The messages with the row's system text in front, and its tools; `key` names the messages in faults."""
-    if not messages:
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of `history`, a list of (question, answer)."""
+    messages: list[Message] = []
+    for number, pair in enumerate(list_of(row, "history"), start=1):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowFault(f"history {number} must be a pair of texts, got {show(pair)}; change it")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return messages
+
+
+def _conversation(row: Mapping[str, Any], turns: Turns, key: str) -> Conversation:
+    """The turns with the row's system text in front, and its tools; `key` names the turns in faults."""
+    if not turns.messages:
         raise RowFault(f"{key!r} is empty, so nothing to train on; remove the row or add turns")
+    if mask := list_of(row, LOSS_MASK):
+        turns.context = untrained_by_mask(mask, turns.messages, turns.context)
+    turns = turns.joined()
+    messages, context = turns.messages, turns.context
     system = text_or_nothing(row, "system")
     if system:
         if any(message["role"] in ("system", "developer") for message in messages):
@@ -164,37 +191,3 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], context: froz
         messages = [{"role": "system", "content": system}, *messages]
         context = frozenset(place + 1 for place in context)
     return Conversation(messages=messages, tools=parse_tools(row), context=context)
-
-
-def _turn_keys(turns: list[Any]) -> set[str]:
-    """Which of `role` and `from` the first turn has: data sets use either under either name of the list."""
-    first = turns[0] if turns and isinstance(turns[0], dict) else {}
-    return {key for key in ("role", "from") if first.get(key) is not None}
-
-
-def _parse_sharegpt_turns(turns: list[Any], key: str) -> tuple[list[Message], frozenset[int]]:
-    """The messages of {from, value} turns, and the indices of assistant turns that are not trained."""
-    parsed = [_parse_sharegpt_turn(turn, f"{key} {n}") for n, turn in enumerate(turns, start=1)]
-    return [message for message, _ in parsed], frozenset(n for n, (_, is_context) in enumerate(parsed) if is_context)
-
-
-def _parse_sharegpt_turn(turn: Any, where: str) -> tuple[Message, bool]:
-    """The message of a turn, and whether it is an assistant turn that is not trained."""
-    if not isinstance(turn, dict):
-        raise RowFault(f"{where} must be an object with 'from' and 'value', got {show(turn)}; change it")
-    sender = turn.get("from")
-    role = SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
-    if role is None:
-        raise RowFault(f"{where} has from={show(sender)}; known: {', '.join(SHAREGPT_ROLES)}; change it")
-    value = turn.get("value")
-    if not isinstance(value, str):
-        raise RowFault(f"{where} needs text in 'value', got {show(value)}; change it")
-    message: Message = {"role": role, "content": value}
-    if role == "call":
-        calls = parse_json(value, f"{where} ({sender})")
-        calls = [parse_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-        message = {"role": "assistant", "content": "", "tool_calls": calls}
-    if turn.keys() == _SHAREGPT_KEYS:
-        return message, False
-    others = {key: item for key, item in turn.items() if key not in _SHAREGPT_KEYS}
-    return parse_message({**others, **message}, where)

@@ -1,15 +1,19 @@
 """Typed access to the values of a row, and their short form for messages."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from lean_finetune.data.format.example import RowFault
+from lean_finetune.data.read.row_block import MAX_DEPTH
 
 SHOWN_CHARACTERS = 80
 _BLANK_TEXTS = ("", "[]", "null")
+# orjson silently reads an integer past 64 bits as the nearest float.
+_MAYBE_LARGE = re.compile("[0-9]{19}")
 
 
 def show(value: Any) -> str:
@@ -19,10 +23,15 @@ def show(value: Any) -> str:
 
 
 def is_given(value: Any) -> bool:
-    """Whether a value is more than null, blank text or an empty list or object."""
+    """Whether a value is more than null, blank text, or a list or object of such values.
+
+    Data sets write an absent image as {"bytes": null, "path": null}.
+    """
     if isinstance(value, str):
         return value.strip() not in _BLANK_TEXTS
-    return value is not None and value != [] and value != {}
+    if isinstance(value, list | dict):
+        return any(map(is_given, value.values() if isinstance(value, dict) else value))
+    return value is not None
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
@@ -55,24 +64,22 @@ def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of JSON text inside a row. Raises RowFault if it is not JSON."""
+    """The value of JSON text inside a row. Raises RowFault if it is not JSON, or nested too deep."""
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        pass
-    try:  # The standard parser accepts NaN and lone surrogates, which ControlTokenGuard replaces.
-        return json.loads(text)
+        value = json.loads(text) if _MAYBE_LARGE.search(text) else orjson.loads(text)
     except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
-        raise RowFault(f"{where} must be JSON, got {show(text)}; change it") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """A JSON value without keys that are null.
-
-    Parquet and Arrow fill absent keys with null. Without them a row gives the same tokens in every file format.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        try:  # The standard parser accepts NaN and lone surrogates, which ControlTokenGuard replaces.
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise RowFault(f"{where} must be JSON, got {show(text)}; change it") from None
+    check_depth(value, where)
     return value
+
+
+def check_depth(value: Any, where: str, room: int = MAX_DEPTH) -> None:
+    """Raise RowFault if a JSON value is nested deeper than `room`."""
+    if isinstance(value, dict | list):
+        if not room:
+            raise RowFault(f"{where} is nested too deep; make it flatter than {MAX_DEPTH} levels")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, where, room - 1)

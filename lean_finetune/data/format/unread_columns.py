@@ -6,12 +6,15 @@ from typing import Any
 from lean_finetune.data.format.example import RowFault
 from lean_finetune.data.format.format_base import PREFERENCE_KEYS, SourceFormat, preference_remedy
 from lean_finetune.data.format.row_values import is_given, show
+from lean_finetune.data.format.turn_marks import LOSS_MASK, looks_like_loss_mask
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # False: the answer is a bad example (TRL's and LLaMA-Factory's names for KTO). A number under `label` is a class.
 KTO_LABELS = ("label", "kto_tag")
 KTO_TAG_NUMBERS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
+# Whether the row is trained. A list, with a number for each turn, may have any name that `looks_like_loss_mask`.
+ROW_MARKS = ("mask", "masked", "loss_mask", "loss", "train", "training", "trainable")
 # Columns that other formats or other tools read as part of the question, and the remedy.
 QUESTION_COLUMNS = {
     "system_prompt": "name it as data.columns={system: system_prompt}",
@@ -20,7 +23,7 @@ QUESTION_COLUMNS = {
     "context": "name it as data.columns={input: context}",
     "chat_template_kwargs": "remove it, and set its values in a chat template file named by data.chat_template",
 }
-MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *QUESTION_COLUMNS))
+MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *ROW_MARKS, *QUESTION_COLUMNS))
 """Columns that change what a row means, unless its format reads them."""
 
 IGNORE = "name it in data.ignore_columns to leave it unread"
@@ -35,6 +38,10 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
     if row.keys() <= read:
         return []
     unread = [key for key, value in row.items() if key not in read and is_given(value)]
+    for key in unread:
+        if looks_like_loss_mask(key, row[key]):
+            remedy = f"name it as data.columns={{{LOSS_MASK}: {key}}} where 1 means trained, or {IGNORE}"
+            raise RowFault(f"{key!r} may say for each turn whether it is trained, and is not read; {remedy}")
     return [key for key in unread if key not in MEANINGFUL or not _agrees(key, row, source)]
 
 
@@ -54,6 +61,8 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
                 f"source a weight (data.source), or {IGNORE}"
             )
         return _number(value) is not None
+    if key in ROW_MARKS:
+        return _is_trained(key, value)
     row_format = source.row_format
     if not row_format.has_answer:
         return False
@@ -72,6 +81,20 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
         if other is None or is_given(row.get(source.column(other))):
             return False
     raise RowFault(f"{key!r} is part of the question, and is not read; {QUESTION_COLUMNS[key]}, or {IGNORE}")
+
+
+def _is_trained(key: str, value: Any) -> bool:
+    """Whether a mark of a complete row requests training; False where the value is no mark.
+
+    Raises RowFault if the row shall not be trained, or the mark's meaning is unknown.
+    """
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        return False
+    if key == "mask":
+        raise RowFault(f"{key!r} is {show(value)}, which may mean trained or not trained; remove the row, or {IGNORE}")
+    if bool(value) == (key == "masked"):
+        raise RowFault(f"{key!r} is {show(value)}: the row is marked as not trained; remove it, or {IGNORE}")
+    return True
 
 
 def media_fault(key: str) -> str:

@@ -10,13 +10,13 @@ import orjson
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read.row_block import RawRow, RowBlock, from_payload
+from lean_finetune.data.read.row_block import MAX_DEPTH, RawRow, RowBlock, from_payload
 
 NOT_UTF8 = "not UTF-8 (byte {}); save the file as UTF-8"
 NOT_JSON = "not JSON ({}); a row must be one JSON object a line, or an element of one array"
 NO_VALUE = "{!r} has an unreadable value ({}); correct it, or leave that column out of the file"
 LONG_NUMBER = f"has an integer of more than {sys.get_int_max_str_digits()} digits; write it as text"
-TOO_DEEP = "JSON nested too deep; make the row flatter"
+TOO_DEEP = f"JSON nested too deep; make the row flatter than {MAX_DEPTH} levels"
 # Any integer of 18 digits fits 64 bits. orjson silently reads a larger one as the nearest float.
 EXACT_DIGITS = 18
 _MAYBE_LARGE = b"0" * (EXACT_DIGITS + 1)
@@ -27,6 +27,8 @@ _SIMPLIFY = bytes.maketrans(b"123456789\t\r\n", b"000000000   ")
 # Arrow raises these for text that is not UTF-8, a time outside Python's range, an unknown time zone (with pytz a
 # KeyError), and a struct with two fields of one name.
 _UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
+
+_LISTS = (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray, pa.ListViewArray, pa.LargeListViewArray)
 
 Parsed = tuple[dict[str, Any] | None, str | None, int]
 """(value, fault, line of the fault counted from the row's first)."""
@@ -99,8 +101,28 @@ def _decode_arrow(block: RowBlock) -> Iterator[RawRow]:
         rows: list[tuple[Any, str | None]] = [(value, None) for value in batch.to_pylist()]
     except _UNREADABLE:
         rows = [_read_row(batch, k) for k in range(batch.num_rows)]
+    padded = [name for name, column in zip(batch.schema.names, batch.columns, strict=True) if _has_padding(column)]
     for k, (value, fault) in enumerate(rows):
+        if value is not None:
+            value |= {name: _without_padding(value[name]) for name in padded}
         yield RawRow(block.first_row + k, lines[k], value, fault)
+
+
+def _has_padding(array: pa.Array) -> bool:
+    """Whether a field of a struct inside the array is null anywhere.
+
+    Arrow gives every struct all fields, null where the writer's object had none.
+    """
+    if isinstance(array, pa.StructArray):
+        return any(field.null_count or _has_padding(field) for field in array.flatten())
+    return isinstance(array, _LISTS) and _has_padding(array.values)
+
+
+def _without_padding(value: Any) -> Any:
+    """A value without the null fields of its structs, so that a row gives the same tokens in every file format."""
+    if isinstance(value, dict):
+        return {key: _without_padding(item) for key, item in value.items() if item is not None}
+    return [_without_padding(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_row(batch: pa.RecordBatch, k: int) -> tuple[dict[str, Any] | None, str | None]:
@@ -132,10 +154,12 @@ def _parse(row: bytes) -> Parsed:
     """
     try:
         value = orjson.loads(row)
+        if type(value) is dict and (row.count(b'":') != _count_keys(value) or _may_be_inexact(row)):
+            return _parse_exactly(row)
     except orjson.JSONDecodeError:
         return _parse_exactly(row)
-    if type(value) is dict and (row.count(b'":') != _count_keys(value) or _may_be_inexact(row)):
-        return _parse_exactly(row)
+    except RecursionError:
+        return None, TOO_DEEP, 0
     return _object(value)
 
 
@@ -151,13 +175,15 @@ def _may_be_inexact(content: bytes) -> bool:
     return _MAYBE_LARGE in simplified or _SPACED_COLON in simplified
 
 
-def _count_keys(value: dict[str, Any] | list[Any]) -> int:
-    """Keys of all objects in a JSON value."""
+def _count_keys(value: dict[str, Any] | list[Any], room: int = MAX_DEPTH) -> int:
+    """Keys of all objects in a JSON value. Raises RecursionError if it is nested deeper than `room`."""
+    if not room:
+        raise RecursionError
     is_object = type(value) is dict
     keys = len(value) if is_object else 0
     for inner in value.values() if is_object else value:  # type: ignore[union-attr]
         if type(inner) is dict or type(inner) is list:
-            keys += _count_keys(inner)
+            keys += _count_keys(inner, room - 1)
     return keys
 
 
@@ -180,6 +206,8 @@ def _parse_exactly(row: bytes) -> Parsed:
     """The standard library's reading: it accepts NaN, lone surrogates and integers of any size."""
     try:
         value = _EXACT.decode(row.decode("utf-8"))
+        if type(value) is dict:
+            _count_keys(value)  # Refuses deep nesting.
     except UnicodeDecodeError as error:
         return None, NOT_UTF8.format(error.start + 1), row.count(b"\n", 0, error.start)
     except json.JSONDecodeError as error:

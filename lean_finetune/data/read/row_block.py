@@ -10,6 +10,8 @@ BLOCK_BYTES = 1 << 20
 # A larger row is more often a mistake than an example. Skipping it needs no more memory than this.
 MAX_ROW_BYTES = 64 << 20
 TOO_LONG = f"the row is longer than {MAX_ROW_BYTES >> 20} MiB; shorten or remove it"
+MAX_DEPTH = 200
+"""Lists and objects inside each other in a row: what reads it needs several calls of Python for each."""
 
 Read = Callable[[int], bytes]
 """Reads the given number of bytes, fewer only at the end of the file."""

@@ -15,7 +15,7 @@ from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_nump
 LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
 MAX_UNREAD_COLUMNS = 32
-"""Unread columns listed for a source: rows may have any number of keys."""
+"""Unread columns, and unknown keys of turns, listed for a source: rows may have any number of keys."""
 MAX_REJECTS = 100
 """Rejected rows that are listed: a broken source would fill the list with all its rows."""
 
@@ -54,6 +54,8 @@ class Tally:
     """By name of a count: (file, line) of its first row."""
     unread: dict[int, list[str]] = field(default_factory=dict)
     """By source: columns that its format does not read, sorted."""
+    unknown: dict[int, list[str]] = field(default_factory=dict)
+    """By source: keys of turns that we do not know and pass to the chat template, sorted."""
 
     def add(self, other: "Tally") -> None:
         """Add the counts of later rows. At most MAX_REJECTS rejects and MAX_UNREAD_COLUMNS columns remain."""
@@ -61,8 +63,9 @@ class Tally:
             self.counts[source].update(counts)
         self.rejects += other.rejects[: MAX_REJECTS - len(self.rejects)]
         self.first = other.first | self.first
-        for source, names in other.unread.items():
-            self.unread[source] = sorted({*self.unread.get(source, ()), *names})[:MAX_UNREAD_COLUMNS]
+        for mine, theirs in ((self.unread, other.unread), (self.unknown, other.unknown)):
+            for source, names in theirs.items():
+                mine[source] = sorted({*mine.get(source, ()), *names})[:MAX_UNREAD_COLUMNS]
 
 
 class SideTokens(NamedTuple):

@@ -94,13 +94,17 @@ def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> lis
 
 
 def _unread_notes(job: TokenizeJob, totals: Totals) -> list[str]:
-    """For each source, the columns that are not read."""
+    """For each source, the columns that are not read, and the keys of turns that only the chat template may read."""
     found = []
-    for index, names in sorted(totals.tally.unread.items()):
-        if names:
-            more = " and more" if len(names) >= MAX_UNREAD_COLUMNS else ""
-            source = job.data_lock["sources"][index]["source"]
-            found.append(f"columns of {source} that are not read: {', '.join(names)}{more}")
+    for what, by_source in (
+        ("columns of {} that are not read", totals.tally.unread),
+        ("keys of turns of {} that only the chat template may read", totals.tally.unknown),
+    ):
+        for index, names in sorted(by_source.items()):
+            if names:
+                more = " and more" if len(names) >= MAX_UNREAD_COLUMNS else ""
+                source = job.data_lock["sources"][index]["source"]
+                found.append(f"{what.format(source)}: {', '.join(names)}{more}")
     return found
 
 
@@ -114,6 +118,7 @@ def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]
         "format_reason": job.format_reasons[index],
         "columns": dict(source.columns),
         "unread_columns": totals.tally.unread.get(index, []),
+        "unknown_turn_keys": totals.tally.unknown.get(index, []),
         **_shared_figures(train, heldout, totals.tally.counts[index]),
         "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "longest": max(train.longest, heldout.longest),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows
@@ -16,6 +16,7 @@ from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.encode.tokenizers_engine import Engine
 from lean_finetune.data.format.example import Conversation, EmptyAnswer, PlainText, RowFault, is_heldout
 from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.read.decode_rows import decode
@@ -77,6 +78,7 @@ class _Rows:
     families: list[str | None] = field(default_factory=list)
     heldout: list[bool] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
 
     def count(self, name: str, place: Place, number: int = 1) -> None:
@@ -129,7 +131,8 @@ class BlockTokenizer:
         self._count_limited(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
         rows.tally.rejects.sort()
-        rows.tally.unread[block.source] = sorted(rows.unread)
+        rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
+        rows.tally.unknown[block.source] = sorted(map(one_line, rows.unknown))
         return BlockTokens(
             self._side(chunks.select(~is_heldout), encoded, rows),
             self._side(chunks.select(is_heldout), encoded, rows),
@@ -167,7 +170,7 @@ class BlockTokenizer:
         Raises RowFault if it cannot be used. Raises EmptyAnswer if a trained answer is empty.
         """
         if raw.value is None:
-            raise RowFault(raw.fault)
+            raise RowFault(str(raw.fault))
         row = without(raw.value, self._settings.ignore_columns)
         unread = unread_columns(row, source)
         example = parse_row(row, source)
@@ -185,6 +188,8 @@ class BlockTokenizer:
         segments = self._segments(example)
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
+        if isinstance(example, Conversation):
+            rows.unknown |= unknown_keys(example.messages)
         names = ("reasoning_left_out_rows", "control_tokens_as_text", "surrogates_replaced")
         for name, old, new in zip(names, before, changes(), strict=True):
             rows.count(name, place, new - old)

@@ -15,6 +15,7 @@ from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.engine_choice import choose_engine
 from lean_finetune.data.format.example import Conversation, RowFault
 from lean_finetune.data.format.format_base import AUTO, SourceFormat, check_columns, detect_format
+from lean_finetune.data.format.roles import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
 from lean_finetune.data.read.decode_rows import decode
@@ -173,7 +174,8 @@ _PlacedRow = tuple[str, dict[str, Any]]
 def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSource:
     """Read the first rows of a source."""
     source = lock["sources"][index]
-    columns = source["columns"] if source["columns"] is not None else (data.columns or {})
+    columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
+    roles = columns.pop(ROLES_KEY, {})
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
     rows, fault = _first_rows({**lock, "sources": [source]}, skips)
@@ -188,7 +190,7 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
     else:
         check_columns(columns, wanted)
         reason = "params.yaml says so"
-    source_format = SourceFormat(format=wanted, columns=columns, is_heldout=is_heldout_source(source))
+    source_format = SourceFormat(format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source))
     return _InspectedSource(
         source_format=source_format,
         reason=reason,

@@ -85,6 +85,9 @@ LINES = {
     "inner duplicate key": _line(b'{"a": [[{"b": 1, "b": 2}]]}', "the key 'b' comes twice in one object"),
     "too many digits": _line(b'{"a": ' + b"9" * 5000 + b"}", "has an integer of more than 4300 digits"),
     "too deep": _line(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "JSON nested too deep"),
+    "rather deep": _line(b'{"a":' * 900 + b"1" + b"}" * 900, "JSON nested too deep; make the row flatter than 200"),
+    "deep list of large numbers": _line(b'{"a":' + b"[" * 300 + b"9" * 30 + b"]" * 300 + b"}", "JSON nested too deep"),
+    "not too deep": _valid(b'{"a":' * 150 + b"1" + b"}" * 150, 1),
     "BOM inside": _line(b"\xef\xbb\xbf" + GOOD, "not JSON (Expecting value at column 1)"),
     "no-break spaces": _line("\u00a0\u00a0".encode(), "not JSON"),
     "line of 64 MiB": _faulty(

@@ -17,6 +17,7 @@ HUMAN, GPT = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
 BAD = {**ANSWER, "content": "bad"}
 PLAIN = [chat_row(f"What is {n}?", f"{n}.") for n in range(40)]
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+ROLES = {"kunde": "user", "bot 7": "assistant"}
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
@@ -60,6 +61,79 @@ HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
         ["bad"],
     ),
     "axolotl-no-detail": (chat(USER, {**ANSWER, "train": True, "train_detail": None}), ["A"], []),
+    "swift-loss-number": (chat({**USER, "loss": 0}, {**BAD, "loss": 0}, USER, {**ANSWER, "loss": 1}), ["A"], ["bad"]),
+    "trainable": (chat(USER, {**BAD, "trainable": False}, USER, ANSWER), ["A"], ["bad"]),
+    "turn-loss-mask": (chat(USER, {**BAD, "loss_mask": 0}, USER, {**ANSWER, "loss_mask": 1}), ["A"], ["bad"]),
+    "torchtune-masked": (chat({**USER, "masked": True}, {**BAD, "masked": True}, USER, ANSWER), ["A"], ["bad"]),
+    "row-loss-mask": (chat(USER, BAD, USER, ANSWER, loss_mask=[0, 0, 0, 1]), ["A"], ["bad"]),
+    "row-loss-mask-sharegpt": (
+        {"conversations": [HUMAN, {**GPT, "value": "bad"}, HUMAN, GPT], "loss_mask": [0, False, 0, True]},
+        ["A"],
+        ["bad"],
+    ),
+    "named-loss-mask": (
+        (chat(USER, BAD, USER, ANSWER, mask=[0, 0, 0, 1]), {"columns": {"loss_mask": "mask"}}),
+        ["A"],
+        ["bad"],
+    ),
+    "trained-row": (chat(USER, ANSWER, trainable=True, loss=0.37, masked=False, train="yes"), ["A"], []),
+    "capital-roles": (chat({**USER, "role": "User"}, {**ANSWER, "role": "Assistant "}), ["A"], []),
+    "chatgpt": ({"conversations": [{**HUMAN, "from": "Human"}, {**GPT, "from": "chatgpt"}]}, ["A"], []),
+    "mapped-roles": (
+        (chat({**USER, "role": "kunde"}, {**ANSWER, "role": "bot 7"}), {"columns": {"roles": ROLES}}),
+        ["A"],
+        [],
+    ),
+    "swift-tool-roles": (
+        chat(
+            USER,
+            {"role": "assistant", "content": "Wait."},
+            {"role": "tool_call", "content": CALL},
+            {"role": "tool_call", "content": json.loads(CALL)},
+            {"role": "tool_response", "content": "three"},
+            ANSWER,
+        ),
+        [f"Wait.<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "A"],
+        ["three"],
+    ),
+    "pairs": (
+        {"conversation": [{"human": "Q", "assistant": "a"}, {"human": "R", "assistant": "A"}], "category": "Brain"},
+        ["a", "A"],
+        ["R"],
+    ),
+    "query-response": (
+        {"query": "Q", "response": "A", "history": [["q", "a"]], "system": "Sys."},
+        ["a", "A"],
+        ["Sys."],
+    ),
+    "llama-factory-v1": (
+        chat(
+            {"role": "user", "content": [{"type": "text", "value": "Part"}], "loss_weight": 0.0},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "value": "Wait."}, {"type": "tool_call", "value": CALL}],
+                "loss_weight": 1.0,
+            },
+            {"role": "tool", "content": [{"type": "text", "value": "three"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "text", "value": "A"}], "loss_weight": 1.0},
+            tools=json.dumps([TOOL]),
+        ),
+        [f"Wait.<tool_call>{CALL}</tool_call>", "A"],
+        ["Part", "Adds.", "three"],
+    ),
+    "tool-results": (
+        chat(
+            USER,
+            {**ANSWER, "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]},
+            {"role": "tool", "content": {"sum": 3, "unit": None}},
+            {"role": "tool", "content": None},
+            {"role": "tool", "content": [{"type": "diner", "n": 1}]},
+            ANSWER,
+        ),
+        [f"<tool_call>{CALL}</tool_call>", "A"],
+        ['{"sum": 3, "unit": null}', '[{"type": "diner", "n": 1}]'],
+    ),
+    "empty-image": (chat(USER, ANSWER, image={"bytes": None, "path": None}, images=[[], {"bytes": None}]), ["A"], []),
     "swift-loss": (chat(USER, {**BAD, "loss": False}, USER, ANSWER), ["A"], ["bad"]),
     "mistral-weight": (chat(USER, {**BAD, "weight": 0}, USER, ANSWER), ["A"], ["bad"]),
     "gemma-model": (chat(USER, {"role": "model", "content": "A"}), ["A"], []),
@@ -139,12 +213,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "swift-rejected": (chat(USER, ANSWER, rejected_response="bad"), "'rejected_response' makes the row a preference"),
     "row-weight": (chat(USER, ANSWER, weight=0.5), "'weight' is 0.5"),
+    "untrained-row": (chat(USER, ANSWER, train=False), "'train' is false: the row is marked as not trained"),
+    "mask-of-turns": (chat(USER, ANSWER, mask=[0, 1]), "data.columns={loss_mask: mask} where 1 means trained"),
+    "turn_weights": (chat(USER, ANSWER, turn_weights=[0, 1]), "data.columns={loss_mask: turn_weights}"),
+    "mask-of-a-turn": (chat(USER, {**ANSWER, "mask": False}), "rename the key 'train' where true means trained"),
+    "v1-pair": (
+        {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, BAD], "messages": [USER, ANSWER]},
+        "data.columns={messages: chosen_messages}",
+    ),
     "orca": (chat(USER, ANSWER, system_prompt="S"), "data.columns={system: system_prompt}"),
     "chatglm": ({"prompt": "Q", "completion": "A", "history": [["q", "a"]]}, "'history' is part of the question"),
     "kwargs": (chat(USER, ANSWER, chat_template_kwargs={"enable_thinking": True}), "'chat_template_kwargs'"),
     "system-of-text": ({"prompt": "Q", "completion": "A", "system": "S"}, "'system' cannot be used with"),
     "two-lists-of-tools": (chat(USER, ANSWER, tools=[TOOL], functions=[TOOL]), "'tools' and 'functions'; keep one"),
-    "train-user": (chat({**USER, "train": True}, ANSWER), "messages 1: train must be false in a message of role user"),
+    "train-user": (
+        chat({**USER, "train": True}, ANSWER),
+        "messages 1: train must be 0 or false in a",
+    ),
     "detail": (
         chat(USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
         "messages 2: train_detail selects parts of a turn",
@@ -177,6 +262,15 @@ def test_the_refusal_is_one_line_and_a_named_column_lifts_it(run_sources):
     assert refusal.startswith("rows.jsonl:2: 'images' holds ") and "data.ignore_columns" in refusal
     result = run_sources({"rows": rows}, data__ignore_columns=["images"])
     assert result.exit_code == 0 and "note: columns of rows.jsonl that are not read: id\n" in result.stderr
+
+
+def test_keys_of_turns_that_we_do_not_know_are_named_once(run_sources):
+    """They reach the template; one that means "do not train this" would otherwise be trained in silence."""
+    rows = [chat(USER, {**ANSWER, "id": 7, "lang": "en", "name": "Ann"}), chat({**USER, "lan\ng": "de"}, ANSWER)]
+    result = run_sources({"rows": rows})
+    assert result.exit_code == 0
+    assert "note: keys of turns of rows.jsonl that only the chat template may read: id, lan g, lang\n" in result.stderr
+    assert meta(OUT)["sources"][1]["unknown_turn_keys"] == ["id", "lan g", "lang"]
 
 
 def test_a_preference_pair_is_refused_with_a_remedy(run_sources):

@@ -6,6 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, get_args
 
+import pyarrow as pa
 import pytest
 
 from lean_finetune.config.field_types import Format
@@ -13,11 +14,13 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
 from lean_finetune.data.format.format_base import FORMATS, RowFormat, check_columns, detect_format
 from lean_finetune.data.format.row_formats import parse_row, row_family
+from tests.data.read.common import arrow, parquet, values_of
 from tests.data.tokens.common import (
     ANSWER,
     CALL,
     MESSAGES,
     USER,
+    call,
     conversation,
     decoder,
     messages,
@@ -30,6 +33,11 @@ from tests.workspace import error, write_rows
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {}}
 WRAPPED = [{"type": "function", "function": TOOL}]
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
 
 
 def key_of(*given) -> bytes:
@@ -84,7 +92,7 @@ def test_alpaca_joins_instruction_and_input(given, prompt):
 
 
 def test_typed_text_parts_are_joined_and_other_keys_reach_the_template():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]
     row = messages({"role": "user", "content": parts, "name": "Ann"}, ANSWER)
     assert conversation(row, "messages").messages[0] == {"role": "user", "content": "ab", "name": "Ann"}
 
@@ -190,14 +198,14 @@ def test_a_column_for_a_key_that_the_format_lacks_is_refused(columns, known):
         detect_format({"prompt": "", "completion": ""}, columns | {"family": "prompt", "text": "none", "x": "y"})
 
 
-def test_null_means_absent_so_that_parquet_rows_mean_the_same():
+def test_null_means_absent_so_that_parquet_rows_mean_the_same(tmp_path):
     """Arrow gives every row all fields of the structure, null where the row has none."""
     call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
     row = {
         "messages": [
             {"role": "user", "content": "Q", "tool_calls": None, "name": None, "weight": None},
             {"role": "assistant", "content": None, "tool_calls": [call], "name": None, "weight": 1.0},
-            {"role": "tool", "content": [{"type": "text", "text": "3", "image": None}], "tool_calls": None},
+            {"role": "tool", "content": "3", "tool_calls": None},
             {"role": "assistant", "content": "A", "tool_calls": [], "name": None, "weight": None},
         ],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int", "enum": None}}}}],
@@ -212,10 +220,45 @@ def test_null_means_absent_so_that_parquet_rows_mean_the_same():
         ],
         "tools": [{"function": {"name": "f", "parameters": {"x": {"type": "int"}}}, "type": "function"}],
     }
-    assert conversation(row, "messages") == conversation(plain, "messages")
+    [read] = values_of(written(tmp_path / "rows.parquet", parquet([row])))
+    assert conversation(read, "messages") == conversation(plain, "messages")
     texts = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"b": null}'}]}
     parsed = conversation(messages(USER, texts), "messages").messages[1]["tool_calls"][0]["function"]["arguments"]
     assert parsed == {"b": None}, "a null in JSON text was written by its author"
+
+
+def test_a_null_that_its_author_wrote_is_kept_and_padding_of_arrow_is_not(tmp_path):
+    """In JSON a null argument is part of the call. Arrow gives each object all fields, null where it had none."""
+    calls = [{"name": "f", "arguments": {"a": 1, "unit": None}}, {"name": "g", "arguments": {"x": [None, {"b": None}]}}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"u": {"type": "string", "default": None}}}}
+    row = messages(USER, {**ANSWER, "tool_calls": calls, "refusal": None}, tools=[tool])
+    example = conversation(row, "messages")
+    assert [call["function"] for call in example.messages[1]["tool_calls"]] == calls
+    assert example.tools == [tool] and "refusal" not in example.messages[1]
+    for name, content in (("a.parquet", parquet([row])), ("a.arrow", arrow(pa.Table.from_pylist([row]), True))):
+        [read] = values_of(written(tmp_path / name, content))
+        arguments = [call["arguments"] for call in read["messages"][1]["tool_calls"]]
+        assert arguments == [{"a": 1}, {"x": [None, {}]}] and "default" not in str(read["tools"])
+
+
+def test_integers_of_any_size_in_json_text_are_exact():
+    """The parser orjson reads an integer past 64 bits as the nearest float, without a word."""
+    number = 12345678901234567890123
+    example = conversation(messages(USER, call(name="f", arguments=f'{{"id": {number}}}')), "messages")
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"id": number}
+
+
+def test_reasoning_parts_are_the_reasoning_of_the_turn():
+    parts = [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "A"}]
+    row = messages(USER, {**ANSWER, "content": parts})
+    assert conversation(row, "messages").messages[1] == {**ANSWER, "reasoning_content": "Hm."}
+
+
+def test_calls_of_untrained_turns_are_not_joined_to_trained_ones():
+    turn = {"from": "function_call", "value": json.dumps(CALL)}
+    row = {"conversations": [{"from": "human", "value": "Q"}, turn, {**turn, "train": False}, turn]}
+    example = conversation(row, "sharegpt")
+    assert (len(example.messages), example.context) == (4, {2})
 
 
 def test_lists_may_be_json_text_as_in_a_csv_file():

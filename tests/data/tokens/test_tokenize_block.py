@@ -109,6 +109,20 @@ def test_control_tokens_and_lone_surrogates_in_rows_are_counted(tokenize, tiny_d
     assert "\ufffd" in decoder(tiny_dir)(both_sides(tokens)[2]["input_ids"])
 
 
+@pytest.mark.parametrize("name", ["\ud800", "a\nb\x1b[2J", "n" * 100_000])
+def test_what_is_told_of_a_row_is_one_line_of_plain_text(tokenize, name):
+    """Names and values of a row's keys go into refusals, notes and files."""
+    turn = {"role": "assistant", "content": "A", name: 1}
+    rows = [
+        ROWS[0],
+        {"messages": [{"role": name, "content": ""}]},
+        {"messages": [ROWS[0]["messages"][0], turn], name: 2},
+    ]
+    tokens = tokenize(rows)
+    told = [tokens.tally.rejects[0].reason, *tokens.tally.unread[0], *tokens.tally.unknown[0]]
+    assert len(told) == 3 and all(text.isprintable() and text.isascii() and len(text) <= 600 for text in told)
+
+
 LONG = [*ROWS[:3], chat_row("Hi", "word " * 100), chat_row("word " * 100, "Yes.")]
 LOSSES = {
     "truncate": ({"truncated_rows": 2, "no_answer_rows": 1}, [14], [10, 11, 12, 13]),
