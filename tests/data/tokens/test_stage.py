@@ -125,7 +125,7 @@ REFUSED = {
     "deep tools": (
         json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
         {},
-        "rows.jsonl:1: nested too deep; make the row flatter",
+        "rows.jsonl:1: JSON nested too deep; make the row flatter",
     ),
     "template": (
         json.dumps({"messages": [*chat_row()["messages"], {"role": "system", "content": "late"}]}) + "\n",
