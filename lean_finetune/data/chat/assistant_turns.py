@@ -2,41 +2,52 @@
 
 For each turn, P is the rendering of all messages before it with the generation prompt, which the model gets at
 inference, and Q is the rendering up to the end of the turn. Where the full rendering starts with both, the turn is the
-text of Q behind P. Some templates render a turn differently when others follow: Qwen3 removes earlier thinking. Then
-the conversation is rendered again with a placeholder for the turn's content. The two renderings differ at the content;
-the generation prompt ends before it, and the token that ends a turn follows it.
+text of Q behind P.
+
+Some templates render messages differently when others follow: Qwen3 removes earlier thinking. The full rendering is
+what the model sees, so the turn is then found in it by what stands around the messages' own texts (see
+`MessageRegions`). The turn starts behind as much of the generation prompt as the full rendering has there, and ends
+behind the token that ends Q, or the first control token where there is another one. No boundary lies inside a token
+that was added to the vocabulary.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import any_of
+from lean_finetune.data.chat.message_regions import MessageRegions, Region, common_prefix
 from lean_finetune.data.format.example import Conversation, RowFault
 
-# Noncharacters, which templates do not treat specially and rows rarely have.
-PLACEHOLDER, OTHER_PLACEHOLDER = "\ufdd4", "\ufdd5"
 TAIL_CHARACTERS = 256
 
 
 class TurnFinder:
     """Finds the assistant turns in renderings of one template."""
 
-    def __init__(self, template: CompiledTemplate, control_tokens: Iterable[str]):
+    def __init__(self, template: CompiledTemplate, control_tokens: Collection[str], added_tokens: Collection[str]):
+        """Find turns of `template`; `control_tokens` may end one, and `added_tokens` are never cut."""
         self._template = template
         self._control = re.compile(any_of(control_tokens) or r"(?!)")
-        self._generation_prompt = self._find_generation_prompt()
+        self._added = re.compile(any_of(added_tokens) or r"(?!)")
+        self._longest = max(map(len, added_tokens), default=0)
+        self._header = self._find_generation_prompt().lstrip()
+        lead = self._control.match(self._header)
+        self._anchor = lead[0] if lead else self._header.rstrip()
+        """The part of the generation prompt by which it is searched: the rest may differ from turn to turn."""
 
     def spans(self, conversation: Conversation, full: str, turns: list[int]) -> list[tuple[int, int]]:
         """The spans of assistant turns in the full rendering, as ranges of characters, each with its end-of-turn token.
 
         Raises RowFault if a turn cannot be located.
         """
+        regions = MessageRegions(self._template, conversation, conversation.messages, full)
         spans: list[tuple[int, int]] = []
         done = 0
         for turn in turns:
-            start = self._start(conversation, full, turn, done)
-            end = None if start is None else self._end(conversation, full, turn, start)
+            start = self._start(conversation, regions, turn, done)
+            start = None if start is None else self._outside_token(full, start)
+            end = None if start is None else self._end(conversation, regions, turn, start)
             if start is None or end is None or not done <= start < end:
                 raise RowFault(
                     f"the chat template renders turn {turn + 1} in a way that its tokens cannot be located; put "
@@ -46,57 +57,63 @@ class TurnFinder:
             done = end
         return spans
 
-    def _start(self, conversation: Conversation, full: str, turn: int, done: int) -> int | None:
+    def _start(self, conversation: Conversation, regions: MessageRegions, turn: int, done: int) -> int | None:
         """Index behind the generation prompt of the turn."""
-        messages = conversation.messages
-        prompt = rendering(self._template, conversation, messages[:turn], add_generation_prompt=True)
+        full, before = regions.text, conversation.messages[:turn]
+        prompt = rendering(self._template, conversation, before, add_generation_prompt=True)
         if prompt is not None and full.startswith(prompt):
             return len(prompt)
-        content = self._content(conversation, full, turn)
-        if content is None:
+        own = regions[turn]
+        if own is None:
             return None
-        if self._generation_prompt and (found := full.rfind(self._generation_prompt, done, content[0])) >= 0:
-            return found + len(self._generation_prompt)
-        before = rendering(self._template, conversation, messages[:turn])
-        if prompt is not None and before is not None and full.startswith(before):
-            return min(content[0], _common_prefix(prompt, full))
-        return None
+        previous, shown = _last_shown(regions, turn)
+        first = max(done, shown[1])
+        if self._anchor and (found := full.rfind(self._anchor, first, own[0])) >= 0:
+            return found + common_prefix(self._header, full[found : own[0]])
+        if prompt is None or previous is None:
+            return None
+        # The prompt may differ from the full rendering anywhere; only what follows the last message is compared.
+        there = MessageRegions(self._template, conversation, before, prompt, add_generation_prompt=True)[previous]
+        if there is None or not (ahead := common_prefix(prompt[there[1] :], full[shown[1] : own[0]])):
+            return None
+        return shown[1] + ahead
 
-    def _end(self, conversation: Conversation, full: str, turn: int, start: int) -> int | None:
+    def _end(self, conversation: Conversation, regions: MessageRegions, turn: int, start: int) -> int | None:
         """Index behind the end-of-turn token."""
+        full = regions.text
         is_last = turn + 1 == len(conversation.messages)
         messages = conversation.messages[: turn + 1]
         upto = full if is_last else rendering(self._template, conversation, messages)
         stop = None if upto is None else self._last_control_token(upto, start)
         if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
-        content = self._content(conversation, full, turn)
-        if content is None:
+        own = regions[turn]
+        if own is None:
             return None
-        following = self._content(conversation, full, turn + 1)
-        limit = len(full) if following is None else following[0]
+        limit = _next_shown(regions, turn)
         if upto is not None and stop is not None:
-            token = upto[stop[0] : stop[1]]
-            if (found := full.find(token, content[1], limit)) >= 0:
-                return found + len(token)
-        match = self._control.search(full, content[1], limit)
+            there = MessageRegions(self._template, conversation, messages, upto)[turn]
+            tail = upto[there[1] : stop[1]] if there is not None else ""
+            if tail and full.startswith(tail, own[1]):
+                return own[1] + len(tail)
+            if (found := full.find(upto[stop[0] : stop[1]], own[1], limit)) >= 0:
+                return found + stop[1] - stop[0]
+            same = own[1] + common_prefix(tail, full[own[1] : limit])
+            if shared := list(self._control.finditer(full, own[1], same)):
+                return shared[-1].end()
+        match = self._control.search(full, own[1], limit)
         return match.end() if match else None
 
-    def _content(self, conversation: Conversation, full: str, turn: int) -> tuple[int, int] | None:
-        """The span of `full` that changes with the message's content; None if nothing changes."""
-        if turn == len(conversation.messages):
-            return None
-        messages = list(conversation.messages)
-        placeholder = OTHER_PLACEHOLDER if PLACEHOLDER in messages[turn]["content"] else PLACEHOLDER
-        messages[turn] = {**messages[turn], "content": placeholder}
-        other = rendering(self._template, conversation, messages)
-        if other is None or other == full:
-            return None
-        before = _common_prefix(other, full)
-        behind = min(_common_prefix(other[::-1], full[::-1]), len(full) - before)
-        return before, len(full) - behind
+    def _outside_token(self, text: str, place: int) -> int:
+        """The place, or the start of the added token that it lies inside."""
+        for match in self._added.finditer(text, max(0, place - self._longest), place + self._longest):
+            if match.start() >= place:
+                break
+            if match.end() > place:
+                return match.start()
+        return place
 
-    def _last_control_token(self, text: str, start: int) -> tuple[int, int] | None:
+    def _last_control_token(self, text: str, start: int) -> Region | None:
         """The span of the control token that ends the text, from `start` on; None if more than blanks follow it."""
         for begin in (max(start, len(text) - TAIL_CHARACTERS), start):
             if found := list(self._control.finditer(text, begin)):
@@ -112,13 +129,15 @@ class TurnFinder:
         return prompt[len(text) :] if prompt and text and prompt.startswith(text) else ""
 
 
-def _common_prefix(a: str, b: str) -> int:
-    """Length of the common prefix, by bisection: comparing slices is fast."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _last_shown(regions: MessageRegions, turn: int) -> tuple[int | None, Region]:
+    """The last message before a turn of which the rendering shows something, and its region."""
+    for number in reversed(range(turn)):
+        if (region := regions[number]) is not None:
+            return number, region
+    return None, (0, 0)
+
+
+def _next_shown(regions: MessageRegions, turn: int) -> int:
+    """Where the region of the next message after a turn begins, of those that are shown; the text's end without one."""
+    later = (regions[number] for number in range(turn + 1, regions.count))
+    return next((region[0] for region in later if region is not None), len(regions.text))

@@ -10,9 +10,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import TurnFinder
 from lean_finetune.data.chat.bundled_templates import find_bundled, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.message_regions import REASONING_FIELDS
 from lean_finetune.data.chat.template_probes import (
     MESSAGE_FIELDS,
-    REASONING_FIELDS,
     check_end_of_turn,
     check_roles,
     omitted_parts,
@@ -37,12 +37,15 @@ class ChatTemplate:
     the reason for it.
     """
 
-    def __init__(self, own: CompiledTemplate, title: str, control: Set[str], train_on: str):
-        """Check the template, which reasons call `title`, on test conversations, and choose the method by them."""
+    def __init__(self, own: CompiledTemplate, title: str, control: Set[str], added: Set[str], train_on: str):
+        """Check the template, which reasons call `title`, on test conversations, and choose the method by them.
+
+        `added` has all tokens added to the vocabulary, `control` those that may end a turn.
+        """
         self._own, self._train_on, self._bundled = own, train_on, None
         self._omitted = omitted_parts(own)
         check_roles(own, self._omitted, own.name, train_on)
-        self._turns = TurnFinder(own, control)
+        self._turns = TurnFinder(own, control, added)
         self.source, self.method = own.source, "segments"
         self.reason = f"{title} has no generation marks, so each answer is what its turn adds to the text before it"
         if train_on == "all":
@@ -177,7 +180,7 @@ def load_template(
     try:
         with limited_memory_growth(PROBE_BYTES):
             own = CompiledTemplate(source, special_tokens, name, date)
-            template = ChatTemplate(own, title, control, train_on)
+            template = ChatTemplate(own, title, control, control | added.keys(), train_on)
             check_end_of_turn(template.render, name, special_tokens.get("bos_token"), control)
     except (MemoryError, RecursionError) as error:
         fault = "needs too much memory for" if isinstance(error, MemoryError) else "recurses without end on"

@@ -6,6 +6,7 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
+from lean_finetune.data.chat.message_regions import REASONING_FIELDS
 from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
@@ -23,8 +24,6 @@ _CALLING = _turn("assistant", "", tool_calls=[_CALL])
 _RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
 _BASIC = Conversation(messages=[_ASK, _ANSWER], tools=None)
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of reasoning: of Qwen, DeepSeek and GLM; of OpenRouter and Gemma; of gpt-oss and LFM."""
 MESSAGE_FIELDS = (*REASONING_FIELDS, "channel", "refusal")
 """Keys that change the meaning of a message."""
 

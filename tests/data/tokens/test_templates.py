@@ -148,20 +148,24 @@ def test_ids_and_masks_of_the_marked_templates_equal_those_of_transformers(name,
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_calls_are_trained_alike_by_marks_and_by_segments(name, bundled, by_segments):
+    """Mistral's template shows tools before the last question, so prompts of earlier turns have them elsewhere."""
     segments = bundled[name].render(CALLING)
     assert joined(segments).count('"Adds."') == 1, "tools are shown"
     call, answer, last = trained(segments)
     assert '"add"' in call and '"二"' in call and "It is 3." in answer and "Bye" in last
     ends = ("<|im_end|>", "<|eot_id|>", "</s>")
     assert all(text.endswith(ends) and sum(text.count(end) for end in ends) == 1 for text in (call, answer, last))
-    if name != "mistral-tools":
-        assert trained(by_segments[name].render(CALLING)) == [call, answer, last]
+    assert trained(by_segments[name].render(CALLING)) == [call, answer, last]
 
 
-def test_a_turn_that_cannot_be_located_is_a_fault(by_segments):
-    """Mistral shows tools before the last question, so earlier turns are rendered differently, without a prompt."""
+def test_a_turn_that_cannot_be_located_is_a_fault(directories):
+    """Here every rendering has other text around the first answer."""
+    source = (
+        "{% for m in messages %}{{ messages | length }}{{ m.content }}{{ messages | length }}{% endfor %}<|im_end|>"
+    )
+    template = custom(directories, UNKNOWN + source + "{% if add_generation_prompt %}5{% endif %}")
     with pytest.raises(RowFault, match="renders turn 2 in a way that its tokens cannot be located; put gen"):
-        by_segments["mistral-tools"].render(CALLING)
+        template.render(chat("Q", "A", "R", "B"))
 
 
 def test_qwen3_learns_the_last_thoughts_and_sees_no_earlier_ones(by_segments, bundled):

@@ -1,0 +1,104 @@
+"""Turns in templates that render messages otherwise once others follow; boundaries outside of control tokens."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
+from lean_finetune.data.format.example import Conversation
+from tests.data.tokens.common import DATE, encode_one, row_tokenizer
+from tests.data.tokens.families import chat, trained, turn
+
+# As Gemma 4's: a call replaces what the generation prompt ends with, and both begin with the same characters.
+GEMMA = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}<|turn>model\n{% if m.tool_calls %}"
+    "{% for c in m.tool_calls %}<|tool_call>{{ c.function.name }}({{ c.function.arguments | tojson }})<tool_call|>"
+    "{% endfor %}{% endif %}{{ m.content }}<turn|>\n{% else -%}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n"
+    "{% endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<|turn>model\n<|channel>thought<channel|>{%- endif -%}"
+)
+GEMMA_TOKENS = ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>")
+# As Qwen 3.5's: answers behind the last question begin with a think block, others do not.
+QWEN = (
+    "{%- set ns = namespace(last=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or () %}<tool_call>{{ c.function.name }}"
+    "({{ c.function.arguments | tojson }})</tool_call>{% endfor %}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n<think>\n{% endif -%}"
+)
+# As gpt-oss': another token ends the last answer, and the header has control tokens of its own.
+HARMONY = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}<|start|>assistant"
+    "{% if m.thinking and loop.last %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "<|start|>assistant{% endif %}"
+    "<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+    "{%- else -%}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+)
+HARMONY_TOKENS = ("<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|channel|>")
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = Conversation(
+    messages=[
+        turn("user", "q"),
+        turn("assistant", "", tool_calls=[CALL]),
+        turn("tool", "r"),
+        turn("assistant", "a"),
+        turn("user", "q2"),
+        turn("assistant", "b"),
+    ],
+    tools=None,
+)
+
+
+@pytest.fixture
+def open_template(tmp_path: Path, tiny_dir: Path):
+    """A template with the shipped tokenizer and further control tokens."""
+
+    def load(source: str, control: tuple[str, ...], plain: tuple[str, ...] = ()) -> ChatTemplate:
+        tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<|pad|>"}')
+        return load_template(source, tmp_path, {}, "assistant", DATE)
+
+    return load
+
+
+def test_a_span_starts_at_a_control_token_and_not_inside_it(open_template, tmp_path):
+    template = open_template(GEMMA, GEMMA_TOKENS)
+    segments = template.render(CALLING)
+    assert trained(segments) == ['<|tool_call>f({"x": 1})<tool_call|><turn|>', "a<turn|>", "b<turn|>"]
+    tokenizer = row_tokenizer(tmp_path)
+    row = encode_one(tokenizer, segments)
+    vocabulary = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+    assert row.ids[row.spans[0, 0]] == vocabulary["<|tool_call>"]
+
+
+def test_earlier_answers_without_their_think_block_are_found(open_template):
+    """What the template shows of them is trained."""
+    template = open_template(QWEN, (), ("<think>", "</think>", "<tool_call>", "</tool_call>"))
+    assert template.method == "segments"
+    assert trained(template.render(CALLING)) == [
+        '<tool_call>f({"x": 1})</tool_call><|im_end|>',
+        "a<|im_end|>",
+        "\n</think>\n\nb<|im_end|>",
+    ]
+    assert trained(template.render(chat("q", "a", "r", "<think> b", reasoning_content="Hm."))) == [
+        "a<|im_end|>",
+        "Hm.\n</think>\n\n<think> b<|im_end|>",
+    ]
+
+
+def test_earlier_answers_that_another_token_ends_are_found(open_template):
+    template = open_template(HARMONY, HARMONY_TOKENS)
+    assert trained(template.render(chat("q", "a", "r", "b", thinking="Hm."))) == [
+        "<|channel|>final<|message|>a<|end|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
+    ]
+    assert trained(template.render(chat("q", "same", "same", "same"))) == [
+        "<|channel|>final<|message|>same<|end|>",
+        "<|channel|>final<|message|>same<|return|>",
+    ]
