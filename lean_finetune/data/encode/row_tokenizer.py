@@ -11,6 +11,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard
 from lean_finetune.data.chat.tokenizer_files import read_special_tokens
 from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.encode.control_check import ControlCheck
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
 from lean_finetune.data.encode.tokenizers_engine import Engine
@@ -45,6 +46,7 @@ class RowTokenizer:
         self._id_of("pad_token")  # Refuses a pad_token that is not in the vocabulary.
         self.pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
         self._joined = JoinedRowEncoder(self._tokenizer, self.guard, directory) if self._adds_spaces() else None
+        self._control = ControlCheck(self._tokenizer, self.guard, self.vocab_size, is_joined=self._joined is not None)
 
     def _id_of(self, role: str) -> int | None:
         """The id of bos_token, eos_token or pad_token; None when the tokenizer has none."""
@@ -128,6 +130,10 @@ class RowTokenizer:
         if literals:
             ids, lengths = _insert(ids, lengths, literals)
         return from_segments(ids, lengths, np.array(trained, bool), np.array(counts, np.int64), failed)
+
+    def cut_tokens(self, rows: Sequence[Sequence[Segment]], encoded: EncodedRows) -> dict[int, str]:
+        """By row, the first control token of its text that its ids lack or add; rows without a fault are not in it."""
+        return self._control.faults(rows, encoded)
 
     def differs_when_joined(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
         """Whether a row has other ids when encoded as one text.

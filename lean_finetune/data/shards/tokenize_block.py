@@ -92,6 +92,21 @@ class _Rows:
         self.count(name, place)
         self.tally.rejects.append(Reject(self.block.file, *place, reason))
 
+    def remove(self, cut: dict[int, str]) -> None:
+        """Remove rows whose ids lack a control token of their text; `cut` has that token by index."""
+        for number, token in cut.items():
+            self.reject(
+                "bad_rows",
+                self.places[number],
+                f"the control token {token!r} of its text is not one token of its ids: a generation mark of the chat "
+                "template lies inside it, or the text around it continues it; correct the template, or change the row",
+            )
+        kept = [number for number in range(len(self.segments)) if number not in cut]
+        self.segments = [self.segments[number] for number in kept]
+        self.places = [self.places[number] for number in kept]
+        self.families = [self.families[number] for number in kept]
+        self.heldout = [self.heldout[number] for number in kept]
+
 
 class BlockTokenizer:
     """Turns blocks into tokens. The result depends on the settings and the block alone."""
@@ -125,6 +140,9 @@ class BlockTokenizer:
         """
         rows = self._read(block)
         encoded = self.tokenizer.encode_rows(rows.segments)
+        if cut := self.tokenizer.cut_tokens(rows.segments, encoded):
+            rows.remove(cut)
+            encoded = self.tokenizer.encode_rows(rows.segments)
         self._check_ids(encoded)
         self._sample(rows, encoded)
         chunks = limit_lengths(encoded, self._settings.max_length, self._settings.over_length)

@@ -14,7 +14,7 @@ from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.block_tokens import BlockTokens, token_schema
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
-from tests.data.tokens.built import byte_level, save
+from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
 
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
@@ -204,3 +204,27 @@ def test_a_block_without_usable_rows_is_empty_batches(tiny_dir):
             tokens = worker(block)
             assert (tokens.train.rows.num_rows, tokens.heldout.rows.num_rows) == (0, 0)
             assert tokens.train.rows.schema.equals(token_schema(1280, 512, 8))
+
+
+CUT = (
+    "{% for m in messages %}START{{ m.role }}\n{% if m.role == 'assistant' and m.content == 'cut' %}"
+    "{% generation %}{{ m.content }}FIRST{% endgeneration %}SECOND{% elif m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}FIRSTSECOND{% endgeneration %}{% else %}{{ m.content }}FIRSTSECOND{% endif %}\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("style", ["byte level", "sentencepiece"])
+def test_a_row_whose_trained_text_ends_inside_a_control_token_is_refused(style, tmp_path, tiny_dir):
+    """Its rest would be plain characters. Such a row is no example of tokens that never occur at inference."""
+    directory, start, token = tiny_dir, "<|im_start|>", "<|im_end|>"
+    if style == "sentencepiece":  # Rows are encoded as one text, so the ids are right, and the token is not trained.
+        directory = save(sentencepiece("llama2"), tmp_path, eos_token="</s>", pad_token="<unk>")
+        start, token = "<s>", "</s>"
+    marks = CUT.replace("START", start).replace("FIRST", token[:2]).replace("SECOND", token[2:])
+    made = worker_of(directory, chat_template=marks)(block_of([ROWS[0], chat_row("Hi", "cut"), ROWS[1]]))
+    assert [row["source_row"] for row in both_sides(made)] == [10, 12]
+    [reject] = made.tally.rejects
+    assert reject.line == 12
+    assert reject.reason.startswith(f"the control token {token!r} of its text is not one token of its ids: a generat")
+    assert counted(made) == {"rows": 3, "bad_rows": 1}
