@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -224,6 +225,14 @@ class Trainer:
         job, step = self.job, run.step
         planned = job.plan.steps[step]
 
+        numbers = count()
+
+        def begin(batch: Batch) -> Batch:
+            number = next(numbers)
+            for callback in self.callbacks:
+                callback.on_micro_batch(number, len(micro_batches))
+            return batch.to(job.device)
+
         def guard(losses: list[torch.Tensor], norm: torch.Tensor) -> None:
             refuse_non_finite(losses, norm, step, planned if job.world.size > 1 else micro_batches)
             if step == 0:
@@ -233,7 +242,7 @@ class Trainer:
             return training_step(
                 run.model,
                 run.optimizer,
-                (batch.to(job.device) for batch in self.checkpoints.between(batches)),
+                map(begin, self.checkpoints.between(batches)),
                 supervised_tokens=sum(m.supervised for m in planned),
                 model_spec=job.model_spec,
                 spec=job.step_spec,

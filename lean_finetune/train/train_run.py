@@ -40,6 +40,7 @@ from lean_finetune.train.process.ranks import (
     launch_ranks,
     nccl_errors,
     nccl_fault,
+    stopping_line,
     watch_nccl,
     watch_other_nodes,
 )
@@ -96,7 +97,10 @@ def _run(
     with ExitStack() as stack:
         stack.callback(snapshots.close)
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
-        stack.enter_context(handle_signals(stop))
+        oom_handler = _oom_handler(job, params.run, paths, marker, snapshots)
+        stack.enter_context(
+            handle_signals(stop, lambda name: _notify(stopping_line(name, oom_handler.position, world.size)))
+        )
         where = choose_for_all_ranks(scratch_root(), fingerprint, params.run.resume, _notify, channel)
         checkpoints = stack.enter_context(
             open_checkpointer(
@@ -109,7 +113,6 @@ def _run(
                 disk_space=_disk_space(params, job, paths),
             )
         )
-        oom_handler = _oom_handler(job, params.run, paths, marker, snapshots)
         position = partial(describe_position, oom_handler.position)
         timeout = params.run.rank_timeout_seconds
 

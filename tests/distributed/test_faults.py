@@ -1,6 +1,7 @@
 """If one process of a run fails, all end in bounded time with one error line, and the same command resumes."""
 
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from lean_finetune.train.process.stop_signals import SAME_REQUEST_SECONDS
 from tests.distributed.launched import change, curve, errors_of, planned, running
+from tests.processes import wait_for
 from tests.workspace import write_verdict
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -130,3 +133,19 @@ def test_one_process_fails_and_the_same_command_resumes(copy: Path, learnt: dict
     assert adapter.read_bytes() == learnt[mode]
     assert [int(row["step"]) for row in curve(copy)] == list(range(len(curve(copy))))
     assert not list((copy / "scratch/train").glob("*/step-*"))
+
+
+def test_a_second_signal_ends_all_processes_at_once(copy: Path):
+    """They wait for a step of an hour, after they said that a second signal stops them now."""
+    planned(copy, 2, "ddp", train__epochs=200)
+    with running(copy, "-c", LAUNCH, "2", LEAN_FINETUNE_FAULT=f"hangs 1 {STEP}") as launcher:
+        wait_for((copy / "fault-was-met").exists, launcher)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.send_signal(signal.SIGTERM)
+        wait_for(lambda: any("after this step" in line for line in errors_of(copy)), launcher)
+        time.sleep(SAME_REQUEST_SECONDS)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(ranks, timeout=TIMEOUT_SECONDS)[1]
+    (line,) = (line for line in errors_of(copy) if "again to stop now" in line)
+    assert line.startswith("train: SIGTERM: stopping after this step, ")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.train import main as train
-from tests.distributed.launched import curve, made_a_step, only_error_of, planned, running
+from tests.distributed.launched import curve, errors_of, made_a_step, only_error_of, planned, running
 from tests.processes import wait_for
 from tests.workspace import invoke, run_module, write_verdict
 
@@ -137,9 +137,10 @@ def test_a_signal_ends_all_with_one_line(copy: Path):
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(ENDS_SECONDS)
         assert not psutil.wait_procs(ranks, timeout=ENDS_SECONDS)[1]
-    line = only_error_of(copy)
+    acknowledged, line = errors_of(copy)
+    assert acknowledged.startswith("train: SIGTERM: stopping after this step, ") and "again to stop now" in acknowledged
     assert launcher.returncode == 128 + signal.SIGTERM
-    assert line.removeprefix("train: ").startswith("stopped by SIGTERM")
+    assert line.startswith("train: stopped by SIGTERM")
 
 
 def test_a_signal_to_one_process_stops_all_in_order(copy: Path):

@@ -1,6 +1,7 @@
 """Progress in a terminal and in a log: one short line, few lines, one quantity for memory."""
 
 import io
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,25 @@ def test_a_training_bar_fits_80_columns_and_shows_one_quantity_of_memory(monkeyp
     parts = ("7 GiB", "2 to 8 h") if device == "cuda" else ("on the CPU",)
     (line,) = outlook
     assert all(part in line for part in ("12,000 steps of 65,536 tokens", *parts)), line
+
+
+@pytest.mark.parametrize(("stream", "updates"), [(Terminal(), 55), (io.StringIO(), 6)], ids=["terminal", "log"])
+def test_micro_batches_of_a_long_step_are_shown(monkeypatch, stream, updates):
+    """Half an hour at 0 of 76 steps, which looks like a hang."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    now = [0.0]
+    monkeypatch.setattr("lean_finetune.train.callbacks.progress_bar.time.monotonic", lambda: now[0])
+    bar = ProgressBar(INFO)
+    bar.on_start()
+    for number in range(9):  # A short step.
+        bar.on_micro_batch(number, 9)
+        now[0] += 1.0
+    for number in range(64):
+        bar.on_micro_batch(number, 64)
+        now[0] += 1.0
+    bar.on_end(None)
+    shown = re.findall(r"micro-batch (\d+)/(\d+)", stream.getvalue())
+    assert len(shown) == updates and shown[0] == ("11", "64")
 
 
 def test_a_log_has_a_line_every_ten_seconds(monkeypatch):

@@ -6,10 +6,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 
+from lean_finetune.train.oom.oom_state import RunPosition
+from lean_finetune.train.process.ranks import stopping_line
 from lean_finetune.train.process.stop_signals import SAME_REQUEST_SECONDS, Stopped, StopRequest, handle_signals
+from tests.small_model import CPU
 from tests.train import trainer
 from tests.train.interrupted import finish, small_job
 
@@ -52,6 +56,31 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored():
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGHUP, old)
+
+
+def test_a_signal_that_waits_is_acknowledged_from_another_thread():
+    """Silence during a backward pass of minutes, in which Python handles no signal."""
+    stop, heard = StopRequest(), []
+    with pytest.raises(SystemExit), handle_signals(stop, lambda name: heard.append((name, current_thread().name))):
+        with stop.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: bool(heard), END_SECONDS)
+            os.kill(os.getpid(), signal.SIGTERM)
+        stop.check()
+    assert heard == [("SIGTERM", "signals")]
+
+
+@pytest.mark.parametrize(
+    ("phase", "processes", "after"),
+    [("backward", 1, "this micro-batch"), ("heldout", 1, "the held-out losses"), ("backward", 2, "this step")],
+)
+def test_the_acknowledgement_says_when_training_stops(phase: str, processes: int, after: str):
+    """A wrong promise: several processes stop after a step, and a checkpoint has no part of one."""
+    position = RunPosition(CPU, updates_in_backward=False)
+    position.phase_name = phase
+    assert stopping_line("SIGINT", position, processes).startswith(
+        f"train: SIGINT: stopping after {after}, with a check"
+    )
 
 
 def test_a_signal_becomes_the_shells_exit_code():

@@ -86,6 +86,9 @@ class Callback:
     def on_start(self) -> None:
         """Called before the model is loaded."""
 
+    def on_micro_batch(self, number: int, count: int) -> None:
+        """Called before each micro-batch of this process, `number` from 0 of `count` in the step."""
+
     def on_step(self, row: Row) -> None:
         """Called after each optimizer step.
 

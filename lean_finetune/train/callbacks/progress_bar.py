@@ -1,10 +1,11 @@
 """Show progress, loss, throughput and memory on the terminal."""
 
 import sys
+import time
 
 from tqdm import tqdm
 
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress_bar import LOG_SECONDS, progress_bar
 from lean_finetune.core.units import GIB, readable_size
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.monitor.memory_counters import make_counters
@@ -51,6 +52,16 @@ class ProgressBar(Callback):
             f"{text}. The first step is the largest and also loads kernels: if it succeeds, later ones do. The time "
             "left is measured from then on."
         )
+
+    def on_micro_batch(self, number: int, count: int) -> None:
+        """Show the micro-batches of a step that takes long."""
+        now = time.monotonic()
+        if number == 0:
+            self._step_began = self._shown = now
+        pause = LOG_SECONDS if now - self._step_began < LOG_SECONDS or not sys.stderr.isatty() else 0.0
+        if self.info.show_progress and now - self._shown >= pause:
+            self._shown = now
+            self._bar.set_postfix_str(f"micro-batch {number + 1}/{count}")
 
     def on_step(self, row: Row) -> None:
         """Advance the bar, and print both losses where there are two."""

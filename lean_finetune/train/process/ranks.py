@@ -194,6 +194,13 @@ def describe_position(position: RunPosition) -> str:
     return f"in phase {position.phase_name} {step}"
 
 
+def stopping_line(name: str, position: RunPosition, processes: int) -> str:
+    """What happens after the first stop signal, called `name`, in one of the `processes` of a run."""
+    single = {"heldout": "the held-out losses", "checkpoint": "this checkpoint", "optimizer": "this update"}
+    after = "this step" if processes > 1 else single.get(position.phase_name, "this micro-batch")
+    return f"train: {name}: stopping after {after}, with a checkpoint of the finished steps; again to stop now"
+
+
 def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel) -> MeasuredPeaks:
     """Return the largest of each figure over all processes: what every GPU must have room for."""
     if channel.size == 1:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -28,13 +28,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number: int | None = None
         """The signal that arrived first; None before."""
-        self._deferred = False
+        self.deferred_now = False
+        """Whether a signal waits for `check`."""
 
     def request(self, number: int) -> None:
         """Handle the first signal: raise `Stopped` now, or at the next `check` inside `deferred`."""
         if self.signal_number is None:
             self.signal_number = number
-            if not self._deferred:
+            if not self.deferred_now:
                 self.check()
 
     def check(self) -> None:
@@ -45,11 +46,11 @@ class StopRequest:
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Make signals inside the block wait for `check`."""
-        self._deferred = True
+        self.deferred_now = True
         try:
             yield
         finally:
-            self._deferred = False
+            self.deferred_now = False
 
     def between(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield the items; check for a request before each."""
@@ -59,8 +60,10 @@ class StopRequest:
 
 
 @contextmanager
-def handle_signals(stop: StopRequest) -> Iterator[None]:
+def handle_signals(stop: StopRequest, acknowledge: Callable[[str], None] = lambda name: None) -> Iterator[None]:
     """Pass signals inside the block to `stop`, except those the process ignores. Call in the main thread.
+
+    `acknowledge` gets the name of the first signal at once, in another thread, if it waits for `StopRequest.check`.
 
     Raises:
         SystemExit: with the signal's exit code, once `Stopped` has left the block.
@@ -71,10 +74,15 @@ def handle_signals(stop: StopRequest) -> Iterator[None]:
 
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # Python runs handlers between two operations of the main thread, and a backward pass is one operation. A thread
-    # therefore waits for a second signal, which ends the process immediately.
+    # therefore acknowledges the first signal and waits for a second one, which ends the process immediately.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    thread = threading.Thread(target=_exit_on_second_signal, args=(read_end,), name="signals", daemon=True)
+
+    def first_signal(number: int) -> None:
+        if stop.deferred_now:
+            acknowledge(Stopped(number).name)
+
+    thread = threading.Thread(target=_watch_signals, args=(read_end, first_signal), name="signals", daemon=True)
     thread.start()
     wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     handlers_before = {number: signal.signal(number, handler) for number in handled}
@@ -91,13 +99,15 @@ def handle_signals(stop: StopRequest) -> Iterator[None]:
         os.close(read_end)
 
 
-def _exit_on_second_signal(read_end: int) -> None:
-    """Read the numbers of signals as they arrive, until the pipe is closed."""
+def _watch_signals(read_end: int, first_signal: Callable[[int], None]) -> None:
+    """Read the numbers of signals as they arrive, until the pipe is closed; exit at the second request."""
     first: float | None = None
     while number := os.read(read_end, 1):
         if number[0] not in SIGNALS or (first is not None and number[0] == PARENT_ENDED):
             continue
         now = time.monotonic()
-        first = now if first is None else first
-        if now - first >= SAME_REQUEST_SECONDS:
+        if first is None:
+            first = now
+            first_signal(number[0])
+        elif now - first >= SAME_REQUEST_SECONDS:
             os._exit(128 + number[0])
