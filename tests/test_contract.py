@@ -1,6 +1,7 @@
 """dvc.yaml declares exactly what the stages read. Otherwise DVC would reuse a stale result."""
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ UNPINNED = {
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
 UNPINNED_PACKAGES = tuple(
-    f"lean_finetune/{name}/" for name in ("commands", "other_tools", "memory/recording", "memory/diagnosis")
+    f"lean_finetune/{name}/" for name in ("commands", "other_tools", "presets", "memory/recording", "memory/diagnosis")
 )
 
 
@@ -62,6 +63,19 @@ def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
     model = {name for name in names if name.startswith("lean_finetune/tiny/")}  # Pinned as a model.
     commands = {name for name in names if name.startswith(UNPINNED_PACKAGES)}
     assert names - pinned - model - commands == UNPINNED
+
+
+def test_every_data_file_of_the_library_is_in_the_wheel():
+    """`lean-finetune preset` had nothing to list outside of a clone."""
+    packed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    found = {
+        path
+        for package, patterns in packed.items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = {path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file()}
+    assert {path for path in files if path.suffix not in (".py", ".pyc")} == found
 
 
 def test_packages_are_empty():

@@ -20,7 +20,8 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     Raises:
         UserError: the template cannot be read, or the parameters together are wrong. Nothing is written then.
     """
-    if not isinstance(read_yaml(template, "file is missing; run from the repository's root"), Mapping):
+    missing = "file is missing here; run from the root of a clone of the project"
+    if not isinstance(read_yaml(template, missing), Mapping):
         raise UserError(f"{template}: must be a mapping of sections; change it")
     from ruamel.yaml import YAML
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -31,6 +32,14 @@ def test_the_page_lists_every_benchmark():
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "benchmark(" in path.read_text()}
     packages = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
     assert sorted(NAMES) == sorted((modules | packages | set(SMALLEST)) - {"harness", "models"})
+
+
+def test_python_m_benchmarks_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    """`No module named benchmarks.__main__`."""
+    main()
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert {line.split()[0] for line in lines} == {*NAMES, "models", "scaling_model"}
+    assert all(len(line.split(maxsplit=1)[1]) > 20 and line.endswith(".") for line in lines)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.preset import preset
+from lean_finetune.commands.preset import PRESETS, preset
 from lean_finetune.config.load import load_params
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
@@ -14,10 +14,10 @@ from tests.workspace import error, invoke
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with params.yaml and presets/."""
+    """A directory with params.yaml and no presets of the user's."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "params.yaml", tmp_path)
-    shutil.copytree(ROOT / "presets", tmp_path / "presets")
+    (tmp_path / "presets").mkdir()
     return tmp_path
 
 
@@ -40,7 +40,7 @@ def test_a_preset_changes_its_lines_and_no_other(checkout: Path):
 
 def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
     """Every preset sets the same parameters."""
-    given = {path.stem: YAML(typ="safe").load(path.read_text()) for path in (checkout / "presets").iterdir()}
+    given = {path.stem: YAML(typ="safe").load(path.read_text()) for path in PRESETS.iterdir()}
     keys = {
         name: {f"{section}.{key}" for section, own in preset.items() for key in own} for name, preset in given.items()
     }
@@ -48,17 +48,30 @@ def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
 
 
 def test_presets_are_listed_with_what_they_are_for(checkout: Path):
+    (checkout / "presets/mine.yaml").write_text("# Mine.\n")
     lines = invoke(preset).output.splitlines()
-    assert len(lines) == len(list((checkout / "presets").iterdir()))
+    assert len(lines) == len(list(PRESETS.iterdir())) + 1 and any(line.split() == ["mine", "Mine."] for line in lines)
     assert any(line.startswith("8b-qlora-24gb ") and "24 GB" in line for line in lines)
 
 
 def test_wrong_presets_are_refused_and_nothing_is_written(checkout: Path):
     before = (checkout / "params.yaml").read_bytes()
-    assert "no such preset" in error(invoke(preset, "9b"), 2)
-    assert error(invoke(preset, "../params"), 2).startswith("NAME: must be the name of a file in presets/")
+    for wrong in ("9b", "../params"):
+        refusal = error(invoke(preset, wrong), 2)
+        assert refusal.startswith("NAME: must be one of 0.5b-lora-4gb, ") and refusal.endswith(f"; got {wrong}")
     (checkout / "presets/mine.yaml").write_text("# Mine.\ndata:\n  max_length: 2048\n")
     assert error(invoke(preset, "mine")).startswith("bucket.max_tokens: ")
     (checkout / "presets/mine.yaml").write_text("# Mine.\ntrain:\n  learning_rate: 1.0\n")
     assert error(invoke(preset, "mine")).startswith("train.learning_rate: ")
     assert (checkout / "params.yaml").read_bytes() == before
+
+
+def test_without_a_params_yaml_presets_are_listed_and_one_line_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An installed lean-finetune outside of a clone had no presets."""
+    monkeypatch.chdir(tmp_path)
+    assert "8b-qlora-24gb " in invoke(preset).output
+    missing = error(invoke(preset, "8b-qlora-24gb"))
+    assert missing == "params.yaml: file is missing here; run from the root of a clone of the project"
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The files of presets/: each fits the GPU that it names, with the peak that docs/command.md states."""
+"""The files of lean_finetune/presets/: each fits the GPU that it names, with the peak that docs/command.md states."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import TINY
 from tests.conftest import ROOT
 
-PRESETS = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (ROOT / "lean_finetune/presets").glob("*.yaml"))
 FAST = "8b-qlora-24gb"
 CONFIGS = {
     "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
@@ -33,7 +33,7 @@ ROUNDING = 0.0051
 )
 def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Path):
     shutil.copy(ROOT / "params.yaml", tmp_path)
-    apply_preset(ROOT / f"presets/{name}.yaml", tmp_path / "params.yaml")
+    apply_preset(ROOT / f"lean_finetune/presets/{name}.yaml", tmp_path / "params.yaml")
     p = load_params(tmp_path / "params.yaml")
     device, _ = resolve_gpu(p.hardware.gpu)
     config = read_config(ROOT / "docs/examples" / CONFIGS[p.model.name])
@@ -51,4 +51,4 @@ def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Pat
 def test_the_preset_of_the_shipped_model_is_params_yaml(tmp_path: Path):
     """params.yaml as it comes is the run of the README."""
     shutil.copy(ROOT / "params.yaml", tmp_path)
-    assert apply_preset(ROOT / f"presets/{TINY}.yaml", tmp_path / "params.yaml") == {}
+    assert apply_preset(ROOT / f"lean_finetune/presets/{TINY}.yaml", tmp_path / "params.yaml") == {}
