@@ -54,12 +54,8 @@ bench-quick: $(VENV)/.installed-test
 	done; exit $$failed
 
 # Experiments side by side: what changed, predicted and measured peak, speed, loss and its change from the baseline's.
-COMPARE_METRICS := peak_gib_predicted|peak_gib_measured|predicted_error_percent|tokens_per_second
-COMPARE_METRICS := $(COMPARE_METRICS)|tuned_loss|tuned_exact_match_percent
-COMPARE_PARAMS := seed$$|(model|data|bucket|hardware|estimate|train|evaluate)\.
 compare: $(VENV)/.installed
-	@$(WITH_VENV) dvc exp show --hide-failed --only-changed --csv \
-		--drop '^(?!Experiment$$|$(COMPARE_PARAMS))' --keep '^($(COMPARE_METRICS))$$' | $(WITH_VENV) python -m lean_finetune.report.compare_experiments
+	@$(WITH_VENV) dvc exp show --json | $(WITH_VENV) python -m lean_finetune.report.compare_experiments
 
 # Drawn by scripts in the page: no network.
 plots: $(VENV)/.installed

@@ -20,6 +20,7 @@ UNPINNED = {
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/fit_run.py",
     "lean_finetune/report/compare_experiments.py",
+    "lean_finetune/report/own_stages.py",
     "lean_finetune/report/plots_page.py",
     "lean_finetune/train/monitor/recorded_curves.py",
 }

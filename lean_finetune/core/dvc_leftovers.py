@@ -1,4 +1,4 @@
-"""Undo changes that DVC leaves in the checkout when a stage fails: deleted metrics, overridden parameters."""
+"""Undo what DVC leaves in a checkout: deleted metrics, overridden parameters, metrics of earlier runs."""
 
 import os
 import re
@@ -10,6 +10,33 @@ def restore_metrics() -> None:
     """Restore the committed metrics that DVC deleted before it ran this stage, which failed."""
     if "DVC_STAGE" in os.environ and (deleted := _git("ls-files", "-z", "--deleted", "--", "metrics").split("\0")[:-1]):
         _git("restore", "--", *deleted)
+
+
+def remove_outdated_metrics() -> None:
+    """Remove the metrics of later stages that must run again, in DVC's copy of the checkout for an experiment.
+
+    `dvc exp run --queue … estimate` ends before those stages, and DVC would commit the metrics as the experiment's own.
+    They stay in the user's own checkout, where they may be the only copy.
+    """
+    stage, copied_from = os.environ.get("DVC_STAGE"), os.environ.get("DVC_ROOT")
+    if not stage or not copied_from or Path.cwd() == Path(copied_from).resolve():
+        return
+    import networkx  # Here: only experiments need it and DVC.
+    from dvc.repo import Repo
+    from dvc.stage import Stage
+
+    with Repo() as repo:
+        graph = repo.index.graph  # From each stage to those that it depends on.
+        this = next(one for one in graph if one.addressing == stage)
+        later = networkx.ancestors(graph, this)
+        outdated: set[Stage] = set()
+        for one in reversed(list(networkx.topological_sort(graph.subgraph(later)))):
+            # What the experiment does not need is not in its copy: then the stage that writes it decides.
+            changed = one.changed_stage() or any(dep.changed() for dep in one.deps if dep.exists)
+            if changed or outdated.intersection(graph.successors(one)):
+                outdated.add(one)
+        for out in (out for one in outdated for out in one.outs if out.metric):
+            Path(out.fs_path).unlink(missing_ok=True)
 
 
 def override_remedy(message: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lean_finetune.core import signals
-from lean_finetune.core.dvc_leftovers import override_remedy, restore_metrics
+from lean_finetune.core.dvc_leftovers import override_remedy, remove_outdated_metrics, restore_metrics
 from lean_finetune.core.errors import UsageFault, UserError, escaped, stopped_line
 
 
@@ -27,13 +27,18 @@ class StageCommand(click.Command):
     """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly."""
+        """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly.
+
+        One that succeeded removes metrics that its results made outdated, where DVC would commit them.
+        """
         try:
             return super().main(*args, **kwargs)
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) else 1
             if code:
                 restore_metrics()
+            else:
+                remove_outdated_metrics()
             if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:
                 signals.end_soon(code)
             raise

@@ -1,4 +1,4 @@
-"""The first columns of `dvc exp show` are the results that people compare."""
+"""What `dvc exp show` and `make compare` show: results that people compare, of the experiment itself."""
 
 import json
 
@@ -6,6 +6,8 @@ import pytest
 
 from tests.pipeline.clone import Clone
 from tests.pipeline.conftest import FirstRun
+from tests.pipeline.queue import run_queued
+from tests.printed_table import printed_cells
 
 COMPARED = [
     *("fits", "peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "tuned_loss"),
@@ -26,3 +28,36 @@ def test_first_columns_are_the_compared_results(finished: tuple[Clone, FirstRun]
     found = [json.loads(path.read_text()) for path in (clone.root / "metrics").iterdir()]
     values = [value for metrics in found for value in metrics.values()]
     assert len(values) <= MOST_METRICS and all(isinstance(value, bool | int | float) for value in values)
+
+
+@pytest.mark.slow
+def test_an_experiment_shows_no_figures_of_an_earlier_run(clone: Clone):
+    """A rank that was never trained had the measured peak, the speed and the losses of the baseline."""
+    run_queued(
+        clone,
+        {
+            "rank": ["-S", "train.lora.rank=4", "estimate"],
+            "gpu": ["-S", "hardware.gpu=T4", "estimate"],
+            "lr": ["-S", "train.lr=0.001", "estimate"],
+            "full": ["-S", "train.grad_ckpt=true"],
+        },
+    )
+    clone.dvc("exp", "run", "-n", "here", "-S", "train.lora.rank=8", "estimate")
+    text = clone.dvc("exp", "show", "--json")
+    found = {one["name"]: one["revs"][0]["data"] for commit in json.loads(text) for one in commit["experiments"] or ()}
+    committed = {
+        name: {path for path, file in data["metrics"].items() if "data" in file} for name, data in found.items()
+    }
+    everything = {f"metrics/{stage}.json" for stage in ("estimate", "train", "evaluate", "report")}
+    assert committed["rank"] == {"metrics/estimate.json"}
+    # train depends on the verdict, which another GPU that fits does not change.
+    assert committed["gpu"] == everything - {"metrics/report.json"}
+    assert committed["lr"] == committed["full"] == committed["here"] == everything, "as docs/report.md says"
+
+    table = clone.run("sh", "-c", "dvc exp show --json | python -m lean_finetune.report.compare_experiments")
+    assert "an earlier run" in table
+    rows = printed_cells(table)
+    for name in ("rank", "lr", "here"):
+        assert rows[name]["peak_gib_predicted"] and not rows[name]["peak_gib_measured"] + rows[name]["tuned_loss"], name
+    for name in ("gpu", "full", "baseline"):
+        assert rows[name]["peak_gib_measured"] and rows[name]["tuned_loss"], name

@@ -1,50 +1,85 @@
-"""The table of experiments: figures from DVC, and the change of the loss."""
+"""The table of experiments: figures of the experiment itself, and the change of the loss."""
 
 import sys
+from typing import Any
 
-from lean_finetune.report.compare_experiments import table, with_change
+from lean_finetune.report.compare_experiments import rows_of, table
 from tests.conftest import ROOT
+from tests.printed_table import printed_cells
 from tests.processes import run_bounded
 
-ROWS = [
-    {"Experiment": "", "peak_gib_measured": "0.0507373", "tuned_loss": "0.38495", "train.grad_ckpt": "True"},
-    {"Experiment": "", "peak_gib_measured": "0.0912", "tuned_loss": "0.38495", "train.grad_ckpt": "False"},
-    {"Experiment": "warm-hare", "peak_gib_measured": "0.02", "tuned_loss": "0.40145", "train.grad_ckpt": "False"},
-    {"Experiment": "cold-hare", "peak_gib_measured": "", "tuned_loss": "", "train.grad_ckpt": "False"},
-]
+ALL = {f"metrics/{stage}.json" for stage in ("estimate", "train", "evaluate", "report")}
+PARAMS = {
+    "seed": 17,
+    "model": {"name": "a"},
+    "data": {"max_rows": None},
+    "train": {"lora": {"rank": 16}},
+    "run": {"progress": True},
+}
+
+
+def revision(rev: str, loss: float | None = 0.5, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A commit as `dvc exp show --json` has it: files that do not exist have an error."""
+    metrics = {
+        "metrics/estimate.json": {"data": {"fits": True, "peak_gib_predicted": 0.0507373}},
+        "metrics/train.json": {"data": {"peak_gib_measured": 0.05, "tokens_per_second": 4000.5}},
+        "metrics/evaluate.json": {"data": {"tuned_loss": loss, "tuned_exact_match_percent": 43.125}},
+        "metrics/report.json": {"error": {"type": "FileNotFoundError", "msg": ""}},
+    }
+    data = {"params": {"params.yaml": {"data": PARAMS | sections}}, "metrics": metrics}
+    return {"rev": rev, "name": None, "data": data, "error": None, "experiments": None}
+
+
+def experiment(name: str, state: str | None = "success", **changes: Any) -> dict[str, Any]:
+    return {"name": name, "executor": state and {"state": state}, "revs": [revision(name, **changes)]}
+
+
+def shown(*experiments: dict[str, Any], own: Any = lambda *_: ALL) -> dict[str, dict[str, str]]:
+    """The cells of the table by experiment and column."""
+    commits = [revision("workspace"), {**revision("c0ffee"), "experiments": list(experiments)}]
+    return printed_cells(table(list(rows_of(commits, own))))
+
+
+def test_figures_of_stages_that_did_not_run_are_empty():
+    """`dvc exp run --queue -S train.lora.rank=8 estimate`: the baseline's measured peak passes for that of rank 8."""
+    found = shown(
+        experiment("rank-8", train={"lora": {"rank": 8}}),
+        experiment("here", state=None),
+        own=lambda rev, _: {"metrics/estimate.json"} if rev == "rank-8" else ALL,
+    )
+    assert list(found) == ["workspace", "baseline", "rank-8", "here"]
+    assert found["rank-8"]["peak_gib_predicted"] == "0.05074" and found["rank-8"]["train.lora.rank"] == "8"
+    absent = ("peak_gib_measured", "tokens_per_second", "tuned_loss", "loss_change", "tuned_exact_match_percent")
+    assert {found["rank-8"][name] for name in absent} == {""}
+    assert "" not in {found["here"][name] for name in absent}
+
+
+def test_experiments_that_have_not_finished_have_no_figures():
+    """DVC shows the baseline's figures for them."""
+    damaged = {"rev": "f00", "name": None, "data": None, "error": {"msg": "?"}}
+    gone = {"name": "lost", "executor": None, "revs": [damaged]}
+    found = shown(*(experiment(state, state) for state in ("queued", "running", "failed")), gone)
+    for name in ("queued", "running", "failed"):
+        assert found[name]["state"] == name and found[name]["peak_gib_predicted"] == found[name]["tuned_loss"] == ""
+    assert found["lost"]["state"] == "not readable" and found["baseline"]["state"] == ""
+    assert "state" not in shown(experiment("done"))["done"]
 
 
 def test_change_is_relative_to_the_baseline():
-    """A change from the workspace, whose settings nobody knows."""
-    found = list(with_change(ROWS))
-    assert [row["Experiment"] for row in found] == ["workspace", "baseline", "warm-hare", "cold-hare"]
-    assert [row["loss_change"] for row in found] == ["+0", "+0", "+0.0165", ""]
-    assert list(found[0]) == ["Experiment", "peak_gib_measured", "tuned_loss", "loss_change", "train.grad_ckpt"]
-    assert list(next(with_change([{"Experiment": "", "x_percent": "1", "seed": "1", "tuned_loss": "2."}]))) == [
-        *("Experiment", "tuned_loss", "loss_change", "seed", "x_percent")
-    ]
-    assert found[0]["peak_gib_measured"] == "0.05074" and found[3]["tuned_loss"] == ""
-    assert [row["Experiment"] for row in with_change([{"tuned_loss": "2."}] * 2)] == ["workspace", "baseline"]
-
-
-def test_losses_of_other_models_and_data_are_not_subtracted():
-    """A larger model's lower loss passes for an improvement by a switch."""
-    base = {"Experiment": "", "tuned_loss": "2.5", "model.name": "a", "data.max_rows": "", "train.lr": "1e-3"}
-    rows = [
-        base,
-        base,
-        {**base, "Experiment": "m", "model.name": "b"},
-        {**base, "Experiment": "d", "data.max_rows": "9"},
-    ]
-    rows.append({**base, "Experiment": "lr", "train.lr": "2e-3", "tuned_loss": "2.25"})
-    assert [row["loss_change"] for row in with_change(rows)] == ["+0", "+0", "", "", "-0.25"]
-
-
-def test_a_table_is_aligned():
-    lines = table(list(with_change(ROWS))).splitlines()
-    assert (
-        len({line.index(column) for line, column in zip(lines, ["train", "True", "False", "False"], strict=False)}) == 1
+    """A change from the workspace, whose settings nobody knows. Losses of other models and data are not subtracted."""
+    found = shown(
+        experiment("better", loss=0.25),
+        experiment("unknown", loss=None),
+        experiment("model", model={"name": "b"}),
+        experiment("rows", data={"max_rows": 9}),
     )
+    assert [row["loss_change"] for row in found.values()] == ["+0", "+0", "-0.25", "", "", ""]
+
+
+def test_columns_are_results_then_parameters_that_differ():
+    found = shown(experiment("x", seed=18, run={"progress": False}))["x"]
+    results = ["peak_gib_predicted", "peak_gib_measured", "tokens_per_second", "tuned_loss", "loss_change"]
+    assert list(found) == ["Experiment", *results, "seed", "tuned_exact_match_percent"]
 
 
 def test_nothing_to_compare_is_one_line():
