@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
         without_system = [message for message in messages if message["role"] != "system"]
         for given in (messages, without_system):
             try:
-                text = self._tasks.template.text(given, None, add_generation_prompt=add_generation_prompt)
+                text = self._tasks.template.bounded_text(given, None, add_generation_prompt=add_generation_prompt)
             except RowFault as fault:
                 refusal = fault
                 continue

@@ -56,13 +56,14 @@ class Prompter:
                 f"--model: {self.directory} has no chat template; give prompts with the key 'prompt' to "
                 "`lean-finetune generate`, or add a chat_template.jinja"
             )
-        return self._template.text(messages, tools, add_generation_prompt=True)
+        return self._template.bounded_text(messages, tools, add_generation_prompt=True)
 
     def of_text(self, prompt: str) -> list[int]:
         """The ids of plain text, after BOS where the tokenizer adds it."""
         return self._ids(self._rows.bos_text + self._rows.guard.protect(prompt))
 
     def _ids(self, text: str) -> list[int]:
+        self._rows.guard.check(text)
         return [int(number) for number in self._rows.encode_rows([[Segment(text, False)]]).ids]
 
     def stops(self) -> list[int]:
@@ -70,7 +71,7 @@ class Prompter:
         found = {self._rows.eos_id} - {None}
         if self._template is not None:
             messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
-            after = self._template.text(messages, None).rpartition(ANSWER)[2]
+            after = self._template.bounded_text(messages, None).rpartition(ANSWER)[2]
             special = special_ids(self.tokenizer)
             ids = self.tokenizer.encode(after, add_special_tokens=False).ids
             found |= {next((number for number in ids if number in special), None)} - {None}

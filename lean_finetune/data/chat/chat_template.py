@@ -21,12 +21,10 @@ from lean_finetune.data.chat.template_probes import (
 )
 from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.chat.trained_segments import Segment, segments_of_spans, split_segments
+from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
 from lean_finetune.data.format.example import Conversation, EmptyAnswer, RowFault
-from lean_finetune.data.read.worker_memory import limited_memory_growth
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-PROBE_BYTES = 1 << 29
-"""Memory that a template may use for the test conversations."""
 
 
 class ChatTemplate:
@@ -178,14 +176,14 @@ def load_template(
     else:
         source, name, title = chat_template, "data.chat_template: the template", "the template of data.chat_template"
     try:
-        with limited_memory_growth(PROBE_BYTES):
+        with work_limits():
             own = CompiledTemplate(source, special_tokens, name, date)
             template = ChatTemplate(own, title, control, control | added.keys(), train_on)
             check_end_of_turn(template.render, name, special_tokens.get("bos_token"), control)
-    except (MemoryError, RecursionError) as error:
-        fault = "needs too much memory for" if isinstance(error, MemoryError) else "recurses without end on"
+    except LIMITS_MET as error:
         raise UserError(
-            f"{name} {fault} a conversation of two messages; correct it, or name another in data.chat_template"
+            f"{name} {limit_met(error)} a conversation of two messages; correct it, or name another in "
+            "data.chat_template"
         ) from None
     return template
 

@@ -1,7 +1,7 @@
 """Compiled chat templates, which render messages in a sandbox with a fixed date."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -11,14 +11,15 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
+from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.data.chat.control_tokens import NOT_OF_TEMPLATES, TRAINED_END, TRAINED_START, WRITES_MARKS
 from lean_finetune.data.chat.trained_segments import split_at_marks
+from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, product_size, work_limits
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
 REFUSAL_CHARACTERS = 200
-LARGEST_PRODUCT = 1 << 26
-"""Characters, items or bits that a template may make by one multiplication."""
+LARGEST_SOURCE = 1 << 20
+"""Characters of a template. The largest published ones have 50,000."""
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -51,8 +52,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The product or power. Raises MemoryError if it exceeds LARGEST_PRODUCT."""
-        if _product_size(operator, left, right) > LARGEST_PRODUCT:
+        """The product or power. Raises MemoryError if it is too large."""
+        if product_size(operator, left, right) > 1:
             raise MemoryError
         return super().call_binop(context, operator, left, right)
 
@@ -78,17 +79,25 @@ class CompiledTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
+        # Their results differ from run to run.
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = datetime.fromisoformat(date).strftime
+        if len(source) > LARGEST_SOURCE:
+            raise UserError(f"{name} has {len(source)} characters; it may have {LARGEST_SOURCE}; shorten it")
+        _check_text((source, *special_tokens.values()), name)
         try:
-            tree = environment.parse(source)
-            self._template = environment.from_string(source)
-        except (TemplateSyntaxError, SyntaxError, RecursionError) as error:
-            # Python limits the nesting of blocks.
+            with work_limits():  # Jinja computes constant expressions when it compiles them.
+                tree = environment.parse(source)
+                _check_text((node.value for node in tree.find_all(nodes.Const)), name)
+                self._template = environment.from_string(source)
+        except UserError:
+            raise
+        except Exception as error:  # Any error: a stranger's program. Python limits the nesting of blocks, for example.
             at = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            reason = f"it {limit_met(error)} compiling" if isinstance(error, LIMITS_MET) else str(error)
             raise UserError(
-                f"{name} is broken ({at}{getattr(error, 'message', error)}); correct it, or name another in "
-                "data.chat_template"
+                f"{name} is broken ({at}{one_line(reason)}); correct it, or name another in data.chat_template"
             ) from error
         # Each rendering copies the globals. Copying a dict is much faster than copying Jinja's chain of mappings.
         self._template.globals = dict(self._template.globals)
@@ -106,8 +115,7 @@ class CompiledTemplate:
     ) -> list[str]:
         """The rendering as a list of texts. Generation marks are sentinels, each a text of the list.
 
-        Raises RowFault if the template refuses the conversation. Raises MemoryError if the rendering is too large.
-        Raises RecursionError if the template recurses without end, or the conversation is nested too deep.
+        Raises RowFault if the template refuses the conversation, and one of LIMITS_MET at a limit of `work_limits`.
         """
         try:
             context = self._template.new_context(
@@ -121,8 +129,10 @@ class CompiledTemplate:
             )
             # Template.generate() would pass each text through one more generator.
             parts = list(self._template.root_render_func(context))
-        except (TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            # A template is a program written by others: any of these errors means that it cannot render this row.
+        except LIMITS_MET:
+            raise
+        except Exception as error:
+            # A template is a program written by others: any error means that it cannot render this row.
             reason = f"{type(error).__name__}: {error}"[:REFUSAL_CHARACTERS]
             raise RowFault(
                 f"the chat template refuses the row ({reason}); change the row to what it supports"
@@ -133,6 +143,18 @@ class CompiledTemplate:
         """The rendering as one text, without sentinels. Raises RowFault if the template refuses the conversation."""
         text = "".join(self.parts(messages, tools, add_generation_prompt=add_generation_prompt))
         return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
+
+    def bounded_text(
+        self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """As `text`, within limits on memory and time. Raises RowFault if the template refuses, or meets a limit."""
+        try:
+            with work_limits():
+                return self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        except LIMITS_MET as error:
+            raise RowFault(
+                f"the chat template {limit_met(error)} the conversation; correct it, or shorten that"
+            ) from None
 
 
 def rendering(
@@ -150,14 +172,10 @@ def rendering(
         return None
 
 
-def _product_size(operator: str, left: Any, right: Any) -> int:
-    """Items of a repeated text or list, or bits of a power; 0 for other products, which are small."""
-    if operator == "**":
-        return abs(left).bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
-    for items, times in ((left, right), (right, left)):
-        if isinstance(items, str | list | tuple) and isinstance(times, int):
-            return len(items) * times
-    return 0
+def _check_text(texts: Iterable[Any], name: str) -> None:
+    """Refuse characters that a template and its special tokens must not write: our marks, and lone surrogates."""
+    if any(isinstance(text, str) and NOT_OF_TEMPLATES.search(text) for text in texts):
+        raise UserError(f"{name} {WRITES_MARKS}; remove them")
 
 
 def _captures(tree: nodes.Template) -> bool:

@@ -8,12 +8,17 @@ from typing import Any
 
 import orjson
 
+from lean_finetune.data.format.example import RowFault
+
 # Four of the noncharacters that Unicode reserves for internal use.
 TRAINED_START = "\ufdd0"
 TRAINED_END = "\ufdd1"
 LITERAL_START = "\ufdd2"
 _LITERAL_END = "\ufdd3"
-_LITERAL = re.compile(f"{LITERAL_START}([0-9]+){_LITERAL_END}")
+SENTINELS = (TRAINED_START, TRAINED_END, LITERAL_START, _LITERAL_END)
+_LITERAL = re.compile(f"{LITERAL_START}([0-9]{{1,9}}){_LITERAL_END}")
+NOT_OF_TEMPLATES = re.compile(f"[{TRAINED_START}-{_LITERAL_END}\ud800-\udfff]")
+WRITES_MARKS = "writes lone surrogates, or characters U+FDD0 to U+FDD3, which mark trained text here"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 
@@ -27,8 +32,7 @@ class Guard:
 
     def __init__(self, control_tokens: Sequence[str]):
         """Guard against these tokens and the sentinels."""
-        sentinels = (TRAINED_START, TRAINED_END, LITERAL_START, _LITERAL_END)
-        self._literals = sorted({*control_tokens, *sentinels} - {""})
+        self._literals = sorted({*control_tokens, *SENTINELS} - {""})
         self._number = {token: str(number) for number, token in enumerate(self._literals)}
         self._pattern = re.compile(any_of(self._literals))
         # Rows are searched as JSON, which escapes quotes and line ends in tokens.
@@ -71,6 +75,20 @@ class Guard:
         text, found = self._pattern.subn(lambda match: f"{LITERAL_START}{self._number[match[0]]}{_LITERAL_END}", text)
         self.control_tokens += found
         return text
+
+    def check(self, text: str) -> None:
+        """Check a rendering of guarded text. Raises RowFault if the template wrote our marks or lone surrogates."""
+        if text.isascii():
+            return
+        if any(mark in text for mark in SENTINELS):
+            text = _LITERAL.sub(lambda match: "" if int(match[1]) < len(self._literals) else match[0], text)
+        try:  # The fastest search for surrogates; it makes the bytes that encoding needs too.
+            orjson.dumps(text)
+            is_clean = not any(mark in text for mark in SENTINELS)
+        except orjson.JSONEncodeError:
+            is_clean = False
+        if not is_clean:
+            raise RowFault(f"the chat template {WRITES_MARKS}; correct the template")
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """Split guarded text into (text, is_literal); a literal is a control token to be encoded as plain text."""

@@ -9,6 +9,7 @@ import numpy as np
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
 from lean_finetune.data.encode.encoded_rows import EncodedRows
 from lean_finetune.data.encode.engine_choice import load_engine
 from lean_finetune.data.encode.max_length import Chunks, limit_lengths
@@ -20,8 +21,7 @@ from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import RawRow, RowBlock
-from lean_finetune.data.read.worker_memory import limited_memory_growth
+from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
 from lean_finetune.data.shards.block_tokens import (
     BlockTokens,
     Reject,
@@ -34,6 +34,8 @@ from lean_finetune.data.shards.block_tokens import (
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
+ROW_SECONDS = 60.0
+"""Most time of a processor for rendering a row; more in blocks with a long row."""
 ROWS_PER_SAMPLED_ROW = 128
 """Every 128th row of a block is encoded a second time, as one text. This takes 1 % of the time."""
 
@@ -161,8 +163,11 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
         rows = _Rows(block=block)
         source = self._settings.sources[block.source]
-        with limited_memory_growth(max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))):
+        size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
+        seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
+        with work_limits(size_bytes, seconds) as restart:
             for raw in decode(block):
+                restart()
                 place = (raw.number, raw.line)
                 rows.count("rows", place)
                 try:
@@ -173,10 +178,8 @@ class BlockTokenizer:
                     continue
                 except RowFault as error:
                     fault = str(error)
-                except RecursionError:
-                    fault = "nested too deep; make the row flatter (or the chat template calls itself without end)"
-                except MemoryError:
-                    fault = "the chat template needs too much memory for it; correct the template, or remove the row"
+                except LIMITS_MET as error:
+                    fault = f"the chat template {limit_met(error)} it; correct the template, or remove the row"
                 rows.reject("bad_rows", place, fault)
                 if self._settings.on_bad_row == "fail":
                     break
@@ -223,7 +226,10 @@ class BlockTokenizer:
         if isinstance(example, Conversation):
             if not guard.is_clean((example.messages, example.tools)):
                 example = replace(example, messages=guard.protect(example.messages), tools=guard.protect(example.tools))
-            return self.template.render(example)
+            segments = self.template.render(example)
+            for segment in segments:
+                guard.check(segment.text)
+            return segments
         if not guard.is_clean((example.prompt, example.completion)):
             example = PlainText(prompt=guard.protect(example.prompt), completion=guard.protect(example.completion))
         return self.tokenizer.plain_segments(example, self._settings.train_on)

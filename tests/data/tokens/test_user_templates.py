@@ -3,15 +3,18 @@
 import json
 import re
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat import work_limits
 from lean_finetune.data.chat.bundled_templates import read_bundled
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.shards import tokenize_block
 from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
 from tests.data.tokens.families import ASK, TURNS, chat, trained
 from tests.workspace import error, write_rows
@@ -62,6 +65,67 @@ def test_a_template_that_fills_the_memory_is_refused_before_it_does(tiny_dir, so
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY or grown_bytes == 0
 
 
+TOO_LONG = {
+    "nested loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "a search": "{% set n = range(99999)|list %}{% for i in n %}{% for j in n %}{{ 'q' in n }}{% endfor %}{% endfor %}",
+    "a filter": "{{ range(9)|slice(10 ** 12)|max }}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+}
+
+
+@pytest.mark.parametrize("source", TOO_LONG.values(), ids=TOO_LONG)
+def test_a_template_that_runs_without_end_is_refused(tiny_dir, source, monkeypatch):
+    """Also where it hides what it computes behind a condition that the compiler cannot know."""
+    monkeypatch.setattr(work_limits, "CONVERSATION_SECONDS", 0.1)
+    for text in (source, "{% if messages %}" + source + "{% endif %}"):
+        with pytest.raises(
+            UserError, match="^data.chat_template: the template (runs too long on a conversation|is brok)"
+        ):
+            load_template(text + LOOP, tiny_dir, {}, "assistant", DATE)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_template_is_refused_if_it_computes_large_integers(tiny_dir):
+    """One product of integers with millions of digits cannot be interrupted."""
+    squares = "{% set s = namespace(x=3) %}{% for _ in range(60) %}{% set s.x = s.x * s.x %}{% endfor %}"
+    for source in (squares, "{{ 10 ** 99999 }}", "{{ (2 ** 60000) * (2 ** 60000) }}"):
+        with pytest.raises(UserError, match="needs too much memory for"):
+            load_template(source + LOOP, tiny_dir, {}, "assistant", DATE)
+    assert load_template("{{ 10 ** 1000 * 7 % 5 }}" + LOOP, tiny_dir, {}, "assistant", DATE)
+
+
+BROKEN = {
+    "random": ("{{ messages|random }}", "is broken (line 1: No filter named 'random'"),
+    "a number of thousands of digits": ("{{ " + "9" * 5000 + " }}", "is broken (Exceeds the limit"),
+    "brackets": ("{{ " + "(" * 100_000 + " }}", "is broken ("),
+    "size": ("{# " + "x" * (1 << 20) + " #}", "has 1048"),
+    "a mark of ours": ("{{ '\\ufdd2999999\\ufdd3' }}", "writes lone surrogates, or characters U+FDD0 to U+FDD3"),
+    "a mark of ours as text": ("\ufdd0", "writes lone surrogates, or characters U+FDD0 to U+FDD3"),
+    "a lone surrogate": ("{{ '\\ud800' }}", "writes lone surrogates, or characters"),
+}
+
+
+@pytest.mark.parametrize("source, fault", BROKEN.values(), ids=BROKEN)
+def test_a_template_that_cannot_be_used_is_refused_in_one_line(tiny_dir, source, fault):
+    with pytest.raises(UserError) as refusal:
+        load_template(source + LOOP, tiny_dir, {}, "assistant", DATE)
+    message = str(refusal.value)
+    assert (
+        message.startswith(f"data.chat_template: the template {fault}") and "\n" not in message and len(message) < 800
+    )
+
+
+COMPUTED = ("'%c%d%c' % (64978, 999999, 64979)", "'%c' % 55296", "'%c' % 64976")
+
+
+@pytest.mark.parametrize("expression", COMPUTED)
+def test_a_template_that_computes_our_marks_or_surrogates_is_a_fault_of_the_row(run_template, expression):
+    """The encoder looks placeholders up by their number: it ended in an IndexError."""
+    source = "{% if 'odd' in messages[0].content %}{{ " + expression + " }}{% endif %}" + LOOP
+    message = error(run_template(source, [*ROWS, chat_row("An odd one", "Yes")]))
+    assert message.startswith("rows.jsonl:41: the chat template writes lone surrogates, or characters U+FDD0")
+
+
 ENDLESS = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
 
 
@@ -72,12 +136,14 @@ def test_a_template_that_never_ends_is_refused_in_one_line(run_template):
     assert message.startswith("data.chat_template: the template is broken (")
 
 
-def test_a_template_that_is_too_large_for_one_row_names_that_row(run_template):
+def test_a_template_that_is_too_large_for_one_row_names_that_row(run_template, monkeypatch):
+    monkeypatch.setattr(tokenize_block, "ROW_SECONDS", 0.2)
     odd = "{% if 'odd' in messages[0].content %}%s{% endif %}" + LOOP
     rows = [*ROWS, chat_row("An odd one", "Yes")]
     for fault, message in (
         ("{{ 'a' * 30000000000 }}", "the chat template needs too much memory for it; correct the template, or remove"),
-        (ENDLESS + "{{ f(1) }}", "nested too deep; make the row flatter (or the chat template calls itself"),
+        (ENDLESS + "{{ f(1) }}", "the chat template recurses without end on it; correct the template, or remove"),
+        ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "the chat template runs too long on it; correct the"),
     ):
         assert error(run_template(odd.replace("%s", fault), rows)).startswith(f"rows.jsonl:41: {message}")
 
