@@ -18,8 +18,8 @@ LARGEST_PRODUCT = 1 << 26
 """Characters or items that a template may make by one multiplication."""
 LARGEST_INTEGER_BITS = 1 << 16
 """Bits of an integer that a template may compute: squaring doubles them, and one product cannot be interrupted."""
-_AGAIN_SECONDS = 0.5
-"""Time between signals after the first. Jinja drops exceptions of some calls, and continues."""
+TICKS = 8
+"""Signals during the time that a block may take. Its limit is exact to one of them."""
 
 
 class TooMuchWork(Exception):
@@ -48,23 +48,28 @@ def work_limits(size_bytes: int | None = None, seconds: float | None = None) -> 
         yield lambda: None
         return
     most_bytes = CONVERSATION_BYTES if size_bytes is None else size_bytes
-    most_seconds = CONVERSATION_SECONDS if seconds is None else seconds
-    is_active = True
+    tick_seconds = (CONVERSATION_SECONDS if seconds is None else seconds) / TICKS
+    ticks: int | None = 0
 
-    def end(number: int, frame: FrameType | None) -> None:
-        if is_active:
-            raise TooMuchWork
+    def tick(number: int, frame: FrameType | None) -> None:
+        nonlocal ticks
+        if ticks is not None:
+            ticks += 1
+            # Again at each later tick: Jinja drops exceptions of some calls, and continues.
+            if ticks > TICKS:
+                raise TooMuchWork
 
-    def restart() -> None:
-        signal.setitimer(signal.ITIMER_VIRTUAL, most_seconds, _AGAIN_SECONDS)
+    def restart() -> None:  # Without a system call, which would take longer than rendering a short row.
+        nonlocal ticks
+        ticks = 0
 
-    handler = signal.signal(signal.SIGVTALRM, end)
-    outer = signal.setitimer(signal.ITIMER_VIRTUAL, most_seconds, _AGAIN_SECONDS)
+    handler = signal.signal(signal.SIGVTALRM, tick)
+    outer = signal.setitimer(signal.ITIMER_VIRTUAL, tick_seconds, tick_seconds)
     try:
         with limited_memory_growth(most_bytes):
             yield restart
     finally:
-        is_active = False
+        ticks = None
         signal.setitimer(signal.ITIMER_VIRTUAL, *outer)
         signal.signal(signal.SIGVTALRM, handler)
 
