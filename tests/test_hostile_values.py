@@ -12,9 +12,11 @@ from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.commands.params_file import change_params
 from lean_finetune.config.load import load_params, parse_params
+from lean_finetune.config.other_tools import tables
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import NotYaml, parse_yaml
+from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY, LLAMA_FACTORY_V1, SWIFT_YAML, TORCHTUNE, TRL
 
 TRIES = 600
 LONGEST_LINE = 1200
@@ -139,18 +141,39 @@ def test_hostile_values_of_the_command_line_end_in_a_value_or_one_line():
 def test_hostile_files_end_in_a_value_or_one_line(tmp_path: Path):
     """The same values in params.yaml, as `dvc exp run -S` writes them."""
     chosen, path = random.Random(29), tmp_path / "params.yaml"
-    shipped = COMMON_PARAMS.read_text(encoding="utf-8").splitlines()
+    shipped = [line for line in COMMON_PARAMS.read_text(encoding="utf-8").splitlines() if line.lstrip()[:1] != "#"]
     for value in (value for value in HOSTILE if len(value) < 10_000):
         lines = list(shipped)
-        place = chosen.choice(
-            [number for number, line in enumerate(lines) if ": " in line and not line.lstrip().startswith("#")]
-        )
+        place = chosen.choice([number for number, line in enumerate(lines) if ": " in line])
         lines[place] = f"{lines[place].partition(':')[0]}: {value}"
         path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
         if (text := one_line(load_params, path)) is not None:
             check_refusal(text, value[:80])
         if len(value) < 40 and (text := one_line(change_params, {"seed": 1}, path, path)) is not None:
             check_refusal(text, value[:80])
+
+
+def converted_params(path: Path) -> None:
+    """What `lean-finetune import` makes of a file."""
+    converted = read_config_of_tool(path, gpus=1)
+    list(converted.lines())
+    with_flags(load_params(COMMON_PARAMS), converted.flags())
+
+
+def test_hostile_configurations_of_other_tools_end_in_a_value_or_one_line(tmp_path: Path):
+    """The same values for a key that is there, and for one that the tables know."""
+    chosen, path = random.Random(29), tmp_path / "run.yaml"
+    keys = [key for table in tables() for key in table["keys"]]
+    tools = (AXOLOTL, LLAMA_FACTORY, LLAMA_FACTORY_V1, SWIFT_YAML, TORCHTUNE, TRL)
+    for number, value in enumerate(value for value in HOSTILE if len(value) < 10_000):
+        for tool in tools[number % 3 :: 3]:
+            lines = tool.splitlines()
+            place = chosen.randrange(1, len(lines))
+            lines[place] = f"{lines[place].partition(':')[0]}: {value}"
+            lines.append(f"{chosen.choice(keys)}: {value}")
+            path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+            if (text := one_line(converted_params, path)) is not None:
+                check_refusal(text, value[:80])
 
 
 def test_a_file_that_ends_never_is_not_read_to_its_end():

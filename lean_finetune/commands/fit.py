@@ -80,7 +80,8 @@ def fit(
     file = COMMON_PARAMS if usual else params or PARAMS_FILE
     p = load_params(file)
     if usual and model is None and "model.name" not in (converted.values if converted else {}):
-        raise UsageFault("--model: name a hub id, a directory or a config.json; there is no params.yaml here")
+        why = f"{config} names no model" if converted else f"there is no {PARAMS_FILE} here"
+        raise UsageFault(f"--model: name a hub id, a directory or a config.json; {why}")
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     flags += _length_flags(p, length, usual=usual and converted is None)

@@ -23,7 +23,9 @@ PARAMS_FILE = Path("params.yaml")
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a params.yaml. Raises UserError if the file is missing, is not YAML, or has a wrong value."""
-    return parse_params(read_yaml(path, "file is missing; run from the repository's root"), path)
+    ours = path.name == PARAMS_FILE.name
+    missing = "file is missing; run from the repository's root" if ours else "file does not exist; name another"
+    return parse_params(read_yaml(path, missing), path)
 
 
 def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:

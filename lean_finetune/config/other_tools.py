@@ -37,7 +37,8 @@ def our_names(key: str) -> list[str]:
     for table in tables():
         for name, rule in table["keys"].items():
             ours = rule if isinstance(rule, str) else rule.get("to") or shared()["facts"].get(rule.get("fact"))
-            if ours and key in (name, name.rpartition(".")[2]) and ours not in found:
+            last = name.rpartition(".")[2]
+            if ours and (key == name or (key == last != "name")) and ours not in found:
                 found.append(ours)
     return found
 

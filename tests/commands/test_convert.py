@@ -14,7 +14,15 @@ from lean_finetune.config.load import load_params
 from lean_finetune.config.other_tools import shared, tables
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
-from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
+from tests.commands.tool_configs import (
+    AXOLOTL,
+    LLAMA_FACTORY,
+    LLAMA_FACTORY_V1,
+    SWIFT_SHELL,
+    SWIFT_YAML,
+    TORCHTUNE,
+    TRL,
+)
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
 
@@ -64,6 +72,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "train.grad_ckpt": False,
             "train.max_grad_norm": 0.2,
             "bucket.max_tokens": 8192,
+        },
+    ),
+    "LLaMA-Factory v1": (
+        LLAMA_FACTORY_V1,
+        {
+            "model.name": "org/model",
+            "train.method": "qlora",
+            "train.precision": "bf16",
+            "train.lora.rank": 16,
+            "train.lora.targets": ["all-linear"],
+            "data.max_length": 2000,
+            "bucket.max_tokens": 4000,
+            "bucket.mode": "packed",
+            "train.tokens_per_step": 16000,
+            "train.lr": 1e-4,
+            "train.grad_ckpt": True,
+        },
+    ),
+    "ms-swift": (
+        SWIFT_YAML,
+        {
+            "model.name": "org/model",
+            "train.method": "lora",
+            "train.precision": "bf16",
+            "train.lora.rank": 8,
+            "train.lora.alpha": 32,
+            "train.lora.dropout": 0.05,
+            "data.max_length": 2048,
+            "bucket.max_tokens": 4096,
+            "train.tokens_per_step": 32768,
+            "train.attention": "flash_attention_2",
+            "train.weight_decay": 0.1,
+            "train.lr": 1e-4,
         },
     ),
     "torchtune": (
@@ -132,6 +173,115 @@ def test_keys_of_published_examples_become_parameters(text: str, ours: str, valu
     assert converted.values[ours] == value and converted.unknown == []
 
 
+def test_a_shell_script_of_ms_swift_is_read(tmp_path: Path):
+    """`swift sft --model …` is how most of its runs are written down; its flags are the keys of its YAML."""
+    script = tmp_path / "run.sh"
+    script.write_text(SWIFT_SHELL)
+    found = read_config_of_tool(script, gpus=4).values
+    assert (found["train.method"], found["train.precision"], found["train.lr"]) == ("full", "bf16", 1e-5)
+    assert (found["model.name"], found["data.max_length"], found["train.sharding"]) == ("org/model", 8192, "zero3")
+    assert (found["bucket.max_tokens"], found["train.tokens_per_step"], found["bucket.mode"]) == (8192, 65536, "packed")
+    for text, expected in (
+        (SWIFT_SHELL.replace("swift sft", "swift rlhf"), "must have one command `swift sft` or `swift pt`; got 0"),
+        (SWIFT_SHELL + SWIFT_SHELL, "must have one command `swift sft` or `swift pt`; got 2"),
+        (SWIFT_SHELL.replace("org/model", "$MODEL"), "model: must be a value, no variable of a shell; got $MODEL"),
+        (SWIFT_SHELL.replace("zero3", "'zero3"), "No closing quotation"),
+        ("swift sft run.yaml\n", "its command reads run.yaml; name that file"),
+        (SWIFT_SHELL.replace("NPROC_PER_NODE=4", "MAX_PIXELS=1003520"), "ENV.MAX_PIXELS: images are not counted here"),
+    ):
+        script.write_text(text)
+        with pytest.raises(UserError, match=".*") as caught:
+            read_config_of_tool(script, gpus=1)
+        assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("split", "entry", "note"),
+    [
+        ("train[:20%]", {"split": "train", "weight": 0.2}, "0.2 of the rows in each epoch, other ones in the next"),
+        ("train[80%:]", {"split": "train", "weight": 0.2}, "0.2 of the rows in each epoch"),
+        ("train[-10%:]", {"split": "train", "weight": 0.1}, "0.1 of the rows in each epoch"),
+        ("train[:1000]", {"split": "train", "rows": 1000}, None),
+        ("train[100:300]", {"split": "train", "rows": 200}, "the first 200 rows"),
+        ("train[-50:]", {"split": "train", "rows": 50}, "the first 50 rows, not the last"),
+        ("train[10:50%]", {"split": "train"}, "a mixture of rows and shares is not known here"),
+        ("train[:200%]", {"split": "train"}, "is no share of the rows"),
+        ("train[5:]", {"split": "train"}, "all rows are read"),
+        ("train[:]", {"split": "train"}, None),
+        ("test", {"split": "test"}, None),
+    ],
+)
+def test_a_part_of_a_split_becomes_rows_or_a_share(split: str, entry: dict[str, Any], note: str | None, tmp_path: Path):
+    """`train[:1000]` that was passed on as the name of a split, which no data set has."""
+    for text in (
+        AXOLOTL.replace("type: alpaca", f"split: {split}"),
+        TRL.replace("dataset_name: org/rows", f"dataset_name: org/rows\ndataset_train_split: {split}"),
+    ):
+        (tmp_path / "run.yaml").write_text(text)
+        converted = read_config_of_tool(tmp_path / "run.yaml", gpus=1)
+        params = with_flags(load_params(COMMON_PARAMS), converted.flags())
+        found = [
+            source.model_dump(exclude_none=True, exclude_defaults=True) for _, source in params.data.named_sources()
+        ]
+        assert {"split": params.data.split, **found[0]} == {"source": "hf://org/rows", **entry}
+        assert (
+            any(note in text for text in converted.differs)
+            if note
+            else not any("split=" in t for t in converted.differs)
+        )
+    (tmp_path / "run.yaml").write_text(AXOLOTL.replace("type: alpaca", "split: train[:10%]+test"))
+    sources = read_config_of_tool(tmp_path / "run.yaml", gpus=1).values["data.source"]
+    assert [(each["split"], each.get("weight")) for each in sources] == [("train", 0.1), ("test", None)]
+
+
+def test_keys_of_data_sets_are_listed_like_every_key(tmp_path: Path):
+    """`datasets: [{path, type, shards}]` whose keys vanished without a word, also where a prediction needs no data."""
+    (tmp_path / "run.yaml").write_text(AXOLOTL.replace("type: alpaca", "type: alpaca\n    split: train\n    shards: 2"))
+    converted = read_config_of_tool(tmp_path / "run.yaml", gpus=1)
+    assert converted.used["datasets.path"] == "data.source" and converted.used["datasets.split"] == "data.split"
+    assert converted.unknown == ["datasets.shards"]
+    assert any("datasets.type" in keys for keys in converted.ignored.values())
+    without = read_config_of_tool(tmp_path / "run.yaml", gpus=1, with_data=False)
+    assert {"datasets", "datasets.path", "datasets.split"} <= set(without.ignored["a prediction needs no data"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AXOLOTL + "early_stopping_patience: 3\n", "early_stopping_patience=3: training does not stop early here"),
+        (SWIFT_YAML + "early_stop_interval: 3\n", "early_stop_interval=3: training does not stop early here"),
+        (AXOLOTL.replace("org/model", "org/Model-VL-2B"), "org/Model-VL-2B has more than text, by its name: images"),
+        (LLAMA_FACTORY.replace("qwen3", "qwen2_vl"), "qwen2_vl has more than text, by its name: images"),
+        (SWIFT_YAML.replace("org/rows", "org/llava-rows"), "org/llava-rows#500 has more than text, by its name"),
+    ],
+)
+def test_what_is_not_done_here_is_said(text: str, expected: str, tmp_path: Path):
+    """A run that would be another one here, or rows with images counted as text, without a word."""
+    (tmp_path / "run.yaml").write_text(text)
+    assert any(expected in line for line in read_config_of_tool(tmp_path / "run.yaml", gpus=1, with_data=False).differs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AXOLOTL.replace("bf16: auto", "bf16: false"), "fp16"),  # 8-bit weights: fp16 there.
+        (AXOLOTL.replace("bf16: auto", "bf16: false").replace("load_in_8bit: true", ""), "fp32"),
+        (AXOLOTL.replace("bf16: auto", "fp16: true\nbf16: false"), "fp16"),
+        (AXOLOTL.replace("bf16: auto", ""), "auto"),
+        (TRL.replace("torch_dtype: bfloat16", "bf16: false"), "fp32"),
+        (TRL.replace("torch_dtype: bfloat16", "fp16: true"), "fp16"),
+        (SWIFT_YAML.replace("torch_dtype: bfloat16", ""), "auto"),
+        (LLAMA_FACTORY_V1 + "bf16: false\n", "fp32"),
+    ],
+)
+def test_the_precision_is_the_tools_own(text: str, expected: str, tmp_path: Path):
+    """`bf16: false` that stayed at bf16, or fp16 that met the tool's default of bf16."""
+    (tmp_path / "run.yaml").write_text(text)
+    values = read_config_of_tool(tmp_path / "run.yaml", gpus=1).values
+    flags = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    assert with_flags(load_params(COMMON_PARAMS), flags).train.precision == expected
+
+
 def test_what_is_otherwise_here_is_said(tmp_path: Path):
     """A linear schedule, steps of warm-up or an unknown key that silently become something else."""
     (tmp_path / "a.yaml").write_text(AXOLOTL)
@@ -149,12 +299,33 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
     [
         (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "stage: only sft and pt are done here; got dpo"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type: only lora and full"),
-        ("model: org/model\nmodel_class: llm\nmicro_batch_size: 1\n", "model_class: configurations of its new version"),
+        (LLAMA_FACTORY_V1.replace("class: llm", "class: other"), "model_class: only language models are trained here"),
+        (
+            LLAMA_FACTORY_V1 + "optim_config: {name: muon}\n",
+            "optim_config.name: its optimizer is not done here; got muon",
+        ),
+        (
+            "model: org/model\npeft_config: {name: lora, export_dir: out}\n",
+            "peft_config.export_dir: nothing is trained",
+        ),
+        (AXOLOTL + "processor_type: AutoProcessor\n", "processor_type: images and audio are not counted here"),
+        (LLAMA_FACTORY + "image_max_pixels: 262144\n", "image_max_pixels: images are not counted here; remove it"),
+        (SWIFT_YAML + "freeze_vit: true\n", "freeze_vit: images are not counted here"),
+        (SWIFT_YAML.replace("tuner_type: lora", "tuner_type: boft"), "tuner_type: only lora and full are done here"),
+        (SWIFT_YAML + "task_type: seq_cls\n", "task_type: only causal language models are trained here"),
+        (TRL + "num_generations: 8\n", "num_generations: only supervised fine-tuning is done here"),
+        (TRL + "bf16: true\nfp16: true\n", "fp16: must be one precision; got bf16 and fp16; remove one"),
+        ("model_name_or_path: a/b\nper_device_train_batch_size: 1\n", "must be a training configuration of Axolotl"),
+        ("model: org/model\nlearning_rate: 1e-4\nlora_rank: 8\n", "must be a training configuration of Axolotl"),
+        ("base_model: org/model\ngpu: 1\n", "must be a training configuration of Axolotl"),
         ("model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n", "export_dir: nothing is trained"),
         (AXOLOTL + "num_labels: 2\n", "num_labels: classification is not done here"),
         (AXOLOTL + "lora_modules_to_save: [lm_head]\n", "lora_modules_to_save: training whole modules"),
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
-        ("a: 1\n", "must be a configuration of Axolotl, LLaMA-Factory, torchtune, TRL; got keys a"),
+        (
+            "a: 1\n",
+            "must be a training configuration of Axolotl, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL;",
+        ),
         ("- 1\n", "must be a mapping of keys"),
         ("", "must be a mapping of keys; got an empty file"),
         ("a: [\n", "run.yaml:2: not YAML; "),
@@ -247,7 +418,17 @@ def test_the_tables_name_parameters_that_exist():
             assert part in value, dotted
             value = value[part]
     facts = {rule["fact"] for rule in rules if isinstance(rule, dict) and "fact" in rule}
-    assert facts <= set(shared()["facts"]) | {"padded", "stage", "dataset_dir"}
+    assert facts <= set(shared()["facts"]) | {"padded", "stage", "dataset_dir", "template"}
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]
+
+
+def test_a_missing_model_or_file_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`there is no params.yaml here` for a configuration that names no model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(TORCHTUNE.replace("checkpoint_dir: /models/llama/", "output_dir: out"))
+    result = invoke(fit, "--from", "run.yaml")
+    assert "name a hub id, a directory or a config.json; run.yaml names no model" in result.stderr
+    assert "there is no params.yaml here" in invoke(fit).stderr
+    assert "absent.yaml: file does not exist; name another" in invoke(fit, "--params", "absent.yaml").stderr

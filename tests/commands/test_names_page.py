@@ -7,9 +7,9 @@ from tests.conftest import ROOT
 
 INTRODUCTION = """# Names of parameters in other tools
 
-What LLaMA-Factory, Axolotl, TRL and torchtune call our parameters. `lean-finetune import config.yaml` writes them into
-params.yaml, and `lean-finetune fit --from config.yaml` predicts the run ([command.md](command.md)). Values differ as
-well: the commands convert them.
+What LLaMA-Factory, Axolotl, TRL, torchtune and ms-swift call our parameters. `lean-finetune import config.yaml` writes
+them into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run ([command.md](command.md)). Values
+differ as well: the commands convert them.
 
 The option `--set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`
 does not reach lean-finetune: DVC ends with exit code 255 and this message. It means that params.yaml has no such
@@ -28,6 +28,8 @@ def ours_of(rule: str | Mapping[str, str]) -> str | None:
     """The parameter that a key decides; None for a key that is only refused or only helps to read others."""
     if isinstance(rule, str):
         return rule
+    if "source" in rule:
+        return f"data.{rule['source']}" if rule["source"] != "weight" else "data.source"
     name = rule.get("to") or shared()["facts"].get(rule.get("fact"))
     return name and name.partition(" (")[0]
 

@@ -82,3 +82,47 @@ enable_activation_checkpointing: true
 enable_activation_offloading: true
 dtype: bf16
 """
+LLAMA_FACTORY_V1 = """
+model: org/model
+model_class: llm
+peft_config:
+  name: lora
+  r: 16
+  lora_alpha: 32
+  target_modules: all
+quant_config:
+  name: bnb
+  quantization_bit: 4
+dist_config:
+  name: fsdp2
+train_dataset: org/rows
+micro_batch_size: 2
+global_batch_size: 8
+batching_strategy: padding_free
+cutoff_len: 2000
+learning_rate: 1.0e-4
+output_dir: out
+"""
+SWIFT_YAML = """
+model: org/model
+torch_dtype: bfloat16
+tuner_type: lora
+dataset: org/rows#500
+max_length: 2048
+attn_impl: flash_attn
+per_device_train_batch_size: 2
+save_steps: 50
+"""
+SWIFT_SHELL = """
+# swift sft in a comment
+NPROC_PER_NODE=4 \\
+swift sft \\
+    --model org/model \\
+    --tuner_type full \\
+    --dataset 'org/rows:en#1000' org/others \\
+    --torch_dtype bfloat16 \\
+    --packing true \\
+    --gradient_accumulation_steps 2 \\
+    --max_length 8192 \\
+    --deepspeed zero3 2>&1 | tee log
+"""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,32 @@ REFUSED_COLUMNS = {
 }
 
 
-def find_dataset_info(directory: str, config: Path) -> Path | None:
-    """The dataset_info.json of a configuration: `directory` is relative to here, or to a folder above the file."""
+def find_above(name: str, config: Path) -> Path | None:
+    """A file that a configuration names, whose path is relative to here or to a folder above the configuration."""
     for start in (Path(), *config.parents):
-        if (start / directory / FILE).is_file():
-            return start / directory / FILE
+        with suppress(OSError, ValueError):  # A name of another kind may be too long, or have a null character.
+            if (start / name).is_file():
+                return start / name
     return None
+
+
+def check_kind(name: str, file: Path) -> None:
+    """Refuse a data set of preferences, or with images, of a dataset_info.json.
+
+    Raises:
+        UserError: it is of such a kind.
+    """
+    reasons: list[str] = []
+    with suppress(
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    ):  # read_sources names it.
+        entry = json.loads(file.read_text(encoding="utf-8"))[name]
+        columns = entry.get("columns") or {}
+        reasons = [f"columns.{key}: {reason}" for key, reason in REFUSED_COLUMNS.items() if columns.get(key)]
+        if entry.get("ranking"):
+            reasons.insert(0, f"ranking: {REFUSED['ranking']}")
+    if reasons:
+        raise UserError(f"{file}: {name}: {reasons[0]}")
 
 
 def read_sources(names: Sequence[str], file: Path, stage: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -66,6 +87,8 @@ def read_sources(names: Sequence[str], file: Path, stage: str) -> tuple[list[dic
         found = [_source(entries[name], f"{file}: {name}", file.parent, stage) for name in names]
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: must be a JSON file ({error}); correct it") from None
+    except (TypeError, AttributeError, RecursionError):
+        raise UserError(f"{file}: must describe data sets as LLaMA-Factory does; correct it") from None
     except KeyError as error:
         raise UserError(f"{file}: has no data set {error}, which the configuration names; add it") from None
     read = {column for _, columns in found for column in columns}

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.converted import Converted
-from lean_finetune.commands.convert.dataset_info import FILE, find_dataset_info, read_sources
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import round_up
-from lean_finetune.pinning.hub import HUB_ID
 
 LENGTH, PAD_MULTIPLE = 4096, 8
 """Row length where a configuration has none, and the padding of fit_params.yaml."""
@@ -35,8 +34,8 @@ def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, 
             del values[key]
     else:
         _combine_adapter(facts, values, table)
-    _combine_precision(facts, values, method)
-    _combine_batches(facts, converted, gpus)
+    _combine_precision(facts, values, method, path)
+    _combine_batches(facts, converted, table, gpus)
     _combine_sharding(facts, converted, gpus)
     if facts.get("no_grad_ckpt"):
         values["train.grad_ckpt"] = False
@@ -46,9 +45,8 @@ def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, 
         values.setdefault("train.grad_ckpt", True)
     if values.get("train.optimizer_in_backward"):
         values["train.max_grad_norm"] = None
-    _combine_data(facts, converted, path)
-    if values.get("data.heldout_fraction") == 0 and "data.heldout_source" not in values:
-        values |= {"train.heldout_every_steps": None, "evaluate.generate_rows": 0}
+    if "train.lr" not in values and "lr_of" in table:
+        values["train.lr"] = table["lr_of"]["full" if method == "full" else "adapter"]
     for name in ("warmup_steps", "max_steps"):
         value = facts.get(name)
         if name == "warmup_steps" and value is not None and 0 < float(value) < 1:
@@ -81,7 +79,7 @@ def _combine_adapter(facts: Mapping[str, Any], values: dict[str, Any], table: Ta
         values["train.lora.targets"] = [*names, *(MLP_LAYERS if facts.get("mlp_targets") else [])]
 
 
-def _combine_precision(facts: Mapping[str, Any], values: dict[str, Any], method: str) -> None:
+def _combine_precision(facts: Mapping[str, Any], values: dict[str, Any], method: str, path: Path) -> None:
     """train.precision. Mixed precision with method full trains fp32 weights: here 16-bit weights with an fp32 copy."""
     stored = {
         "bfloat16": "bf16",
@@ -91,24 +89,31 @@ def _combine_precision(facts: Mapping[str, Any], values: dict[str, Any], method:
         "float32": "fp32",
         "fp32": "fp32",
     }.get(str(facts.get("dtype")))
-    mixed = facts.get("mixed")
+    bf16, fp16 = facts.get("bf16"), facts.get("fp16")
+    if (bf16, fp16) == ("bf16", "fp16"):
+        raise UserError(f"{path}: fp16: must be one precision; got bf16 and fp16; remove one")
+    mixed = fp16 or (bf16 if bf16 in ("bf16", "auto") else None)
     if mixed is not None:
         values["train.precision"] = mixed
         values["train.master_weights"] = method == "full" and mixed == "bf16" and stored != "bf16"
     elif stored is not None:
         torchtune_adapter = stored == "bf16" and method != "full" and "component" in facts
         values["train.precision"] = "pure_bf16" if torchtune_adapter else stored
+    elif bf16 is not None:
+        values["train.precision"] = "fp16" if method == "int8_lora" else bf16  # As Axolotl does.
 
 
-def _combine_batches(facts: Mapping[str, Any], converted: Converted, gpus: int) -> None:
+def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Table, gpus: int) -> None:
     """Lengths, micro-batches and the tokens of a step."""
     values = converted.values
-    length = int(facts.get("length") or LENGTH)
-    if not facts.get("length"):
+    length = facts.get("length", LENGTH)
+    if "length" not in facts:
         converted.differs.append(f"no limit on the length of rows: {LENGTH} tokens are assumed; --length sets another")
     padded = round_up(length, PAD_MULTIPLE)
-    rows, steps = int(facts.get("rows", 1)), int(facts.get("accumulation") or 1)
-    different = max(1, gpus // int(values.get("train.context_parallel") or 1))  # GPUs that train different rows.
+    different = max(1, gpus // values.get("train.context_parallel", 1))  # GPUs that train different rows.
+    rows = facts.get("rows", 1)
+    of_step = facts.get("step_rows", table.get("rows_of_step", 1))
+    steps = facts.get("accumulation", max(1, ceil(of_step / rows / different)))
     values["data.max_length"] = length
     values["bucket.max_tokens"] = rows * padded
     values["train.tokens_per_step"] = rows * padded * steps * different
@@ -116,7 +121,7 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, gpus: int) 
     converted.differs.append(
         f"rows count as full: {rows} x {padded} tokens in a micro-batch, {values['train.tokens_per_step']} in a step"
     )
-    if int(facts.get("accumulation") or 1) > 1 and values.get("train.optimizer_in_backward"):
+    if steps > 1 and values.get("train.optimizer_in_backward"):
         values["train.optimizer_in_backward"] = False
 
 
@@ -133,46 +138,3 @@ def _combine_sharding(facts: Mapping[str, Any], converted: Converted, gpus: int)
         )
     if facts.get("offload") or "offload" in text:
         values["train.offload"] = "parameters" if gpus > 1 and sharding == "zero3" else "optimizer"
-
-
-def _combine_data(facts: Mapping[str, Any], converted: Converted, path: Path) -> None:
-    """data.source and data.heldout_source, and the limit of rows, which is one for each data set there."""
-    values = converted.values
-    for fact, ours in (("dataset", "data.source"), ("eval_dataset", "data.heldout_source")):
-        listed = facts.get(fact) or []
-        listed = [name.strip() for name in listed.split(",")] if isinstance(listed, str) else listed
-        entries = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed]
-        names = [str(entry.get("path") or entry.get("id")) for entry in entries]
-        info = find_dataset_info(str(facts["dataset_dir"]), path) if "dataset_dir" in facts else None
-        if info is not None and names:
-            sources, ignored = read_sources(names, info, facts.get("stage", "sft"))
-            unread = values.get("data.ignore_columns", ignored)
-            values["data.ignore_columns"] = [column for column in ignored if column in unread]
-        elif all(HUB_ID.fullmatch(name) or Path(name).exists() for name in names):
-            sources = [_source(name, entry) for name, entry in zip(names, entries, strict=True)]
-        else:
-            sources = []
-            missing = f", and there is no {facts['dataset_dir']}/{FILE}" if "dataset_dir" in facts else ""
-            converted.differs.append(f"data: {', '.join(names)} has no path here{missing}; set {ours} to your rows")
-        if sources:
-            values[ours] = sources[0]["source"] if [*sources[0]] == ["source"] and len(sources) == 1 else sources
-        else:
-            converted.used = {key: name for key, name in converted.used.items() if name != ours}
-    if "data.heldout_source" in values:
-        values["data.heldout_fraction"] = 0
-    elif "data.source" in values and "data.heldout_fraction" not in values:
-        converted.differs.append("a share of the rows is held out to evaluate on: data.heldout_fraction")
-    if isinstance(values.get("data.source"), list) and "data.max_rows" in values:
-        most = values.pop("data.max_rows")
-        converted.used = {key: ours.replace("max_rows", "source.rows") for key, ours in converted.used.items()}
-        for source in values["data.source"]:
-            source["rows"] = min(most, source.get("rows", most))
-
-
-def _source(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `data.source` for a path or a hub data set."""
-    named = {"config": entry.get("name") or entry.get("config"), "split": entry.get("split")}
-    return {
-        "source": name if Path(name).exists() else f"hf://{name}",
-        **{key: value for key, value in named.items() if value},
-    }

@@ -1,194 +1,154 @@
-"""Turn a configuration of LLaMA-Factory, Axolotl, TRL or torchtune into our parameters."""
+"""Turn a configuration of another tool into our parameters; lean_finetune/other_tools has a table for each."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from math import ceil, isfinite
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lean_finetune.commands.convert.config_file import read_keys
+from lean_finetune.commands.convert.conversions import FACTS, PARAMETERS, Conversion
 from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.data_sets import (
+    NO_DATA,
+    check_kinds,
+    combine_data,
+    drop_parts,
+    name_sub_keys,
+    turn_off_evaluation,
+)
 from lean_finetune.commands.convert.facts import combine_facts
 from lean_finetune.config.other_tools import Table, shared, tables
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.core.read_yaml import read_yaml
 
-Conversion = Callable[[str, Any, Converted], Any]
-"""Of a key, its value and the result so far to the value here. Raises ValueError, whose text is the rule."""
 DATA_FACTS = ("dataset", "eval_dataset", "dataset_dir")
-BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
-"""Words that the other tools read as booleans: they read YAML 1.1."""
+READS_IMAGES = re.compile(
+    r"(?i)(?<![a-z])(\d*vl\d*|vision|omni|mllm|multimodal|llava|pixtral|paligemma|smolvlm\d*|internvl\w*|minicpm-?[vo]|"
+    r"mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
+)
+"""Parts of names of models, templates and data sets whose rows usually have more than text."""
 
 
 def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Converted:
     """Convert a configuration file for a run on so many GPUs; `with_data=False` leaves its data sets out.
 
     Raises:
-        UserError: it is not YAML, of no known tool, or of a run or data that cannot be had here.
+        UserError: it cannot be read, is of no known tool, or of a run or data that cannot be had here.
     """
-    content = read_yaml(path, "file does not exist; name a configuration of another tool", "name another")
-    if not isinstance(content, Mapping):
-        got = "an empty file" if content is None else type(content).__name__
-        raise UserError(f"{path}: must be a mapping of keys; got {got}; name another")
-    given = {key: value for key, value in _flat(content) if value is not None}
-    table = _table_of(given, path)
-    converted = Converted(tool=table["tool"])
-    facts: dict[str, Any] = {}
+    of_command = {command: table for table in tables() for command in table.get("commands", ())}
+    given, command = read_keys(path, [*of_command])
+    table = _table_of(given, path) if command is None else of_command[command]
     defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
+    if given.get("fp16") is True:
+        defaults.pop("bf16", None)
+    reading = _Reading(path, table, Converted(tool=table["tool"]), of_script=command is not None)
     for key, value in {**defaults, **given}.items():
-        rule = table["keys"].get(key)
-        reason = next((reason for reason, keys in table["ignored"].items() if key in keys), None)
-        if not with_data and isinstance(rule, Mapping) and rule.get("fact") in DATA_FACTS:
-            if key not in given:
-                continue
-            reason = "a prediction needs no data"
-        elif rule is not None:
-            _apply(rule, key, value, converted, facts, path, is_given=key in given)
-            continue
-        (converted.unknown if reason is None else converted.ignored.setdefault(reason, [])).append(key)
+        reading.read(key, value, is_given=key in given, with_data=with_data)
+    converted, facts = reading.converted, reading.facts
+    name_sub_keys(given, table, converted, with_data=with_data)
+    check_kinds(facts, path, table)
     combine_facts(facts, converted, table, gpus, path)
+    if with_data:
+        combine_data(facts, converted, table, path)
+    else:
+        drop_parts(converted, NO_DATA)
+    turn_off_evaluation(converted.values)
+    _say_what_has_images(facts, converted)
     return converted
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
-
-
 def _table_of(given: Mapping[str, Any], path: Path) -> Table:
-    """The table of the tool with the most keys of the configuration."""
-    found = [table for table in tables() if any(key in given for key in table["known_by"])]
+    """The table of the tool with the most keys of the configuration, of those whose required keys it has."""
+    found = [table for table in tables() if all(any(key in given for key in keys) for keys in table["known_by"])]
     if not found:
         names = ", ".join(table["tool"] for table in tables())
         keys = shortened(", ".join(list(given)[:5]))
-        raise UserError(f"{path}: must be a configuration of {names}; got keys {keys}; name another")
+        raise UserError(f"{path}: must be a training configuration of {names}; got keys {keys}; name another")
     return max(found, key=lambda table: sum(key in table["keys"] for key in given))
 
 
-def _apply(
-    rule: Any, key: str, value: Any, converted: Converted, facts: dict[str, Any], path: Path, *, is_given: bool
-) -> None:
-    """Apply a table's rule to the value of a key."""
-    rule = {"to": rule} if isinstance(rule, str) else rule
-    values = rule.get("values")
-    if values is not None:
-        values = shared()[values] if isinstance(values, str) else values
-        if isinstance(value, list) or value not in values:
-            if "refuse" in rule:
-                remedy = f"change it, or run it with {converted.tool}"
-                raise UserError(f"{path}: {key}: {rule['refuse']}; got {shortened(str(value))}; {remedy}")
-            kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""
-            converted.differs.append(f"{key}={shortened(str(value))} is not known here{kept}")
+@dataclass
+class _Reading:
+    """Applies a table's rules to keys, one after the other."""
+
+    path: Path
+    table: Table
+    converted: Converted
+    of_script: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, key: str, value: Any, *, is_given: bool, with_data: bool) -> None:
+        """Apply the rule of a key, or list it with the reason why it has none."""
+        rule = self.table["keys"].get(key)
+        rule = {"to": rule} if isinstance(rule, str) else rule
+        if rule is None:
+            reason = next((reason for reason, keys in self.table["ignored"].items() if key in keys), None)
+            if reason is None and key.startswith("ENV."):
+                reason = "variables of the environment stay yours"
+            if reason is None:
+                self.converted.unknown.append(key)
+            else:
+                self.converted.ignored.setdefault(reason, []).append(key)
             return
-        value = values[value]
-    if value is None:
+        self._apply(rule, key, value, is_given=is_given)
+        if rule.get("fact") in DATA_FACTS and not with_data and is_given:
+            self.converted.used.pop(key, None)
+            self.converted.ignored.setdefault(NO_DATA, []).append(key)
+
+    def _apply(self, rule: Mapping[str, Any], key: str, value: Any, *, is_given: bool) -> None:
+        converted, values = self.converted, rule.get("values")
+        if "differs" in rule:
+            if value not in (False, 0):
+                converted.differs.append(f"{key}={shortened(str(value))}: {rule['differs']}")
+            return
+        if values is not None:
+            values = shared()[values] if isinstance(values, str) else values
+            if isinstance(value, list) or value not in values:
+                self._refuse_value(rule, key, value)
+                kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""
+                converted.differs.append(f"{key}={shortened(str(value))} is not known here{kept}")
+                return
+            value = values[value]
+        if self.of_script and "$" in str(value) and ("to" in rule or "fact" in rule):
+            raise UserError(
+                f"{self.path}: {key}: must be a value, no variable of a shell; got {shortened(str(value))}; write it"
+            )
+        if value is None:
+            if is_given:
+                converted.used[key] = "as here"
+        elif "to" in rule:
+            ours = rule["to"]
+            converted.values[ours] = self._convert(PARAMETERS.get(ours), key, value)
+            if is_given:
+                converted.used[key] = ours
+        elif "fact" in rule:
+            self._note_fact(rule["fact"], key, self._convert(FACTS.get(rule["fact"]), key, value), is_given=is_given)
+
+    def _refuse_value(self, rule: Mapping[str, Any], key: str, value: Any) -> None:
+        if "refuse" in rule:
+            remedy = f"change it, or run it with {self.converted.tool}"
+            raise UserError(f"{self.path}: {key}: {rule['refuse']}; got {shortened(str(value))}; {remedy}")
+
+    def _note_fact(self, fact: str, key: str, value: Any, *, is_given: bool) -> None:
+        self.facts[fact] = value
         if is_given:
-            converted.used[key] = "as here"
-    elif "to" in rule:
-        ours = rule["to"]
-        converted.values[ours] = _convert(CONVERSIONS.get(ours), key, value, converted, path)
-        if is_given:
-            converted.used[key] = ours
-    elif "fact" in rule:
-        _convert(FACT_TYPES.get(rule["fact"]), key, value, converted, path)
-        if rule["fact"] == "mixed" and facts.get("mixed", value) != value:
-            raise UserError(f"{path}: {key}: must be one precision; got {facts['mixed']} and {value}; remove one")
-        facts[rule["fact"]] = value
-        if is_given:
-            converted.used[key] = str(shared()["facts"].get(rule["fact"], "")).partition(" (")[0] or "as here"
+            self.converted.used[key] = str(shared()["facts"].get(fact, "")).partition(" (")[0] or "as here"
+
+    def _convert(self, convert: Conversion | None, key: str, value: Any) -> Any:
+        """A value of the tool in our type. Raises UserError if it is of another."""
+        if convert is None:
+            return value
+        try:
+            return convert(key, value, self.converted)
+        except (TypeError, ValueError, OverflowError) as error:
+            got = shortened(repr(value))
+            raise UserError(f"{self.path}: {key}: {error}; got {got}; correct it") from None
 
 
-def _convert(convert: Conversion | None, key: str, value: Any, converted: Converted, path: Path) -> Any:
-    """A value of the tool in our type. Raises UserError if it is of another."""
-    if convert is None:
-        return value
-    try:
-        return convert(key, value, converted)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{path}: {key}: {error}; got {shortened(repr(value))}; correct it") from None
-
-
-def _number(key: str, value: Any, converted: Converted) -> float:
-    if isinstance(value, int | float | str):
-        with suppress(ValueError):
-            return float(value)
-    raise ValueError("must be a number")
-
-
-def _whole(key: str, value: Any, converted: Converted) -> int:
-    if not (number := _number(key, value, converted)).is_integer():
-        raise ValueError("must be a whole number")
-    return int(number)
-
-
-def _epochs(key: str, value: Any, converted: Converted) -> int:
-    epochs = _number(key, value, converted)
-    if not isfinite(epochs):
-        raise ValueError("must be a finite number")
-    if (whole := max(1, ceil(epochs))) != epochs:
-        converted.differs.append(f"{key}={value}: whole passes only, so {whole}")
-    return whole
-
-
-def _share(key: str, value: Any, converted: Converted) -> float:
-    if (share := _number(key, value, converted)) < 1:
-        return share
-    converted.differs.append(f"{key}={value} is a number of rows; data.heldout_fraction is a share: 0.05")
-    return 0.05
-
-
-def _targets(key: str, value: Any, converted: Converted) -> list[str]:
-    if value in ("all", "all-linear"):
-        return ["all-linear"]
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list):
-        raise ValueError("must be names of layers")
-    return [str(name).strip() for name in names]
-
-
-def _data_sets(key: str, value: Any, converted: Converted) -> list[Any]:
-    listed = value.split(",") if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(entry, str | Mapping) for entry in listed):
-        raise ValueError("must be names of data sets")
-    return listed
-
-
-def _text(key: str, value: Any, converted: Converted) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a text")
-    return value
-
-
-def _max_norm(key: str, value: Any, converted: Converted) -> float | None:
-    return _number(key, value, converted) or None
-
-
-def _model(key: str, value: Any, converted: Converted) -> str:
-    return str(value).rstrip("/")
-
-
-CONVERSIONS: Mapping[str, Conversion] = {
-    "train.epochs": _epochs,
-    "data.heldout_fraction": _share,
-    "train.lora.targets": _targets,
-    "train.max_grad_norm": _max_norm,
-    "model.name": _model,
-    "train.lr": _number,
-    "train.weight_decay": _number,
-    "train.warmup_fraction": _number,
-    "train.lora.dropout": _number,
-    "train.lora.alpha": _whole,
-    "train.lora.experts": lambda key, value, converted: "all",
-}
-"""Values in our types, by parameter."""
-FACT_TYPES: Mapping[str, Conversion] = {
-    **dict.fromkeys(("length", "rows", "accumulation"), _whole),
-    **dict.fromkeys(("warmup_steps", "max_steps"), _number),
-    **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
-    **dict.fromkeys(("component", "dataset_dir"), _text),
-    "attention_targets": _targets,
-}
-"""Types of facts."""
+def _say_what_has_images(facts: Mapping[str, Any], converted: Converted) -> None:
+    """Note a model, template or data set by whose name the rows have more than text."""
+    sets = [entry if isinstance(entry, str) else str(entry.get("path", "")) for entry in facts.get("dataset", ())]
+    for name in [converted.values.get("model.name"), facts.get("template"), *sets]:
+        if name and READS_IMAGES.search(str(name)):
+            converted.differs.append(f"{name} has more than text, by its name: images, audio and video are not counted")
+            return

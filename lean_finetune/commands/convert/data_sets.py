@@ -1,0 +1,214 @@
+"""Data sets of other tools' configurations, as entries of `data.source` and `data.heldout_source`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.dataset_info import FILE, check_kind, find_above, read_sources
+from lean_finetune.config.other_tools import Table
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.pinning.hub import HUB_ID
+
+SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>(?:-?\d{1,15}%?)?):(?P<end>(?:-?\d{1,15}%?)?)\]")
+"""Part of a split, as `datasets` writes it: `train[:20%]`, `train[100:200]`."""
+NAMED = re.compile(r"(?P<path>.+?)(?::(?P<config>[^#:/\\]+))?(?:#(?P<rows>\d{1,15}))?")
+"""A data set of ms-swift: name:subset#rows."""
+FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
+PARTS = ("data.config", "data.split")
+NO_DATA = "a prediction needs no data"
+
+
+def name_sub_keys(given: Mapping[str, Any], table: Table, converted: Converted, *, with_data: bool) -> None:
+    """Account for the keys of data sets that a configuration lists: `datasets.split`."""
+    rules = table["keys"]
+    for key, listed in given.items():
+        rule = rules.get(key)
+        if not (isinstance(rule, Mapping) and rule.get("fact") in ("dataset", "eval_dataset")):
+            continue
+        names = {f"{key}.{name}" for entry in listed if isinstance(entry, Mapping) for name in entry}
+        for name in sorted(names):
+            reason = next((reason for reason, keys in table["ignored"].items() if name in keys), None)
+            if name in rules and with_data:
+                converted.used[name] = f"data.{rules[name]['source']}"
+            elif name in rules or reason is not None:
+                converted.ignored.setdefault(reason or NO_DATA, []).append(name)
+            else:
+                converted.unknown.append(name)
+
+
+def _names(data: Mapping[str, Any], fact: str) -> list[str]:
+    """The names of data sets."""
+    return [_name(entry) for entry in data.get(fact) or ()]
+
+
+def _name(entry: Any) -> str:
+    return entry if isinstance(entry, str) else str(entry.get("path") or entry.get("id") or "")
+
+
+def check_kinds(data: Mapping[str, Any], path: Path, table: Table) -> None:
+    """Refuse data sets that have images or preferences, where their descriptions are found.
+
+    Raises:
+        UserError: a data set is of such a kind.
+    """
+    info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
+    for name in _names(data, "dataset"):
+        if info is not None:
+            check_kind(name, info)
+        elif (
+            table.get("data_names") == "files" and (file := find_above(name, path)) and file.suffix in (".yaml", ".yml")
+        ):
+            for title, entry in _described(file):
+                if entry.get("converter") == "pair":
+                    raise UserError(
+                        f"{file}: {title}: preference data are not trained here; got converter pair; remove it"
+                    )
+
+
+def combine_data(data: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> None:
+    """data.source and data.heldout_source, and the limit of rows, which is one for each data set there."""
+    values = converted.values
+    for fact, ours in (("dataset", "data.source"), ("eval_dataset", "data.heldout_source")):
+        names = _names(data, fact)
+        if names and (sources := _sources(data, fact, ours, converted, table, path)):
+            values[ours] = sources[0]["source"] if [*sources[0]] == ["source"] and len(sources) == 1 else sources
+        else:
+            for key in [key for key, name in converted.used.items() if name == ours]:
+                del converted.used[key]
+                converted.ignored.setdefault("not found here", []).append(key)
+    if "data.source" not in values:
+        drop_parts(converted, "not found here")
+    if isinstance(values.get("data.split"), str) and isinstance(values.get("data.source"), str):
+        entries = _slices(values["data.split"], "data.split", converted)
+        values["data.split"] = entries[0]["split"]
+        if len(entries) > 1 or [*entries[0]] != ["split"]:
+            del values["data.split"]
+            values["data.source"] = [{"source": values["data.source"], **entry} for entry in entries]
+    if "data.heldout_source" in values:
+        values["data.heldout_fraction"] = 0
+    elif "data.source" in values and "data.heldout_fraction" not in values:
+        converted.differs.append("a share of the rows is held out to evaluate on: data.heldout_fraction")
+    if isinstance(values.get("data.source"), list) and "data.max_rows" in values:
+        most = values.pop("data.max_rows")
+        converted.used = {key: name.replace("max_rows", "source.rows") for key, name in converted.used.items()}
+        for source in values["data.source"]:
+            source["rows"] = min(most, source.get("rows", most))
+
+
+def drop_parts(converted: Converted, reason: str) -> None:
+    """Without data.source, drop the parameters that choose its rows."""
+    for key in [key for key, ours in converted.used.items() if ours in PARTS]:
+        converted.values.pop(converted.used.pop(key), None)
+        converted.ignored.setdefault(reason, []).append(key)
+
+
+def turn_off_evaluation(values: dict[str, Any]) -> None:
+    """Without held-out rows, set the parameters that need some."""
+    if values.get("data.heldout_fraction") == 0 and "data.heldout_source" not in values:
+        values |= {"train.heldout_every_steps": None, "evaluate.generate_rows": 0}
+
+
+def _sources(
+    data: Mapping[str, Any], fact: str, ours: str, converted: Converted, table: Table, path: Path
+) -> list[dict[str, Any]]:
+    """Entries of `data.source`; none, with a word on it, for data sets that are not found."""
+    names, values = _names(data, fact), converted.values
+    info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
+    if info is not None:
+        sources, ignored = read_sources(names, info, data.get("stage", "sft"))
+        unread = values.get("data.ignore_columns", ignored)
+        values["data.ignore_columns"] = [column for column in ignored if column in unread]
+        return sources
+    found = [entry for each in data[fact] for entry in _entries(each, ours, converted, table, path)]
+    if all(entry["source"] for entry in found):
+        return found
+    missing = f", and there is no {data['dataset_dir']}/{FILE}" if "dataset_dir" in data else ""
+    converted.differs.append(f"data: {', '.join(names)} has no path here{missing}; set {ours} to your rows")
+    return []
+
+
+def _entries(entry: Any, ours: str, converted: Converted, table: Table, path: Path) -> Iterator[dict[str, Any]]:
+    """The parts of a data set; `source` is blank where it has no path here."""
+    name, given = _name(entry), entry if isinstance(entry, Mapping) else {}
+    form = table.get("data_names")
+    if form == "files" and (file := find_above(name, path)) and file.suffix in (".yaml", ".yml"):
+        for _, described in _described(file):
+            hub = described.get("source", "hf_hub") == "hf_hub"
+            local = None if hub else find_above(str(described.get("path")), path)
+            found = {
+                "source": f"hf://{described.get('path')}" if hub else str(local or ""),
+                "split": described.get("split"),
+                "format": FORMATS.get(str(described.get("converter"))),
+                "rows": described.get("size"),
+                "weight": described.get("weight"),
+            }
+            yield {key: value for key, value in found.items() if value is not None}
+        return
+    if form == "named" and (match := NAMED.fullmatch(name)) and not Path(name).exists():
+        rows = {"rows": int(match["rows"])} if match["rows"] else {}
+        name, given = match["path"], {"config": match["config"], **rows}
+    named = {
+        "config": given.get("name") or given.get("config"),
+        "rows": given.get("rows"),
+        "weight": given.get("weight"),
+    }
+    on_hub = HUB_ID.fullmatch(name) and form != "named"
+    source = name if Path(name).exists() else f"hf://{name}" if on_hub else ""
+    parts = _slices(str(given["split"]), f"{ours}.split", converted) if given.get("split") else [{}]
+    for part in parts:
+        weight = (named["weight"] or 1.0) * part.pop("weight", 1.0)
+        if weight != 1.0 and ours != "data.source":
+            converted.differs.append(f"a share of {weight:g} of {name}: here all its rows are held out")
+        both = {**named, **part, "weight": weight if weight != 1.0 and ours == "data.source" else None}
+        yield {"source": source, **{key: value for key, value in both.items() if value is not None}}
+
+
+def _described(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """The data sets that a file of LLaMA-Factory's v1 describes, by name."""
+    content = read_yaml(file, "file does not exist; name another")
+    if not isinstance(content, Mapping) or not all(isinstance(entry, Mapping) for entry in content.values()):
+        raise UserError(f"{file}: must be a mapping of data sets, each with its path; correct it")
+    return list(content.items())
+
+
+def _slices(split: str, key: str, converted: Converted) -> list[dict[str, Any]]:
+    """The parts of a split such as `train[:20%]+test`, each with its rows or its share as a weight."""
+    parts = []
+    for text in split.split("+"):
+        match = SLICE.fullmatch(text.strip())
+        if match is None:
+            parts.append({"split": text.strip()})
+            continue
+        found, note = _part(match["start"], match["end"])
+        if note:
+            converted.differs.append(f"{key}={text}: {note}")
+        parts.append({"split": match["split"], **found})
+    return parts
+
+
+def _part(start: str, end: str) -> tuple[dict[str, Any], str]:
+    """Rows or share of `[start:end]`, and what is otherwise here."""
+    if "%" in start + end:
+        if any(bound and not bound.endswith("%") for bound in (start, end)):
+            return {}, "a mixture of rows and shares is not known here; all rows are read"
+        share = round(_share(end, 1.0) - _share(start, 0.0), 6)
+        if 0 < share < 1:
+            return {"weight": share}, f"{share:g} of the rows in each epoch, other ones in the next"
+        return {}, "" if share == 1 else "is no share of the rows; all rows are read"
+    first, last = int(start or 0), int(end or 0)
+    if last > first >= 0:
+        return {"rows": last - first}, f"the first {last - first} rows" if first else ""
+    if first < 0 and not end:
+        return {"rows": -first}, f"the first {-first} rows, not the last"
+    return {}, "all rows are read" if start or end else ""
+
+
+def _share(bound: str, default: float) -> float:
+    """A bound such as `20%`, or `-20%` from the end, as a share of the rows."""
+    if not bound:
+        return default
+    share = int(bound.rstrip("%")) / 100
+    return 1 + share if bound.startswith("-") else share
