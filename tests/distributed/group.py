@@ -1,4 +1,4 @@
-"""A group of processes for many cases: starting one takes seconds, a case less than one."""
+"""A group of processes for many cases. They are forks of one process that has imported torch, which takes seconds."""
 
 import multiprocessing
 import os
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from safetensors.torch import load_file
 
+from tests.conftest import ROOT
 from tests.distributed.cases import Case
 from tests.distributed.worker import do_learn, work
 
@@ -25,14 +26,15 @@ class Group:
 
     def __init__(self, size: int, directory: Path):
         """Start `size` processes that form a gloo group; `directory` has their results and logs."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([work.__module__])
         self._directory = directory
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(rank, size, directory, theirs), daemon=True)
-            with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)):  # Of the process that imports.
                 process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -3,17 +3,19 @@
 import gzip
 import hashlib
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
-from tests.conftest import ROOT
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.source_blocks import read_blocks
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
 from tests.data.read.common import parquet
-from tests.pinning.hub_server import COMMIT, blob, serve
-from tests.processes import run_bounded
+from tests.pinning.hub_server import COMMIT, Hub, blob, serve, use_hub
+from tests.workspace import invoke, lay_out
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]} for n in range(40)
@@ -61,52 +63,42 @@ def hub(tiny_dir):
         yield served
 
 
-CALLS = """
-import json, os, sys
-from pathlib import Path
-from lean_finetune.core.atomic_files import read_json
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.source_blocks import read_blocks
-from stages import pin, tokenize
-from tests.workspace import invoke, lay_out
+NOWHERE = Hub({}, url="http://127.0.0.1:9")
+COMMANDS = {"pin": pin, "tokenize": tokenize}
 
-def read():
+
+def read() -> list[str] | str:
+    """The first message of each pinned row, or the refusal."""
     try:
         blocks = read_blocks(read_json(Path("locks/data.json")), max_rows=1000, progress=lambda n: None)
         return [row.value["messages"][0]["content"] for block in blocks for row in decode(block)]
     except UserError as error:
         return str(error)
 
-results = []
-for command, values in json.loads(sys.argv[1]):
-    if command == "read":
-        results.append(read())
-        continue
-    lay_out(Path.cwd(), **values)
-    module, *arguments = command.split()
-    result = invoke({"pin": pin, "tokenize": tokenize}[module].main, *arguments)
-    [*_, line] = ["", *result.stderr.splitlines()]
-    results.append(line.removeprefix("error: ") if result.exit_code else "")
-print(json.dumps(results))
-"""
-NOWHERE = "http://127.0.0.1:9"
 
-
-def call(directory: Path, url: str, *calls: tuple[str, dict]) -> list:
-    """Run stages in one process that knows only the hub at `url`; each result is the refusal, empty on success."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    environment |= {"HF_ENDPOINT": url, "HF_HOME": str(directory / "cache")}
-    environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    done = run_bounded([sys.executable, "-c", CALLS, json.dumps(calls)], cwd=directory, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def call(directory: Path, hub: Hub, *calls: tuple[str, dict]) -> list:
+    """Run stages that know only this hub; each result is the refusal, empty on success."""
+    results: list = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        use_hub(patch, hub, directory / "cache")
+        patch.setattr("datasets.config.HF_ENDPOINT", hub.url)
+        for command, values in calls:
+            if command == "read":
+                results.append(read())
+                continue
+            lay_out(directory, **values)
+            module, *arguments = command.split()
+            result = invoke(COMMANDS[module], *arguments)
+            [*_, line] = ["", *result.stderr.splitlines()]
+            results.append(line.removeprefix("error: ") if result.exit_code else "")
+    return results
 
 
 def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
     values: dict = {"model__name": "org/model", "model__revision": "v1", "data__source": "hf://org/rows"}
     values |= {"data__heldout_fraction": 0.2, "run__tokenizer_engine": "tokenizers"}
-    assert call(tmp_path, hub.url, ("pin model", values), ("pin data", values), ("tokenize", values)) == [""] * 3
+    assert call(tmp_path, hub, ("pin model", values), ("pin data", values), ("tokenize", values)) == [""] * 3
     files = hub.repositories["models/org/model"]
     lock = read_json(tmp_path / "locks/model.json")
     assert (lock["kind"], lock["name"], lock["revision"]) == ("hub", "org/model", COMMIT)
@@ -149,7 +141,7 @@ REFUSED = {
 def refusals(hub, tmp_path_factory) -> dict[str, str]:
     """The refusal of each case of REFUSED."""
     directory = tmp_path_factory.mktemp("refused")
-    lines = call(directory, hub.url, *((f"pin {what}", values) for what, values, _ in REFUSED.values()))
+    lines = call(directory, hub, *((f"pin {what}", values) for what, values, _ in REFUSED.values()))
     assert not (directory / "locks").exists()
     return dict(zip(REFUSED, lines, strict=True))
 
@@ -168,7 +160,7 @@ def test_without_a_network_one_line_names_the_remedy(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(hub, tmp_path):
     (tmp_path / "cache").write_text("a file where the cache's directory should be")
-    [refusal] = call(tmp_path, hub.url, ("pin model", {"model__name": "org/model"}))
+    [refusal] = call(tmp_path, hub, ("pin model", {"model__name": "org/model"}))
     assert refusal.startswith("model.name: org/model cannot be stored (") and "HF_HOME" in refusal
 
 
@@ -176,7 +168,7 @@ def test_compressed_lines_and_parquet_are_read_from_the_hub_and_checked(hub, tmp
     questions = [row["messages"][0]["content"] for row in ROWS]
     columns = {"data__source": "hf://org/columns"}
     rest = {"data__source": "hf://org/configs", "data__config": "large", "data__split": "rest"}
-    results = call(tmp_path, hub.url, ("pin data", columns), ("read", {}), ("pin data", rest), ("read", {}))
+    results = call(tmp_path, hub, ("pin data", columns), ("read", {}), ("pin data", rest), ("read", {}))
     assert results == ["", questions, "", questions * 3]
     [source] = read_json(tmp_path / "locks/data.json")["sources"]
     assert ([file["path"] for file in source["files"]], source["split"]) == (["b/y.jsonl.gz"], "rest")
@@ -184,7 +176,7 @@ def test_compressed_lines_and_parquet_are_read_from_the_hub_and_checked(hub, tmp
     hub.sends[route] = gzip.compress(LINES * 4)
     try:
         default = {"data__source": "hf://org/configs"}
-        refusal, pinned = call(tmp_path, hub.url, ("read", {}), ("pin data", default))
+        refusal, pinned = call(tmp_path, hub, ("read", {}), ("pin data", default))
     finally:
         del hub.sends[route]
     assert refusal.startswith("hf://org/configs/b/y.jsonl.gz: the hub sent other bytes than were pinned (")

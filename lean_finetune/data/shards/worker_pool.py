@@ -46,6 +46,7 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
     if workers == 1:
         yield lambda blocks: ((block, tokenize(block)) for block in blocks)
         return
+    was_frozen = gc.get_freeze_count() > 0
     if kind == "processes":
         executor, task = _processes(tokenize, make, workers), _work_in_process
     else:
@@ -64,7 +65,8 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
         yield partial(_map, lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _map(
