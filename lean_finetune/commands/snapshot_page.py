@@ -13,7 +13,9 @@ from lean_finetune.commands.snapshot_text import (
     instant_text,
     not_replayed,
     on_card_text,
+    parts_text,
     replay_notes,
+    saving_text,
     smallest_gpus,
     steps_text,
     verdict_text,
@@ -54,8 +56,11 @@ def write_page(
         UserError: the file cannot be written.
     """
     recording, peak, steps = analysis.recording, analysis.peak, analysis.steps
-    places = [(each.where, readable_size(each.bytes), each.blocks, _name(each.category)) for each in peak.holdings]
-    largest = [(where, readable_size(size), _name(category)) for where, category, size in peak.largest]
+    places = [
+        (each.where, readable_size(each.bytes), each.blocks, ", ".join(map(_name, each.categories)))
+        for each in peak.lines
+    ]
+    largest = [(where, readable_size(size), count, _name(category)) for where, category, size, count in peak.largest]
     grown = [(where, readable_size(size), blocks) for where, size, blocks in steps.grown]
     page = rendered(
         "snapshot.html",
@@ -68,14 +73,14 @@ def write_page(
         peak=_peak_picture(analysis) if peak.allocated_bytes else None,
         meanings=[f"{_name(name)}: {MEANINGS[name]}" for name in peak.by_category if name in MEANINGS],
         places=Table(("line of code", "bytes", "tensors", "category"), places[:MOST_PLACES]),
-        largest=Table(("largest tensors", "bytes", "category"), largest),
+        largest=Table(("largest tensors", "bytes of each", "tensors", "category"), largest),
         replays=_replays_picture(analysis, replays) if isinstance(replays, WhatIf) else None,
         replay_notes=list(_replay_notes(analysis, replays)),
         on_card=None if card is None else f"On {card.name}: {on_card_text(recording, card, on_card)}",
         steps=_steps_picture(analysis) if len(steps.rows) > 1 else None,
         steps_text=steps_text(steps),
         grown=Table(("more live after the last step than after the first", "bytes", "tensors"), grown[:MOST_PLACES]),
-        name_of=_name,
+        remedies=[(f"{saving_text(each)} ({parts_text(each)})", each.remedy) for each in analysis.remedies],
         sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",
     )
     write_text(path, page)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from lean_finetune.core.labelled_text import bar_line, labelled
 from lean_finetune.core.units import readable_size
+from lean_finetune.memory.diagnosis.advice import Advice
 from lean_finetune.memory.diagnosis.analysis import Analysis
 from lean_finetune.memory.diagnosis.failures import Failure
 from lean_finetune.memory.diagnosis.growth_by_step import Steps
@@ -13,13 +14,16 @@ from lean_finetune.memory.growth import LEAST_STEPS, LIVE, PEAK, Cause
 from lean_finetune.memory.recording.recording import Recording
 from lean_finetune.memory.recording.what_if import Outcome, WhatIf
 
-MOST_LINES, MOST_TENSORS, MOST_GROWN, MOST_REMEDIES, MOST_PATH = 12, 5, 5, 3, 66
+MOST_LINES, MOST_TENSORS, MOST_GROWN, MOST_PATH = 12, 5, 5, 66
 CATEGORY_NAMES = {
     "earlier": "before recording",
-    "backward": "backward",
+    "autocast": "autocast's copies",
+    "scores": "attention scores",
 }
 MEANINGS = {
     "earlier": "live before the recording began: no stack says what it is, usually weights and optimizer state",
+    "autocast": "copies of fp32 weights in 16 bits, which autocast keeps until its context or backward ends",
+    "scores": "of attention that is not fused: rows x heads x length x length",
     "backward": "allocated by backward: gradients of activations, and temporaries",
     "unknown": "no rule knows the stack, or there is none; torch.cuda.memory._record_memory_history() records stacks",
 }
@@ -82,6 +86,8 @@ def snapshot_lines(
 INFERENCES = {
     "by its size": "counted as logits because as large as the loss's largest tensor and allocated shortly before it",
     "by its lifetime": "counted as gradients because allocated by backward and live after it",
+    "by its softmax": "counted as attention scores because a softmax, or as large as one beside it",
+    "by its cast": "counted as activations because autocast copies it, and no weight has its size",
 }
 
 
@@ -145,19 +151,20 @@ def _places(analysis: Analysis) -> Iterator[str]:
     """The lines of code with most memory, and the largest tensors."""
     peak = analysis.peak
     yield f"{instant_text(analysis)}, by line of code"
-    for each in peak.holdings[:MOST_LINES]:
+    for each in peak.lines[:MOST_LINES]:
         place = _shortened(each.where)
         yield f"  {readable_size(each.bytes):>10} {each.blocks:>6} x  {place}"
-    if rest := peak.holdings[MOST_LINES:]:
+    if rest := peak.lines[MOST_LINES:]:
         size, blocks = sum(each.bytes for each in rest), sum(each.blocks for each in rest)
         yield f"  {readable_size(size):>10} {blocks:>6} x  {len(rest)} other lines"
     yield "largest tensors"
-    for where, category, size in peak.largest[:MOST_TENSORS]:
-        yield f"  {readable_size(size):>10}  {_shortened(where)}, {CATEGORY_NAMES.get(category, category)}"
+    for where, category, size, count in peak.largest[:MOST_TENSORS]:
+        name = CATEGORY_NAMES.get(category, category)
+        yield f"  {readable_size(size):>10} {count:>6} x  {_shortened(where, MOST_PATH - len(name))}, {name}"
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_PATH else f"…{text[1 - MOST_PATH :]}"
+def _shortened(text: str, most: int = MOST_PATH) -> str:
+    return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
 def _steps(steps: Steps) -> Iterator[str]:
@@ -242,12 +249,22 @@ def on_card_text(recording: Recording, card: Device, outcome: Outcome | None) ->
 
 
 def _remedies(analysis: Analysis) -> Iterator[str]:
-    """What would make the largest categories smaller."""
-    yield "what would help, the largest part first"
-    for category, remedy in analysis.remedies[:MOST_REMEDIES]:
-        condition = ", if these are weights" if category == "earlier" else ""
-        name = CATEGORY_NAMES.get(category, category)
-        yield f"  {name}{condition}"
-        yield labelled("", f"{remedy.effect}", width=4)
-        for tool, text in {"in lean-finetune": remedy.ours, **remedy.elsewhere}.items():
+    """What would need less memory."""
+    yield "what would help, the largest saving first"
+    for each in analysis.remedies:
+        yield f"  {saving_text(each)}: {parts_text(each)}"
+        yield labelled("", f"{each.remedy.effect}", width=4)
+        for tool, text in {"in lean-finetune": each.remedy.ours, **each.remedy.elsewhere}.items():
             yield f"    {tool}: {text}"
+
+
+def saving_text(advice: Advice) -> str:
+    """What a remedy saves."""
+    size = readable_size(advice.saved_bytes)
+    return f"{size} less reserved, by replay" if advice.basis == "replayed" else f"up to {size} less"
+
+
+def parts_text(advice: Advice) -> str:
+    """What a remedy makes smaller."""
+    names = [CATEGORY_NAMES.get(part, part) for part in advice.parts]
+    return " and ".join(names) + (", if these are weights" if "earlier" in advice.parts else "")

@@ -19,7 +19,11 @@ CATEGORY_COLORS = {
 
 RECORDED_COLORS = {
     "earlier": CATEGORY_COLORS["sharding"],
-    **{name: CATEGORY_COLORS[name] for name in ("weights", "optimizer", "gradients", "activations", "logits")},
+    "weights": CATEGORY_COLORS["weights"],
+    "autocast": CATEGORY_COLORS["quantisation_state"],
+    **{name: CATEGORY_COLORS[name] for name in ("optimizer", "gradients", "activations")},
+    "scores": CATEGORY_COLORS["inputs"],
+    "logits": CATEGORY_COLORS["logits"],
     "backward": CATEGORY_COLORS["activation_gradients"],
     "unknown": CATEGORY_COLORS["workspace"],
 }

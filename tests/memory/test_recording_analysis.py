@@ -12,10 +12,11 @@ from transformers import TrainingArguments
 from lean_finetune.config.other_tools import shared, tables
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import MIB
+from lean_finetune.memory.diagnosis.advice import replayed
 from lean_finetune.memory.diagnosis.analysis import analyse
 from lean_finetune.memory.diagnosis.failures import failures_of, unused_ranges
 from lean_finetune.memory.diagnosis.origins import origin_of
-from lean_finetune.memory.diagnosis.remedies import EXPANDABLE, REMEDIES, TRAINER, TRAINER_AND_TRL
+from lean_finetune.memory.diagnosis.remedies import EXPANDABLE, GRAD_CKPT, REMEDIES, TRAINER, TRAINER_AND_TRL
 from lean_finetune.memory.diagnosis.timeline import timeline_of
 from lean_finetune.memory.recording.contradictions import contradiction
 from lean_finetune.memory.recording.recording import ACTIONS, Frame
@@ -99,6 +100,106 @@ def test_the_peak_by_category_and_place(tmp_path):
     assert peak.reserved_bytes == 200 * MIB and peak.largest[0][2] == 16 * MIB
 
 
+CAST = frame("??", 0, "at::autocast::cached_cast(c10::ScalarType, at::Tensor const&, c10::DeviceType)")
+LINEAR = frame(f"{SITE}torch/nn/modules/linear.py", 125, "forward")
+SOFTMAX = frame(f"{SITE}torch/nn/functional.py", 2137, "softmax")
+
+
+def test_copies_of_weights_by_autocast_are_a_part_of_their_own(tmp_path):
+    """They were activations, which checkpointing would make smaller: it leaves all of them."""
+    snapshot = Snapshot(recording=False)
+    snapshot.reserve(0, 200 * MIB)
+    for number in range(3):
+        snapshot.alloc(20 * number * MIB, 16 * MIB)  # Weights in fp32.
+    snapshot.recording = True
+    for number in range(3):
+        snapshot.alloc((60 + 10 * number) * MIB, 8 * MIB, CAST, LINEAR, MODEL)
+    snapshot.alloc(100 * MIB, 3 * MIB, CAST, LINEAR, MODEL)  # The input.
+    analysis = analysed(snapshot, tmp_path)
+    assert analysis.peak.by_category == {"earlier": 48 * MIB, "autocast": 24 * MIB, "activations": 3 * MIB}
+    assert analysis.peak.by_inference == {"by its cast": 3 * MIB}
+    (advice,) = [each for each in analysis.remedies if each.parts == ("autocast",)]
+    assert advice.saved_bytes == 24 * MIB and advice.remedy.ours.startswith("train.precision=bf16")
+    assert not any(each.remedy == GRAD_CKPT for each in analysis.remedies)
+
+
+@pytest.mark.parametrize("function", ["eager_attention_forward", "forward"])
+def test_scores_of_attention_advise_a_fused_kernel(tmp_path, function):
+    """Checkpointing keeps one layer's scores, of length x length."""
+    snapshot, own = Snapshot(), [frame("/home/me/attention.py", line, function) for line in (10, 11, 12, 20)]
+    place = [[each, MODEL] if function != "forward" else [each] for each in own]
+    snapshot.reserve(0, 200 * MIB)
+    snapshot.alloc(0, 16 * MIB, *place[0])  # The product, in 16 bits.
+    snapshot.alloc(16 * MIB, 32 * MIB, SOFTMAX, *place[1])
+    snapshot.alloc(48 * MIB, 8 * MIB, frame(f"{SITE}torch/nn/functional.py", 1, "dropout"), *place[2])
+    snapshot.alloc(56 * MIB, 5 * MIB, *place[3])
+    snapshot.alloc(64 * MIB, 16 * MIB, frame(f"{SITE}torch/nn/functional.py", 2072, "silu"), MODEL)
+    analysis = analysed(snapshot, tmp_path)
+    assert analysis.peak.by_category == {"scores": 56 * MIB, "activations": 21 * MIB}
+    (advice,) = [each for each in analysis.remedies if each.parts == ("scores",)]
+    assert advice.remedy.ours == "train.attention=sdpa" and advice.saved_bytes == 56 * MIB
+
+
+ROUTER = [SOFTMAX, frame("/home/me/moe.py", 5, "forward")]
+
+
+def test_a_routers_softmax_is_no_attention(tmp_path):
+    snapshot = Snapshot()
+    snapshot.reserve(0, 20 * MIB)
+    snapshot.alloc(0, 4 * MIB, *ROUTER)
+    assert analysed(snapshot, tmp_path).peak.by_category == {"activations": 4 * MIB}
+
+
+def test_compiled_code_is_named_by_the_line_that_calls_it():
+    """A line of a generated file for each tensor, which nobody has written."""
+    generated = Frame("/tmp/torchinductor_me/ab/cabcdefghijklmnopqrstuvwxyz0123.py", 321, "call")
+    elsewhere = Frame("/scratch/compiled/xy/cxyabcdefghijklmnopqrstuvwxyz01.py", 5, "call")
+    forward = [Frame(f"{SITE}torch/_functorch/_aot_autograd/runtime_wrappers.py", 1, "forward")]
+    backward = [Frame(f"{SITE}torch/_functorch/_aot_autograd/runtime_wrappers.py", 2, "backward")]
+    for inner in (generated, elsewhere):
+        found = origin_of([inner, *forward, Frame("/home/me/model.py", 20, "forward")])
+        assert (found.label, found.category) == ("me/model.py:20 forward", "activations")
+        found = origin_of([inner, *backward])
+        assert (found.label, found.category) == ("backward of code of torch.compile", "backward")
+
+
+def test_a_line_is_listed_once(tmp_path):
+    """Five rows of one line, for five operations; and five equal tensors, one by one."""
+    snapshot = Snapshot()
+    snapshot.reserve(0, 200 * MIB)
+    for number, operation in enumerate(("silu", "linear", "silu", "dropout")):
+        snapshot.alloc(20 * number * MIB, 16 * MIB, frame(f"{SITE}torch/nn/functional.py", 1, operation), MODEL)
+    peak = analysed(snapshot, tmp_path).peak
+    assert [(each.where, each.bytes // MIB, each.blocks) for each in peak.lines] == [
+        ("me/model.py:20 forward (silu, linear, dropout)", 64, 4)
+    ]
+    assert [(where, count) for where, _, _, count in peak.largest] == [
+        ("me/model.py:20 forward (silu)", 2),
+        ("me/model.py:20 forward (linear)", 1),
+        ("me/model.py:20 forward (dropout)", 1),
+    ]
+
+
+def test_what_saves_most_comes_first_and_segments_that_expand_are_among_it(tmp_path):
+    """6.7 of 58.5 GiB for nothing were the fourth remedy, and three were printed."""
+    snapshot = Snapshot(recording=False)
+    snapshot.reserve(0, 400 * MIB)
+    snapshot.alloc(0, 100 * MIB)
+    snapshot.recording = True
+    snapshot.alloc(100 * MIB, 40 * MIB, MODEL)
+    snapshot.alloc(140 * MIB, 60 * MIB, LOSS)
+    snapshot.alloc(200 * MIB, 48 * MIB, UPDATE)
+    analysis = analysed(snapshot, tmp_path)
+    assert [each.parts[0] for each in analysis.remedies] == [
+        "reserved but unused", "earlier", "logits", "activations", "optimizer",
+    ]  # fmt: skip
+    sizes = [each.saved_bytes for each in analysis.remedies]
+    assert sizes == [152 * MIB, 70 * MIB, 60 * MIB, 40 * MIB, 36 * MIB]
+    expanding = replayed(analysis.remedies, analysis.recording, 400 * MIB, 345 * MIB)[2]
+    assert (expanding.remedy, expanding.saved_bytes, expanding.basis) == (EXPANDABLE, 55 * MIB, "replayed")
+    assert len(replayed(analysis.remedies, analysis.recording, 400 * MIB, 398 * MIB)) == 4
+
+
 def test_a_leak_is_found_and_named(tmp_path):
     steps = analysed(training(24, leak=MIB), tmp_path).steps
     assert len(steps.rows) == 23 and steps.growth[0].cause == "leak" and steps.growth[0].slope_bytes_per_step == MIB
@@ -135,7 +236,7 @@ def test_a_failure_says_what_would_have_been_enough(tmp_path):
     assert (failure.unused_bytes, failure.largest_unused_bytes) == (24 * MIB, 16 * MIB)
     assert failure.is_fragmentation and failure.missing_bytes == 2 * MIB and failure.where == "me/model.py:20 forward"
     assert analysis.peak.allocated_bytes == 16 * MIB  # At the failure, not at the highest instant.
-    assert analysis.remedies[-1][1] == EXPANDABLE
+    assert analysis.remedies[0].remedy == EXPANDABLE and analysis.remedies[0].saved_bytes == 24 * MIB
 
 
 def test_unused_ranges_of_segments_that_touch_are_not_joined(tmp_path):
@@ -223,7 +324,7 @@ def test_every_name_of_another_tool_is_in_its_table():
     by_tool = {table["tool"]: table for table in tables()}
     for remedy in (each for remedies in REMEDIES.values() for each in remedies):
         for tool, text in remedy.elsewhere.items():
-            if tool == TRAINER:  # Calls of Python: its arguments are in those of TRL.
+            if tool in (TRAINER, "PyTorch"):  # Calls of Python: the Trainer's arguments are in those of TRL.
                 continue
             table = by_tool["TRL" if tool == TRAINER_AND_TRL else tool]
             known = {*table["keys"], *(key for keys in table["ignored"].values() for key in keys)}
@@ -243,4 +344,6 @@ def test_what_fills_a_real_qlora_step():
     assert found["autograd/_functions.py:509 forward", 44] == 945
     assert found["nn/functional.py:2072 silu", 22] == 473 and found["nn/functional.py:1266 dropout", 88] == 430
     assert round(analysis.peak.by_category["logits"] / MIB) == 244
-    assert [category for category, _ in analysis.remedies] == ["activations"]
+    assert [each.parts for each in analysis.remedies] == [("activations",)]
+    (_, expanding) = analysis.checked_by(what_if(analysis.recording)).remedies
+    assert expanding.remedy == EXPANDABLE and round(expanding.saved_bytes / MIB) == 530

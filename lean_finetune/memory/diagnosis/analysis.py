@@ -1,28 +1,31 @@
 """What filled a device's memory at the peak of a recording, what grew, what failed, and what would help."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lean_finetune.memory.diagnosis.advice import Advice, advice_of, replayed
 from lean_finetune.memory.diagnosis.failures import Failure, failures_of, unused_ranges
 from lean_finetune.memory.diagnosis.growth_by_step import Steps, steps_of
 from lean_finetune.memory.diagnosis.origins import CATEGORIES, Category
-from lean_finetune.memory.diagnosis.remedies import EXPANDABLE, GRAD_CKPT, QLORA, REMEDIES, Remedy
 from lean_finetune.memory.diagnosis.timeline import Timeline, timeline_of
-from lean_finetune.memory.recording.recorded_state import expands
 from lean_finetune.memory.recording.recording import Recording
 from lean_finetune.memory.recording.what_if import WhatIf
 
 LARGEST_TENSORS = 10
-REMEDY_SHARE = 0.05
-"""Categories below this share of the peak get no remedy."""
-FRAGMENTED_SHARE = 0.1
-"""Of reserved memory: unused memory above this share is worth a remedy."""
+OPERATION = re.compile(r" \((\w+)\)$")
+"""At the end of an origin's label."""
 EXPANDING = "expandable_segments:True"
 """Name of the replay with segments that expand."""
-CHECKPOINTED, QUANTIZED = "utils/checkpoint.py", "bitsandbytes/functional.py"
-"""Files in stacks of runs with checkpointing, and with quantised weights."""
+INFERRED: Mapping[Category, str] = {
+    "logits": "by its size",
+    "gradients": "by its lifetime",
+    "scores": "by its softmax",
+    "activations": "by its cast",
+}
+"""How a category was found that a block's own stack does not show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,17 @@ class Holding:
     bytes: int
     blocks: int
     in_backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Live blocks from one line of code, of all its operations and categories."""
+
+    where: str
+    """The line, then its operations, largest first."""
+    categories: Sequence[Category]
+    bytes: int
+    blocks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,10 @@ class Instant:
     """Bytes, largest first."""
     holdings: Sequence[Holding]
     """By place and category, largest first."""
-    largest: Sequence[tuple[str, Category, int]]
-    """The largest tensors: where, category, bytes."""
+    largest: Sequence[tuple[str, Category, int, int]]
+    """The largest tensors, equal ones together: where, category, bytes of each, number."""
+    lines: Sequence[Line]
+    """By line of code, largest first."""
     by_inference: Mapping[str, int]
     """Bytes whose category does not come from their stack alone: how it was found."""
 
@@ -65,8 +81,8 @@ class Analysis:
     reserved_peak_bytes: int
     failures: Sequence[Failure]
     steps: Steps
-    remedies: Sequence[tuple[Category | str, Remedy]]
-    """For the largest categories of the peak, the largest first."""
+    remedies: list[Advice]
+    """For the largest categories of the peak; what saves most first."""
 
     @property
     def recording(self) -> Recording:
@@ -74,11 +90,10 @@ class Analysis:
         return self.timeline.recording
 
     def checked_by(self, replays: WhatIf) -> "Analysis":
-        """The same, without expandable segments as a remedy where a replay with them reserves no less."""
-        expanding = next((each for each in replays.outcomes if each.name == EXPANDING), None)
-        if expanding is None or expanding.peak_reserved_bytes < self.baseline_bytes(replays):
-            return self
-        return replace(self, remedies=[each for each in self.remedies if each[1] != EXPANDABLE])
+        """The same, with what expandable segments save by replay."""
+        expanding = next(each for each in replays.outcomes if each.name == EXPANDING)
+        baseline = self.baseline_bytes(replays)
+        return replace(self, remedies=replayed(self.remedies, self.recording, baseline, expanding.peak_reserved_bytes))
 
     def baseline_bytes(self, replays: WhatIf) -> int:
         """What was reserved, to compare other settings with.
@@ -104,7 +119,10 @@ class Analysis:
                 "growth": [asdict(growth) for growth in steps.growth],
                 "grown": [{"where": where, "bytes": size, "blocks": blocks} for where, size, blocks in steps.grown],
             },
-            "remedies": [{"for": category, **asdict(remedy)} for category, remedy in self.remedies],
+            "remedies": [
+                {"for": list(each.parts), "saved_bytes": each.saved_bytes, "basis": each.basis, **asdict(each.remedy)}
+                for each in self.remedies
+            ],
         }
 
 
@@ -122,7 +140,7 @@ def analyse(recording: Recording) -> Analysis:
         reserved_peak_bytes=int(timeline.reserved_E.max()),
         failures=failures,
         steps=steps_of(timeline),
-        remedies=_remedies(timeline, peak),
+        remedies=advice_of(recording, peak.by_category, peak.allocated_bytes, peak.reserved_bytes),
     )
 
 
@@ -130,48 +148,48 @@ def instant_of(timeline: Timeline, event: int) -> Instant:
     """What is live after so many events."""
     bytes_by, blocks_by = Counter[tuple[str, Category, bool]](), Counter[tuple[str, Category, bool]]()
     by_category, by_inference = Counter[Category](), Counter[str]()
-    largest: list[tuple[str, Category, int]] = []
+    equal = Counter[tuple[str, Category, int]]()
     for block in timeline.live_at(event):
         origin, category = timeline.origins_B[block], CATEGORIES[timeline.category_B[block]]
         size, key = int(timeline.bytes_B[block]), (origin.label, category, origin.in_backward)
         bytes_by[key] += size
         blocks_by[key] += 1
         by_category[category] += size
-        if len(largest) < LARGEST_TENSORS:
-            largest.append((origin.label, category, size))
+        equal[origin.label, category, size] += 1
         if category != origin.category:
-            by_inference["by its size" if category == "logits" else "by its lifetime"] += size
+            by_inference[INFERRED[category]] += size
+    holdings = [
+        Holding(where=key[0], category=key[1], in_backward=key[2], bytes=size, blocks=blocks_by[key])
+        for key, size in bytes_by.most_common()
+    ]
+    largest = sorted(equal.items(), key=lambda item: -item[0][2])[:LARGEST_TENSORS]
     return Instant(
         event=event,
         allocated_bytes=int(timeline.allocated_E[event]),
         reserved_bytes=int(timeline.reserved_E[event]),
         largest_unused_bytes=max(unused_ranges(timeline.recording, event), default=0),
         by_category=dict(by_category.most_common()),
-        holdings=[
-            Holding(where=key[0], category=key[1], in_backward=key[2], bytes=size, blocks=blocks_by[key])
-            for key, size in bytes_by.most_common()
-        ],
-        largest=largest,
+        holdings=holdings,
+        lines=_by_line(holdings),
+        largest=[(*key, count) for key, count in largest],
         by_inference=dict(by_inference),
     )
 
 
-def _remedies(timeline: Timeline, peak: Instant) -> list[tuple[Category | str, Remedy]]:
-    """What would make the largest categories smaller, without what the stacks show to be in use."""
-    recording = timeline.recording
-    files = {frame.file for stack in recording.stacks for frame in stack}
-    in_use = set()
-    if any(file.endswith(CHECKPOINTED) for file in files):
-        in_use.add(GRAD_CKPT.ours)
-    if any(QUANTIZED in file for file in files):
-        in_use.add(QLORA.ours)
-    found: list[tuple[Category | str, Remedy]] = []
-    for category, size in peak.by_category.items():
-        new = [each for each in REMEDIES.get(category, ()) if each.ours not in in_use]
-        if new and size >= REMEDY_SHARE * peak.allocated_bytes:
-            found.append((category, new[0]))
-            in_use.add(new[0].ours)
-    unused = peak.reserved_bytes - peak.allocated_bytes
-    if unused > FRAGMENTED_SHARE * peak.reserved_bytes and not expands(recording):
-        found.append(("reserved but unused", EXPANDABLE))
-    return found
+def _by_line(holdings: Sequence[Holding]) -> list[Line]:
+    """Holdings with the same line of code as one."""
+    by_line: dict[str, list[Holding]] = {}
+    for each in holdings:
+        by_line.setdefault(OPERATION.sub("", each.where), []).append(each)
+    lines = []
+    for line, own in by_line.items():
+        operations = dict.fromkeys(found[1] for each in own if (found := OPERATION.search(each.where)))
+        lines.append(
+            Line(
+                where=f"{line} ({', '.join(operations)})" if operations else line,
+                categories=list(dict.fromkeys(each.category for each in own)),
+                bytes=sum(each.bytes for each in own),
+                blocks=sum(each.blocks for each in own),
+            )
+        )
+    return sorted(lines, key=lambda each: -each.bytes)

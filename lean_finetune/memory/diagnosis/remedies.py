@@ -18,6 +18,8 @@ class Remedy:
     effect: str
     elsewhere: Mapping[str, str]
     """The same in other tools; those that are missing have no such switch."""
+    share: float = 1.0
+    """Of its category: the most that it saves."""
 
 
 GRAD_CKPT = Remedy(
@@ -30,6 +32,7 @@ GRAD_CKPT = Remedy(
     },
 )
 SMALLER_BATCH = Remedy(
+    share=0.5,
     ours="half of bucket.max_tokens",
     effect="halves the micro-batch; with as many more of them, the step learns the same",
     elsewhere={
@@ -39,6 +42,7 @@ SMALLER_BATCH = Remedy(
     },
 )
 QLORA = Remedy(
+    share=0.7,  # Of weights in 16 bits, to 4 bits with their scales; embeddings stay.
     ours="train.method=qlora",
     effect="stores frozen weights in 4 bits and trains adapters",
     elsewhere={
@@ -64,6 +68,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
     "backward": (SMALLER_BATCH,),
     "optimizer": (
         Remedy(
+            share=0.75,
             ours="train.optimizer=adamw_8bit",
             effect="stores the state in 8 bits, a quarter of fp32; train.offload=optimizer moves it to the host",
             elsewhere={
@@ -85,12 +90,38 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
             },
         ),
     ),
+    "scores": (
+        Remedy(
+            ours="train.attention=sdpa",
+            effect="computes attention in a fused kernel, without scores of length x length",
+            elsewhere={
+                TRAINER: 'from_pretrained(..., attn_implementation="sdpa")',
+                TRL: "attn_implementation: sdpa",
+                AXOLOTL: "attn_implementation: sdpa",
+                LLAMA_FACTORY: "flash_attn: sdpa",
+                "PyTorch": "torch.nn.functional.scaled_dot_product_attention",
+            },
+        ),
+    ),
+    "autocast": (
+        Remedy(
+            ours="train.precision=bf16 (all weights: with train.master_weights=true)",
+            effect="stores the weights in 16 bits, so that autocast has none to copy; they themselves halve too",
+            elsewhere={
+                TRAINER: "from_pretrained(..., dtype=torch.bfloat16)",
+                TRL: "dtype: bfloat16",
+                AXOLOTL: "bf16: full",
+                LLAMA_FACTORY: "pure_bf16: true",
+                "PyTorch": "model.to(torch.bfloat16), with fp32 master weights in the optimizer",
+            },
+        ),
+    ),
     "weights": (QLORA,),
     "earlier": (QLORA,),
 }
 EXPANDABLE = Remedy(
     ours="train.expandable_segments=true",
-    effect="lets segments grow instead of reserving new ones",
+    effect="lets segments grow instead of reserving new ones; costs nothing",
     elsewhere={"any tool": "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"},
 )
 """For reserved memory that no tensor uses."""

@@ -3,6 +3,7 @@
 Shape legend: E events, B blocks.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,13 @@ LOGITS_TOLERANCE = 0.02
 LOGITS_EVENTS = 40
 """Logits are allocated at most so many events before the loss."""
 LEAST_LOGITS_BYTES = 2**20
+SCORES_SHARES = (0.25, 0.5, 1.0, 2.0)
+"""Sizes of a layer's other scores, as shares of its softmax: another type, or the mask of dropout."""
+SCORES_BLOCKS = 10
+"""Blocks before and after a softmax among which its other scores are."""
+LEAST_SCORES_BYTES = 2**20
+ROUTERS = re.compile("router|gate|moe|expert", re.IGNORECASE)
+"""Places whose softmax is no attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +52,7 @@ class Timeline:
     """The event that freed it; the number of events if none did."""
     origins_B: tuple[Origin, ...]
     category_B: np.ndarray
-    """Indices into `CATEGORIES`: the origin's, except logits found by their size and gradients by their lifetime."""
+    """Indices into `CATEGORIES`: the origin's, except what the functions `_find_…` below find."""
 
     @cached_property
     def allocated_E(self) -> np.ndarray:
@@ -121,6 +129,8 @@ def timeline_of(recording: Recording) -> Timeline:
     )
     _find_gradients(found)
     _find_logits(found)
+    _find_scores(found)
+    _find_cast_inputs(found)
     return found
 
 
@@ -148,3 +158,33 @@ def _find_logits(timeline: Timeline) -> None:
             size = share * timeline.bytes_B[loss]
             alike |= np.abs(sizes - size) <= LOGITS_TOLERANCE * size
         categories[alike & (categories == activations)] = logits
+
+
+def _find_scores(timeline: Timeline) -> None:
+    """Count a softmax among the activations, and tensors of its size from the same function, as attention's scores."""
+    scores, activations = CATEGORIES.index("scores"), CATEGORIES.index("activations")
+    large = (timeline.category_B == activations) & (timeline.bytes_B >= LEAST_SCORES_BYTES)
+    for softmax in np.flatnonzero(large).tolist():
+        origin = timeline.origins_B[softmax]
+        if "softmax" not in origin.operation or ROUTERS.search(origin.place):
+            continue
+        function, size = _function_of(origin), timeline.bytes_B[softmax]
+        for block in range(max(softmax - SCORES_BLOCKS, 0), min(softmax + SCORES_BLOCKS + 1, len(timeline.bytes_B))):
+            alike = any(timeline.bytes_B[block] == share * size for share in SCORES_SHARES)
+            if alike and large[block] and _function_of(timeline.origins_B[block]) == function:
+                timeline.category_B[block] = scores
+
+
+def _function_of(origin: Origin) -> str:
+    """File and function of a place, without its line."""
+    return re.sub(r":[0-9]+ ", " ", origin.place)
+
+
+def _find_cast_inputs(timeline: Timeline) -> None:
+    """Count what autocast copies as activations if it is half as large as no weight: it casts inputs too."""
+    autocast, activations = CATEGORIES.index("autocast"), CATEGORIES.index("activations")
+    stored = [CATEGORIES.index("weights"), CATEGORIES.index("earlier")]
+    weights = np.unique(timeline.bytes_B[np.isin(timeline.category_B, stored)])
+    if len(weights):
+        inputs = (timeline.category_B == autocast) & ~np.isin(2 * timeline.bytes_B, weights)
+        timeline.category_B[inputs] = activations

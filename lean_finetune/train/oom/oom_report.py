@@ -193,7 +193,7 @@ def _explained(snapshot: Path) -> tuple[list[str], dict[str, Any] | None]:
     except Exception as error:  # It must not hide the out-of-memory error.
         return [f"the snapshot could not be explained ({error}); try: lean-finetune snapshot {snapshot}"], None
     analysis = max(analyses, key=lambda one: (len(one.failures), one.peak.allocated_bytes))
-    places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.holdings[:MOST_PLACES]]
+    places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.lines[:MOST_PLACES]]
     peak: dict[str, Any] = analysis.as_json()["peak"]
     filled = f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}"
     return [*([filled] if places else []), command], peak  # Without a tensor another process fills the device.
