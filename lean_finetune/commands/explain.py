@@ -14,7 +14,7 @@ def explain(curve: Path, left_gib: float | None) -> None:
     """Explain why memory grows in a recorded CURVE.
 
     A CSV file with one line per training step. It needs the column `step` and one of `allocated_gib`,
-    `reserved_gib` and `rss_gib`. A column `tokens` helps.
+    `reserved_gib` and `rss_gib`. A column `tokens` helps. Of another program's curve it names usual causes.
     """
     from lean_finetune.train.monitor.recorded_curves import explained
 

@@ -9,8 +9,10 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB
+from lean_finetune.memory.growth import PEAK, Growth
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
-from lean_finetune.train.monitor.recorded_curves import explained, read_recorded
+from lean_finetune.train.monitor.growth_advice import usual_causes
+from lean_finetune.train.monitor.recorded_curves import PIPELINE_COLUMNS, explained, read_recorded
 
 
 def written(path: Path, text: str) -> Path:
@@ -36,6 +38,38 @@ def test_a_curve_of_stage_train_is_read(tmp_path: Path):
         read_recorded(path)[0]
     )
     assert {"largest_micro_batch_tokens", "tokens", "longest_row"} < set(read_recorded(path)[0])
+
+
+def leaking(columns: str) -> str:
+    others = ",1" * columns.count(",")
+    return f"step,{columns}\n" + "".join(f"{step},{1000 + 2 * step}{others}\n" for step in range(100))
+
+
+@pytest.mark.parametrize(
+    ("column", "cause"),
+    [("live_mib", "`total += loss` without .item()"), ("rss_mib", "a list or dictionary that grows")],
+)
+def test_a_curve_of_another_program_names_usual_causes_and_no_switch_of_ours(tmp_path: Path, column: str, cause: str):
+    """A user of Trainer was told to run `dvc exp run -S train.optimizer=adamw`."""
+    lines = explained(written(tmp_path / "curve.csv", leaking(column)), None)
+    assert lines[0].startswith("leak: ") and "usual causes:" in lines and any(cause in line for line in lines)
+    assert not any("dvc" in line or "-S " in line for line in lines)
+    assert any("lean-finetune snapshot" in line for line in lines) == (column == "live_mib")
+
+
+def test_a_curve_of_stage_train_names_our_switches(tmp_path: Path):
+    columns = "live_mib,supervised_tokens,padded_tokens,micro_batches"
+    (line,) = explained(written(tmp_path / "curve.csv", leaking(columns)), None)
+    assert "`dvc exp run -S train.optimizer=adamw" in line
+    assert PIPELINE_COLUMNS < {*CURVE_COLUMNS}
+
+
+def test_every_growth_has_causes_and_none_has_none(tmp_path: Path):
+    assert any("limit the tokens" in cause for cause in usual_causes(Growth(cause="length", series=PEAK)))
+    assert usual_causes(Growth(cause="steady", series=PEAK)) == ()
+    rows = "".join(f"{step},1000,{1500 + 10 * step}\n" for step in range(100))
+    text = "\n".join(explained(written(tmp_path / "pieces.csv", f"step,allocated_mib,reserved_mib\n{rows}"), None))
+    assert text.startswith("fragmentation: ") and "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +107,7 @@ def test_the_command_explains_and_trains_nothing(tmp_path: Path):
     assert done.exit_code == 0
     assert done.output.startswith("leak: rss_bytes grows steadily (batch shapes unknown) by 2 MiB a step")
     assert "the remaining 2 GiB are used up at about step 1123" in done.output
-    assert done.output.strip() == explained(path, 2)[0]
+    assert done.output.splitlines() == explained(path, 2)
     path.write_text("step,rss_mib\n0,x\n")
     done = CliRunner().invoke(explain, [str(path)])
     assert done.exit_code == 1

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lean_finetune.core.units import readable_size
-from lean_finetune.memory.growth import LIVE, PEAK, SHAPES, Cause, Growth, Rows
+from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESIDENT, SHAPES, Cause, Growth, Rows
 
 FIRST_CHECK_STEPS, CHECK_FACTOR = 20, 1.5
 """Check after 20 steps, then whenever the run is half as long again: few chances of a false alarm, bounded cost."""
@@ -16,6 +16,45 @@ REMEDIES: Mapping[Cause, str] = {
 """Remedies of the causes for which no setting helps."""
 Settings = Mapping[str, Any]
 """Parameters of the run by dotted name; empty where they are unknown, as for a recorded curve."""
+KEPT_ON_DEVICE = (
+    "`total += loss` without .item(): keeps each step's graph, and its activations if backward does not free them",
+    "losses, logits or model outputs kept in a list or an attribute: store .item() or .detach().cpu()",
+    "a list or dictionary of tensors that grows, such as metrics or a cache by batch",
+    "a forward for evaluation without torch.no_grad(), or backward(retain_graph=True)",
+    "hooks that are registered in every step and never removed",
+)
+KEPT_ON_HOST = (
+    "a list or dictionary that grows: losses, metrics, texts, logged images",
+    "`total += loss` without .item(): keeps each step's graph, whose nodes are in RAM",
+    "a DataLoader with workers over a large list of Python objects: reading copies its pages into each worker",
+    "figures or runs of a tracker that are never closed",
+)
+USUAL_CAUSES: Mapping[Cause, tuple[str, ...]] = {
+    "fragmentation": (
+        "batches of ever other lengths: pad them to a few lengths, or to multiples of 64 tokens",
+        "blocks of fixed size: set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+        "evaluation or generation between steps, whose blocks stay cached between those of training",
+    ),
+    "length": (
+        "longer rows come later: truncate them, or run the longest batch first to see the peak at once",
+        "batches of a fixed number of rows: limit the tokens of a batch instead",
+    ),
+    "jump": (
+        "the optimizer's state, allocated by its first update",
+        "an evaluation, a generation or a saved checkpoint whose outputs or copies are kept",
+        "a longer batch, whose blocks stay cached (reserved memory only)",
+    ),
+}
+"""In programs that are not this pipeline; of a leak see `usual_causes`."""
+
+
+def usual_causes(growth: Growth) -> tuple[str, ...]:
+    """What usually causes this growth in a program that is not this pipeline; empty where nothing is to be done."""
+    if growth.jumps is not None:
+        return USUAL_CAUSES["jump"]
+    if growth.cause in ("leak", "unclear"):
+        return KEPT_ON_HOST if growth.series in (OWN, RESIDENT) else KEPT_ON_DEVICE
+    return USUAL_CAUSES.get(growth.cause, ())
 
 
 def check_is_due(steps: int) -> bool:
@@ -26,10 +65,11 @@ def check_is_due(steps: int) -> bool:
     return due == steps
 
 
-def growth_line(growth: Growth, rows: Rows, free_bytes: int | None, settings: Settings) -> str:
+def growth_line(growth: Growth, rows: Rows, free_bytes: int | None, settings: Settings | None) -> str:
     """Return one line with cause, figures, confidence and remedy of a finding in `rows`.
 
-    `free_bytes` is the memory that is left for its series, None if unknown. Remedies in `settings` are not proposed.
+    `free_bytes` is the memory that is left for its series, None if unknown. Remedies in `settings` are not proposed;
+    without settings the run is another program's, and no parameter of ours is.
     """
     if growth.series is None:
         return f"too short: {len(rows)} steps with memory; record more steps"
@@ -50,6 +90,8 @@ def growth_line(growth: Growth, rows: Rows, free_bytes: int | None, settings: Se
             free_bytes = max(0, free_bytes)
             step = growth.last_step + int(free_bytes / growth.slope_bytes_per_step)
             figures += f"; the remaining {readable_size(free_bytes)} are used up at about step {step}"
+    if settings is None:
+        return figures
     return f"{figures}; {_remedy(growth, rows, settings)}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.units import GIB, MIB
 from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
-from lean_finetune.train.monitor.growth_advice import growth_line
+from lean_finetune.train.monitor.growth_advice import growth_line, usual_causes
 
 MEMORY_NAMES = {
     "allocated": PEAK,
@@ -22,6 +22,11 @@ COLUMNS = {name + suffix: (column, size) for name, column in MEMORY_NAMES.items(
     name: (name, 1) for name in ("step", RETRIES, *SHAPES)
 }
 """Column and unit by the name in a header."""
+
+PIPELINE_COLUMNS = {"supervised_tokens", "padded_tokens", "micro_batches"}
+"""By these, a curve is one of stage train."""
+ON_DEVICE = (LIVE, PEAK, RESERVED)
+RECORD = "record a snapshot of PyTorch's allocator over some steps; `lean-finetune snapshot --help` says how"
 
 Row = dict[str, float | None]
 
@@ -78,10 +83,19 @@ def _row(place: str, header: list[str], cells: list[str], step_before: float | N
 
 
 def explained(path: Path, left_gib: float | None) -> list[str]:
-    """Return one line for each cause of growth in a recorded curve.
+    """Return one line for each cause of growth in a recorded curve, and usual causes if it is another program's.
 
     With `left_gib`, the memory still free at its end, the line of a leak says when it is used up.
     """
     rows = read_recorded(path)
     free_bytes = None if left_gib is None else round(left_gib * GIB)
-    return [growth_line(growth, rows, free_bytes, {}) for growth in classify(rows)]
+    with open(path, newline="", encoding="utf-8") as file:
+        ours = PIPELINE_COLUMNS <= {name.strip() for name in next(csv.reader(file))}
+    lines = []
+    for growth in classify(rows):
+        lines.append(growth_line(growth, rows, free_bytes, {} if ours else None))
+        if not ours and (causes := usual_causes(growth)):
+            lines += ["usual causes:", *(f"  {cause}" for cause in causes)]
+            if growth.series in ON_DEVICE:
+                lines.append(f"the lines of code: {RECORD}")
+    return lines
