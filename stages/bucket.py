@@ -13,7 +13,7 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_js
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
-from lean_finetune.plan.plan_summary import summarise
+from lean_finetune.plan.plan_summary import few_steps_note, summarise
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 
@@ -33,8 +33,13 @@ def main(index_path: Path, out: Path) -> None:
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)
         write_plan(aside / "plan.arrow", parts, settings_hash=sha256_json(run.micro_batches.deciding))
-        summary = summarise(read_plan(aside / "plan.arrow"), index.lengths, mode=run.micro_batches.mode)
+        plan = read_plan(aside / "plan.arrow")
+        summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
         write_json(aside / FIGURES, summary)
+        rows = len(plan.rows)
+    few = few_steps_note(summary, rows, tokens_per_step=p.train.tokens_per_step, epochs=p.train.epochs)
+    if few is not None:
+        click.echo(f"note: {few}", err=True)
 
 
 def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:

@@ -18,8 +18,8 @@ def remove_outdated_metrics() -> None:
     `dvc exp run --queue … estimate` ends before those stages, and DVC would commit the metrics as the experiment's own.
     They stay in the user's own checkout, where they may be the only copy.
     """
-    stage, copied_from = os.environ.get("DVC_STAGE"), os.environ.get("DVC_ROOT")
-    if not stage or not copied_from or Path.cwd() == Path(copied_from).resolve():
+    stage, root = os.environ.get("DVC_STAGE", "").rpartition(":")[2], os.environ.get("DVC_ROOT")
+    if not stage or not root or (Path(root) / ".dvc/tmp").resolve() not in Path.cwd().parents:
         return
     import networkx  # Here: only experiments need it and DVC.
     from dvc.repo import Repo
@@ -27,7 +27,7 @@ def remove_outdated_metrics() -> None:
 
     with Repo() as repo:
         graph = repo.index.graph  # From each stage to those that it depends on.
-        this = next(one for one in graph if one.addressing == stage)
+        this = next(one for one in graph if Path(one.wdir) == Path.cwd() and getattr(one, "name", None) == stage)
         later = networkx.ancestors(graph, this)
         outdated: set[Stage] = set()
         for one in reversed(list(networkx.topological_sort(graph.subgraph(later)))):

@@ -22,6 +22,14 @@ def readable_size(count: int) -> str:
     return f"{count / divisor:.4g} {unit}"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A count with its noun: `1 row`, `4,747 rows`, `2 processes`."""
+    if count == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{count:,} {plural or noun + ending}"
+
+
 def readable_time(seconds: float) -> str:
     """Seconds with two digits: `1.5 h`."""
     size, unit = next((time for time in TIMES if seconds >= 2 * time[0]), TIMES[-1])

@@ -1,10 +1,16 @@
 """Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from lean_finetune.core.units import counted
 from lean_finetune.plan.batch_plan import Plan, sums_between
+
+FEW_STEPS = 20
+"""Optimizer steps below which a run hardly trains: AdamW's averages span tens of steps, and the first steps warm up."""
 
 
 def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
@@ -24,6 +30,30 @@ def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
         "tokens_per_step_cv": round(float(tokens_per_step.std() / tokens_per_step.mean()), 4),
         "randomness": randomness(planned, plan.bounds[plan.step_bounds]),
     }
+
+
+def few_steps_note(summary: Mapping[str, Any], rows: int, *, tokens_per_step: int, epochs: int) -> str | None:
+    """What would give a plan of few optimizer steps more; None if it has `FEW_STEPS`.
+
+    Args:
+        summary: what `summarise` returned.
+        rows: of all steps, so a row counts once in each epoch.
+        tokens_per_step: train.tokens_per_step.
+        epochs: train.epochs.
+    """
+    steps = summary["optimizer_steps"]
+    if steps >= FEW_STEPS:
+        return None
+    remedies = []
+    if rows >= FEW_STEPS:  # A step has at least one row.
+        tokens = steps * summary["tokens_per_step_mean"]
+        smaller = 2 ** int(math.log2(tokens / FEW_STEPS))
+        remedies.append(
+            f"lower train.tokens_per_step (now {tokens_per_step}; {smaller} gives about {tokens / smaller:.0f})"
+        )
+    more = math.ceil(epochs * FEW_STEPS / steps)
+    remedies.append(f"raise train.epochs (now {epochs}; {more} gives about {round(more * steps / epochs)})")
+    return f"the plan has {counted(steps, 'optimizer step')}, which hardly train a model: {', or '.join(remedies)}"
 
 
 def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:

@@ -59,7 +59,8 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
     estimate, train, evaluate = inputs.estimate, inputs.train, inputs.evaluate
     share = 100 * estimate["peak_bytes_predicted"] / (estimate["capacity_gib"] * GIB)
     fits = "the run fits" if estimate["fits"] else "the run does not fit"
-    error = metrics["predicted_error_percent"]
+    errors = metrics["error_percent_by_tier"]
+    error = errors["tensors"]
     if train["peak_bytes_measured"] is None:
         measured = f"not measured on {train['device']}"
     elif error is None:
@@ -69,6 +70,7 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
     found = [
         Result("Predicted peak memory", size(estimate["peak_bytes_predicted"]), f"in {estimate['worst_phase']}"),
         Result("Measured peak memory", size(train["peak_bytes_measured"]), measured),
+        *_reserved(estimate, train, errors["reserved"]),
         Result(
             "Device", f"{estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB", f"predicted use {share:.3g} %; {fits}"
         ),
@@ -83,6 +85,14 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         found.append(Result("Exact match", right, f"before → after, of {evaluate['generated_rows']} greedy answers"))
     return found
+
+
+def _reserved(estimate: Mapping[str, Any], train: Mapping[str, Any], error: float | None) -> Iterator[Result]:
+    """Predicted and measured reserved memory; nothing where they cannot be compared."""
+    if error is not None:
+        judged = ", by which the run is judged" if estimate["deciding_tier"] == "reserved" else ""
+        value = f"{size(estimate['reserved_bytes_predicted'])} → {size(train['peak_reserved_bytes'])}"
+        yield Result("Reserved memory", value, f"predicted → measured: off by {error:+.3f} %{judged}")
 
 
 def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:

@@ -40,13 +40,26 @@ def errors_by_phase(inputs: Inputs) -> dict[str, float | None]:
     }
 
 
+def errors_by_tier(inputs: Inputs) -> dict[str, float | None]:
+    """Return the error of the predicted peak of tensors and of reserved memory, which only GPUs have."""
+    estimate, train, known = inputs.estimate, inputs.train, comparable(inputs)
+    pairs = {
+        "tensors": (estimate["peak_bytes_predicted"], train["peak_bytes_measured"]),
+        "reserved": (estimate["reserved_bytes_predicted"], train["peak_reserved_bytes"]),
+    }
+    return {tier: error_percent(*pair) if known else None for tier, pair in pairs.items()}
+
+
 def report_metrics(inputs: Inputs) -> dict[str, Any]:
-    """Return figures.json: error of the prediction, in total and by phase; change of loss and exact match."""
-    evaluate = inputs.evaluate
+    """Return figures.json: errors of the prediction; change of loss and exact match.
+
+    `predicted_error_percent` is that of the tier by which the run was judged.
+    """
+    evaluate, by_tier = inputs.evaluate, errors_by_tier(inputs)
     base, tuned = evaluate["base_exact_match_percent"], evaluate["tuned_exact_match_percent"]
-    error = error_percent(inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"])
     return {
-        "predicted_error_percent": error if comparable(inputs) else None,
+        "predicted_error_percent": by_tier[inputs.estimate["deciding_tier"]],
+        "error_percent_by_tier": by_tier,
         "error_percent_by_phase": errors_by_phase(inputs),
         "heldout_loss_change": _change(evaluate["base_loss"], evaluate["tuned_loss"], 6),
         "exact_match_change_points": _change(base, tuned, 3),

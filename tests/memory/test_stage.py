@@ -74,6 +74,7 @@ def test_the_results_of_a_run_that_fits_agree(workspace):
     assert tiers["native"]["process_margin_bytes"] == process["device"]["cuda_context"]["margin_bytes"]
     assert metrics["host_bytes_predicted"] == process["host_needed_bytes"] and process["device"]["nccl"]["bytes"] == 0
     reserved = table(workspace, "reserved")
+    assert metrics["deciding_tier"] == "reserved"
     assert metrics["reserved_replayed"] == "all 2 steps replayed" and [row["step"] for row in reserved] == ["0", "1"]
     highest = max(float(row["reserved_gib"]) for row in reserved) * GIB
     assert highest == pytest.approx(metrics["reserved_bytes_predicted_native"], abs=1024)

@@ -1,6 +1,7 @@
 """The bucket stage as a user runs it."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,35 @@ def test_the_stage_writes_the_same_bytes_twice_and_other_rows_for_another_seed(w
     Path("params.yaml").write_text(text.replace("seed: 17", "seed: 18"))
     assert invoke(main).exit_code == 0
     assert rows_by_step(read_plan(plan)) != before
+
+
+def test_a_plan_of_few_steps_says_what_gives_more(workspace):
+    """20,000 tokens in two steps of 65,536: a run that learns nothing, without a word."""
+
+    def steps(**changes: int) -> tuple[int, str]:
+        done = invoke(main) if not changes else (lay_out(workspace, **changes), invoke(main))[1]
+        assert done.exit_code == 0
+        return json.loads(Path("data/batches/figures.json").read_text())["optimizer_steps"], done.stderr
+
+    assert steps()[1] == "", "the shipped parameters make enough steps"
+    few, note = steps(train__tokens_per_step=65536)
+    assert few == 2 and note.count("\n") == 1
+    found = re.fullmatch(
+        r"note: the plan has 2 optimizer steps, which hardly train a model: lower train\.tokens_per_step \(now 65536; "
+        r"(\d+) gives about (\d+)\), or raise train\.epochs \(now 2; (\d+) gives about 20\)\n",
+        note,
+    )
+    assert found, note
+    tokens, expected, epochs = map(int, found.groups())
+    more, note = steps(train__tokens_per_step=tokens)
+    assert 20 <= more == pytest.approx(expected, rel=0.1) and note == ""
+    assert steps(train__tokens_per_step=65536, train__epochs=epochs) == (20, "")
+
+
+def test_few_rows_leave_only_more_epochs(workspace):
+    write_index(workspace / INDEX, np.full(4, 100), np.full(4, 50))
+    few = "the plan has 2 optimizer steps, which hardly train a model"
+    assert invoke(main).stderr == f"note: {few}: raise train.epochs (now 2; 20 gives about 20)\n"
 
 
 @pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])

@@ -50,6 +50,7 @@ TIMELINE = [
 
 GPU = {
     "gpu": "L4",
+    "deciding_tier": "reserved",
     "reserved_bytes_predicted": 150 * MIB,
     "reserved_bytes_predicted_expandable": 130 * MIB,
     "reserved_bytes_predicted_native": 150 * MIB,
@@ -114,6 +115,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             "process_bytes_predicted": None,
             "host_bytes_predicted": None,
             "worst_phase": "backward",
+            "deciding_tier": "tensors",
             "fits": True,
             "gpu": "cpu",
             "capacity_gib": 15.5,
@@ -127,6 +129,7 @@ def metrics() -> dict[str, dict[str, Any]]:
                 "clip": None,
                 "optimizer": 70 * MIB,
             },
+            "peak_reserved_bytes": None,
             "peak_measured_how": "torch.profiler memory events",
             "growth": {"cause": "steady", "summary": "steady: live_bytes grows by 0 bytes a step; nothing to do"},
             "device": "cpu",

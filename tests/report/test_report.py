@@ -65,6 +65,21 @@ def test_gpu_prediction_is_not_compared_with_a_cpu(place):
     assert report(place)[0]["predicted_error_percent"] == pytest.approx(-4.0)
 
 
+def test_error_is_that_of_the_tier_that_decides(place):
+    """Reserved memory decides whether a run fits a GPU; its error can be many times that of the tensors."""
+    on_gpu = {"device": "NVIDIA L4", "peak_reserved_bytes": 160 * MIB}
+    write_inputs(place, estimate=GPU, train=on_gpu)
+    figures, text = report(place)
+    assert figures["predicted_error_percent"] == figures["error_percent_by_tier"]["reserved"] == pytest.approx(-6.25)
+    assert "the prediction is off by -4.000 %" in text
+    assert (
+        "**Reserved memory**: 0.1465 GiB → 0.1562 GiB (predicted → measured: off by -6.250 %, by which the run" in text
+    )
+    write_inputs(place, estimate={**GPU, "deciding_tier": "tensors"}, train=on_gpu)
+    figures, text = report(place)
+    assert figures["predicted_error_percent"] == pytest.approx(-4.0) and "off by -6.250 %)" in text
+
+
 def test_memory_plot_has_measured_steps_only(place):
     """A step without a measurement drawn at zero."""
     records = list(memory_records(inputs_of(place)))

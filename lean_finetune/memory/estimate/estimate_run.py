@@ -13,7 +13,7 @@ from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
-from lean_finetune.core.units import GIB, readable_size
+from lean_finetune.core.units import GIB, counted, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -48,6 +48,9 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
+TENSORS, RESERVED = "tensors", "reserved"
+"""Tiers of memory that decide: reserved memory if the plan was replayed, unless tensors alone are too large."""
+
 MODEL_REASONS = ("attention", "compiled", "experts", "fused_kernels", "not_loaded", "weights")
 """Texts of `PlannedRun.reasons` about the model that are figures too."""
 
@@ -77,7 +80,9 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     by_phase = _phases(p, planned, prediction)
     duration = duration_text(run, device, len(planned.plan.steps), p.hardware.num_gpus)
     if duration is not None:
-        click.echo(f"training: {len(planned.plan.steps):,} steps of {p.train.tokens_per_step:,} tokens: {duration}")
+        steps = len(planned.plan.steps)
+        tokens = round(int(planned.plan.padded_tokens.sum()) / steps)
+        click.echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
     settings, headroom = PlanSettings.from_params(p), headroom_percent(p, device.kind)
     confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
     shortage = planned.shortage(prediction, run.host_ram_bytes)
@@ -95,6 +100,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     fits: dict[str, Any] = {
         "fits": found.verdict.fits,
         "verdict": found.verdict.state,
+        "deciding_tier": RESERVED if memory and prediction.peak.bytes <= device.usable_bytes(headroom) else TENSORS,
         "reserved_replayed": replayed,
         "duration": duration,
     }
