@@ -29,7 +29,7 @@ def main(**paths: Path) -> None:
     """Fine-tune the pinned model on the planned batches.
 
     Refuses a run that is predicted not to fit (unless estimate.enforce is false), trains, and writes the weights, a
-    model card, per-step curves and the measured peak memory.
+    model card, per-step curves and the measured peak memory. Exit code 3: the run does not fit, or memory ran out.
     """
     # Imported here because torch takes seconds, and --help does not need it.
     with exit_on_signal():

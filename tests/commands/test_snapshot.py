@@ -48,6 +48,20 @@ def test_explains_a_run(tmp_path):
         assert expected in " ".join(text.split()), expected
 
 
+def test_what_segments_that_expand_save_is_replayed_and_ranked(tmp_path):
+    """The cheapest remedy, 6.7 of 58.5 GiB, was not printed. Each request here is larger than what is cached."""
+    snapshot = Snapshot()
+    for number in range(8):
+        snapshot.reserve(200 * number * MIB, (22 + 2 * number) * MIB)
+        snapshot.alloc(200 * number * MIB, (21 + 2 * number) * MIB, MODEL)
+        snapshot.free(200 * number * MIB)
+    words = " ".join(run(snapshot.write(tmp_path / "pieces.pickle")).split())
+    # 8 segments of 22 to 36 MiB: 232 MiB. One that expands has two pages of 20 MiB for 35 MiB.
+    help_ = words.partition("what would help, the largest saving first ")[2]
+    assert help_.startswith("0.1875 GiB less reserved, by replay: reserved but unused"), help_
+    assert "up to 35 MiB less: activations" in help_
+
+
 def test_explains_a_failure(tmp_path):
     snapshot = Snapshot()
     snapshot.reserve(0, 40 * MIB)

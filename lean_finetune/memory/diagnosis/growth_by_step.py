@@ -82,9 +82,9 @@ def _grown(timeline: Timeline, first: int, last: int) -> tuple[tuple[str, int, i
     bytes_by, blocks_by = Counter[str](), Counter[str]()
     for instant, sign in ((first, -1), (last, 1)):
         for block in timeline.live_at(instant):
-            label = timeline.origins_B[block].label
-            bytes_by[label] += sign * int(timeline.bytes_B[block])
-            blocks_by[label] += sign
+            place = timeline.origins_B[block].place
+            bytes_by[place] += sign * int(timeline.bytes_B[block])
+            blocks_by[place] += sign
     return tuple(
-        (label, size, blocks_by[label]) for label, size in bytes_by.most_common() if size >= LEAST_GROWTH_BYTES
+        (place, size, blocks_by[place]) for place, size in bytes_by.most_common() if size >= LEAST_GROWTH_BYTES
     )
