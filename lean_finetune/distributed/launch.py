@@ -27,7 +27,7 @@ from lean_finetune.core.parent_death import LAUNCHER
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
 from lean_finetune.distributed.faults import HOSTS, ConnectionLost, Ending, EndProcess, OtherNodeEnded, WaitTimedOut
 from lean_finetune.distributed.nodes import LOCAL, Node, NodeGroup
-from lean_finetune.distributed.processes import World, attempt
+from lean_finetune.distributed.processes import World, attempt, listen_on_loopback
 
 RANKS_DIRECTORY = "LEAN_FINETUNE_RANKS"
 """Environment variable: the directory of this launch's processes; absent if the user started torchrun."""
@@ -123,7 +123,9 @@ def _launch(
     os.environ[RANKS_DIRECTORY], os.environ[LAUNCHER] = str(directory.resolve()), str(os.getpid())
     os.environ[HOSTS] = ",".join(group.hosts)
     os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
-    if sys.platform == "linux":
+    if node.count == 1:
+        listen_on_loopback()
+    elif sys.platform == "linux":
         # Else gloo resolves this host's name, which may be unknown.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", group.interface)
     config = LaunchConfig(

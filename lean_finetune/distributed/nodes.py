@@ -131,9 +131,13 @@ class NodeGroup:
         node = self.node
         timeout = timedelta(seconds=self._timeout)
         if not node.rank:
+            own: dict[str, Any] = {"port": node.port}
+            if node.count == 1:  # Given only a port, the store listens on all interfaces, and lets anybody write.
+                listener = socket.create_server((LOCAL, node.port))
+                own = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
             try:
                 return dist.TCPStore(
-                    LOCAL, node.port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout
+                    LOCAL, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout, **own
                 )
             except RuntimeError:
                 raise UserError(

@@ -1,6 +1,7 @@
 """The processes of a run, one per GPU: their ranks, and joining their process group."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,15 @@ class World:
 
 
 SINGLE_PROCESS = World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def listen_on_loopback() -> None:
+    """Let gloo and NCCL, here and in processes that this one starts, listen where no other machine can connect.
+
+    Neither asks who connects. On its own, gloo listens on the address that this machine's name resolves to.
+    """
+    if sys.platform == "linux":
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # NCCL takes a name for a prefix.
 
 
 def under_torchrun() -> bool:
@@ -95,6 +105,7 @@ def process_group(world: World, device: torch.device, timeout_seconds: float, *,
     gpu = device.type == "cuda"
     if world.size == 1:
         if alone:
+            listen_on_loopback()
             dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
         if alone:

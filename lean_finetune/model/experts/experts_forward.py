@@ -49,7 +49,7 @@ def experts_forward(
     activated = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     del up
     down = _linear(module, DOWN_PROJECTION, activated, experts_S, ends_E)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such norm.
         down = module.post_expert_norm(down).to(down.dtype)
     return combine(down, weights_TC, order_S, row_of_S).to(hidden_TD.dtype)
 
@@ -89,7 +89,7 @@ def has_experts(model: nn.Module) -> bool:
 
 def is_grouped(module: nn.Module) -> bool:
     """Whether transformers stacks all experts of a layer in this module, and calls a registered function for them."""
-    return hasattr(module, "_is_expert_parallel")
+    return hasattr(module, "is_concatenated")
 
 
 def is_transposed(module: Any) -> bool:

@@ -17,7 +17,7 @@ from lean_finetune.model.experts.experts_forward import experts_forward
 class GroupedExperts(Llama4TextExperts):
     """Experts that run through `experts_forward`; the attributes are those that transformers gives other families."""
 
-    has_gate, has_bias, has_post_expert_norm, is_transposed, _is_expert_parallel = True, False, False, False, False
+    has_gate, has_bias, has_post_expert_norm, is_transposed, is_concatenated = True, False, False, False, True
     _is_transposed_unknown_to_peft = True
     forward = experts_forward  # type: ignore[assignment]
 
