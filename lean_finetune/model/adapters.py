@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -36,10 +36,13 @@ from lean_finetune.model.experts.expert_adapters import (
     target_experts,
 )
 from lean_finetune.model.experts.experts_forward import has_experts
+from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.language_part import left_out, pattern_of
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a saved adapter."""
 ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """Parts of the names of adapter parameters."""
 
@@ -129,16 +132,16 @@ def save_adapter(
     # "auto" would ask the hub whether the embedding was resized; ours never is.
     model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False, state_dict=tensors)
     (directory / "README.md").unlink(missing_ok=True)
-    file = directory / "adapter_model.safetensors"
-    if tensors is not None and len(load_file(file)) < len(tensors):  # peft left out a pipeline's other stages.
-        complete = {name.replace(f".{ADAPTER}.", "."): tensor.cpu() for name, tensor in tensors.items()}
-        save_file(complete, file, metadata={"format": "pt"})
-    path = directory / "adapter_config.json"
+    file, path = directory / ADAPTER_WEIGHTS, directory / ADAPTER_CONFIG
+    saved = load_file(file)
+    if tensors is not None and len(saved) < len(tensors):  # peft left out a pipeline's other stages.
+        saved = {name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
     config = {key: _ordered(value) for key, value in _named_for_peft(model, read_json(path)).items()}
     if first := first_adapters(model):
         scale = next(layer.scaling[ADAPTER] for _, layer in adapted_layers(model))
-        rewritten, config = on_original_weights(load_file(file), config, first, scale)
-        save_file(rewritten, file, metadata={"format": "pt"})
+        saved, config = on_original_weights(saved, config, first, scale)
+    file.unlink()  # safetensors' own writer lets only the owner read it, whatever the umask.
+    write_loaded(file, saved)
     write_json(path, {**config, "base_model_name_or_path": base_name, "revision": revision})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
@@ -67,6 +67,20 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
             # A path in a file would make the bytes those of this checkout.
             assert str(small_llama).encode() not in a.read_bytes(), name
     assert load_file(tmp_path / "qlora/a/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("start", ["default", "pissa"])
+def test_other_users_may_read_an_adapter_as_its_neighbours(small_llama: Path, tmp_path: Path, start: str):
+    """safetensors' writer makes files of mode 0600, which a server of another user cannot read."""
+    spec = spec_of(method="lora", lora_init=start)
+    model = load_model(small_llama, spec, CPU)
+    save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / "tuned", spec)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "tuned").iterdir()}
+    (tmp_path / "plain").touch()
+    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
+    weights = tmp_path / "tuned/adapter_model.safetensors"
+    save_file(load_file(weights), tmp_path / "by_safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "by_safetensors").read_bytes() == weights.read_bytes()
 
 
 TURN = [{"role": "user", "content": "Hi"}]
