@@ -11,7 +11,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search import Allowed
-from lean_finetune.memory.advice.switch import Support, flag
+from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
@@ -32,8 +32,8 @@ def as_rows(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
 
 def as_advice(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """`single_changes` in advice.json."""
-    commands = [(" ".join(f"-S {flag}" for flag in flags), peak_bytes) for flags, peak_bytes in points if flags]
-    return [{"command": f"dvc exp run {options}", "peak_bytes": peak_bytes} for options, peak_bytes in commands]
+    changes = ((set_options(flags), peak_bytes) for flags, peak_bytes in points if flags)
+    return [{"command": f"dvc exp run {options}", "peak_bytes": peak_bytes} for options, peak_bytes in changes]
 
 
 def sweep_switches(

@@ -19,7 +19,7 @@ from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch
+from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch, set_options
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.peak import predict
@@ -69,7 +69,7 @@ class Remedy:
     @property
     def switches(self) -> str:
         """Its overrides as command-line options."""
-        return " ".join(f"-S {flag}" for flag in self.flags)
+        return set_options(self.flags)
 
     def as_json(self) -> dict[str, Any]:
         """Its entry in advice.json."""

@@ -1,6 +1,7 @@
 """A memory switch: which parameters it varies, the values to try, and what they do to learning."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -70,6 +71,11 @@ class Switch:
 def flag(key: str, value: Any) -> str:
     """An override for `dvc exp run -S`."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def set_options(flags: Iterable[str]) -> str:
+    """Overrides as command-line options."""
+    return shlex.join(word for flag in flags for word in ("-S", flag))
 
 
 def replace_attribute(owner: Any, path: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """When the curves of a run are checked for growth, and one line with cause and remedy."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,5 +123,5 @@ def _command(settings: Settings, changes: Settings, effect: str) -> str:
     """Return a command with the changes that are not set already."""
     # Attention auto is eager only where a model caps its scores, and sdpa would be refused there.
     current = {name: "sdpa" if value == "auto" else value for name, value in settings.items()}
-    new = [f"-S {name}={value}" for name, value in changes.items() if current.get(name) != value]
-    return f"`dvc exp run {' '.join(new)}` {effect}" if new else "please report it with data/train/curves.csv"
+    new = [word for name, value in changes.items() if current.get(name) != value for word in ("-S", f"{name}={value}")]
+    return f"`dvc exp run {shlex.join(new)}` {effect}" if new else "please report it with data/train/curves.csv"

@@ -8,6 +8,7 @@ the GPU still computes what was launched before. The lines of a stack are looked
 frames that took 461 s, without them 4 s (pytorch/torchtitan#3628).
 """
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,8 @@ class MemorySnapshots:
             self._first_steps_are_due = False
             path = self.write(FIRST_STEPS_FILE)
             if path is not None:
-                self._notify(f"note: explain the memory of the first steps with: lean-finetune snapshot {path}")
+                command = shlex.join(["lean-finetune", "snapshot", str(path)])
+                self._notify(f"note: explain the memory of the first steps with: {command}")
 
     def write(self, name: str) -> Path | None:
         """Write all that is recorded; return the file, or None without one. A fault is reported, never raised."""

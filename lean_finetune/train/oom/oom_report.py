@@ -1,6 +1,7 @@
 """Write the error message of an out-of-memory error: where, predicted and measured memory, and what would fit."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,16 +188,16 @@ def _measured_line(failure: Failure) -> str:
 
 def _explained(snapshot: Path) -> tuple[list[str], dict[str, Any] | None]:
     """Return lines with what filled the memory when the request failed, and all that was live then."""
-    command = f"more: lean-finetune snapshot {snapshot}"
+    command = shlex.join(["lean-finetune", "snapshot", str(snapshot)])
     try:
         analyses = [analyse(recording) for recording in read_snapshot(snapshot)]
     except Exception as error:  # It must not hide the out-of-memory error.
-        return [f"the snapshot could not be explained ({error}); try: lean-finetune snapshot {snapshot}"], None
+        return [f"the snapshot could not be explained ({error}); try: {command}"], None
     analysis = max(analyses, key=lambda one: (len(one.failures), one.peak.allocated_bytes))
     places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.lines[:MOST_PLACES]]
     peak: dict[str, Any] = analysis.as_json()["peak"]
     filled = f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}"
-    return [*([filled] if places else []), command], peak  # Without a tensor another process fills the device.
+    return [*([filled] if places else []), f"more: {command}"], peak  # Without a tensor another process fills the device.
 
 
 def _largest(by_category: Mapping[str, int]) -> str:
