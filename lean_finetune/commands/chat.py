@@ -1,5 +1,6 @@
 """The command `lean-finetune chat`: talk to a tuned model in the terminal."""
 
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -56,7 +57,8 @@ def chat(
     from lean_finetune.train.process.training_device import training_device
 
     tuned, device = find_tuned(model, bits), training_device()
-    prompter = Prompter(tuned.directory)
+    prompter = Prompter(tuned.directory, tuned.vocabulary)
+    prompter.refuse_without_template()
     limit = conversation_limit(tuned, length, max_new_tokens)
     lm = tuned.load(device)
     stops = sorted({*stop_ids(lm, None, [], set()), *prompter.stops()})
@@ -133,6 +135,8 @@ class Conversation:
 
     def run(self, answer: Callable[[list[int]], str]) -> None:
         """Answer each line until the end of the input. Ctrl-C stops an answer, and between answers the conversation."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # A file of questions may be in another encoding.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             while (line := self._read()) not in (None, "/exit"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lean_finetune.commands.chat import BITS, MODEL
-from lean_finetune.core.errors import UsageFault
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageFault(f"{out}: must be a new or an empty directory; name another")
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{out}: must be a name in UTF-8, which the model card contains; name another") from None
     tuned = find_tuned(model, bits)
     if what == "adapter" and tuned.adapter is None:
         raise UsageFault(f"--what: {model} is a full model without an adapter; use --what merged")
@@ -63,30 +67,35 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     """
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.ollama import modelfile
+    from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
+    from lean_finetune.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from lean_finetune.model.merge.merge_adapters import refuse_merge, write_merged
     from lean_finetune.model.model_spec import BASE_WEIGHTS
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
-    if what == "merged" and tuned.adapter is not None:
-        refuse_merge(tuned.base, tuned.spec, experts=bool(tuned.adapter.get("target_parameters")))
-    with atomic_directory(out) as directory:
-        if what == "adapter":
-            for name in ("adapter_config.json", "adapter_model.safetensors", BASE_WEIGHTS):
-                if (tuned.directory / name).is_file():
-                    shutil.copyfile(tuned.directory / name, directory / name)
-        elif tuned.adapter is None:
-            for name in tuned.weight_files():
-                shutil.copyfile(tuned.directory / name, directory / name)
-        else:
+    modelfile_text = None
+    if what == "merged":
+        modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture)
+        if tuned.adapter is not None:
+            with named_by_option():
+                refuse_merge(tuned.base, tuned.spec, experts=bool(tuned.adapter.get("target_parameters")))
+    copied = [tuned.directory / name for name in TOKENIZER_FILES]
+    if what == "adapter":
+        copied += [tuned.directory / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS)]
+    elif tuned.adapter is None:
+        copied += [tuned.directory / name for name in tuned.weight_files()]
+    copied = [file for file in copied if file.is_file()]
+    for file in copied:
+        refuse_foreign_link(file)
+    with named_by_option(), atomic_directory(out) as directory:
+        if what == "merged" and tuned.adapter is not None:
             write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.spec, directory)
-        for name in TOKENIZER_FILES:
-            if (tuned.directory / name).is_file():
-                shutil.copyfile(tuned.directory / name, directory / name)
+        for file in copied:
+            shutil.copyfile(file, directory / file.name)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
-        if what == "merged":
-            text = modelfile(Prompter(directory), tuned.positions, tuned.architecture)
-            (directory / "Modelfile").write_text(text, encoding="utf-8")
+        if modelfile_text is not None:
+            (directory / "Modelfile").write_text(modelfile_text, encoding="utf-8")
 
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
@@ -96,22 +105,27 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
 
     multimodal = is_multimodal(tuned.config)
     kind = "AutoModelForMultimodalLM" if multimodal else "AutoModelForCausalLM"
-    path, name = shlex.quote(where), shlex.quote(Path(where).name.lower())
     if what == "adapter":
         alone = f"AutoPeftModelForCausalLM.from_pretrained({where!r})"
         on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
-        return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, path, name))]
-    convert = f"python convert_hf_to_gguf.py {path} --outfile {path}/{GGUF}"
-    first = "" if tuned.architecture in OLLAMA_ARCHITECTURES else f"{convert} && "
+        return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, where))]
+    name, gguf = Path(where).name.lower(), f"{where}/{GGUF}"
+    convert = ["python", "convert_hf_to_gguf.py", where, "--outfile", gguf]
+    make = [["ollama", "create", name, "-f", f"{where}/Modelfile"], ["ollama", "run", name]]
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
-        ("vLLM", f"vllm serve {path}"),
-        ("llama.cpp", f"{convert} && llama-cli -m {path}/{GGUF}"),
-        ("Ollama", f"{first}ollama create {name} -f {path}/Modelfile && ollama run {name}"),
+        ("vLLM", shlex.join(["vllm", "serve", where])),
+        ("llama.cpp", _in_turn(convert, ["llama-cli", "-m", gguf])),
+        ("Ollama", _in_turn(*([] if tuned.architecture in OLLAMA_ARCHITECTURES else [convert]), *make)),
     ]
 
 
-def vllm_adapter_line(tuned: "TunedModel", path: str, name: str) -> str:
+def _in_turn(*commands: list[str]) -> str:
+    """Commands of which each runs if the one before succeeded."""
+    return " && ".join(map(shlex.join, commands))
+
+
+def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
     """The command that serves the base at its commit with the adapter, or why vLLM has none."""
     adapter = tuned.adapter or {}
     rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
@@ -119,15 +133,17 @@ def vllm_adapter_line(tuned: "TunedModel", path: str, name: str) -> str:
     if adapter.get("use_dora") or allowed is None:
         reason = "DoRA" if adapter.get("use_dora") else f"ranks above {VLLM_RANKS[-1]}"
         return f"does not load {reason} as an adapter: use --what merged"
-    revision = f" --revision {tuned.base_revision}" if tuned.base_revision else ""
-    options = f"--enable-lora --max-lora-rank {allowed} --lora-modules {name}={path}"
-    return f"vllm serve {shlex.quote(tuned.base_name)}{revision} --tokenizer {path} {options}"
+    revision = ["--revision", tuned.base_revision] if tuned.base_revision else []
+    options = ["--tokenizer", where, "--enable-lora", "--max-lora-rank", str(allowed), "--lora-modules"]
+    return shlex.join(["vllm", "serve", tuned.base_name, *revision, *options, f"{Path(where).name.lower()}={where}"])
 
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:
     """The model card: metadata that hubs read, the pinned base, and how to load the model."""
+    from lean_finetune.pinning.hub import HUB_ID
+
     base, commit = tuned.base_name, tuned.base_revision
-    on_hub = not Path(base).is_absolute()
+    on_hub = not Path(base).is_dir() and HUB_ID.fullmatch(base) is not None
     lines = "\n".join(f"# {title}\n{line}" for title, line in use_lines(tuned, name, what))
     return "\n".join(
         [

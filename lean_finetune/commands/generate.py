@@ -42,7 +42,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
     from lean_finetune.train.process.training_device import training_device
 
     tuned, device = find_tuned(model, bits), training_device()
-    prompter = Prompter(tuned.directory)
+    prompter = Prompter(tuned.directory, tuned.vocabulary)
     lines = read_prompts(prompts, prompter, tuned.positions, max_new_tokens)
     longest = max(len(ids) for _, ids in lines) + max_new_tokens
     at_once = rows_at_once(tuned, min(rows, len(lines)), longest, max_new_tokens)
@@ -64,8 +64,18 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
         progress="answers" if sys.stderr.isatty() else None,
     )
     rows_out = ({**row, "answer": prompter.text(ids)} for (row, _), ids in zip(lines, found, strict=True))
-    write_text(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_out))
+    write_text(answers, "".join(map(json_line, rows_out)))
     note(f"{len(lines)} answers: {answers}")
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """A row as a line of JSON; in ASCII if it has lone surrogates, which UTF-8 cannot write."""
+    line = json.dumps(row, ensure_ascii=False) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return json.dumps(row) + "\n"
+    return line
 
 
 def read_prompts(
@@ -93,13 +103,12 @@ def _prompt(
 ) -> tuple[dict[str, Any], list[int]]:
     """The row of a line, and its prompt's ids."""
     from lean_finetune.data.format.example import RowFault
+    from lean_finetune.data.read.decode_rows import parse_line
 
-    try:
-        row = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); correct the line") from None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    prompt = row.get("prompt") if isinstance(row, dict) else None
+    row, wrong, _ = parse_line(text.encode())
+    if row is None:
+        raise UserError(f"{where}: {wrong}")
+    messages, prompt = row.get("messages"), row.get("prompt")
     try:
         if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
             ids = prompter.of_messages(messages, row.get("tools"))
@@ -109,6 +118,8 @@ def _prompt(
             raise UserError(f"{where}: must have 'messages', a list of messages, or 'prompt', a text; add one")
     except RowFault as fault:
         raise UserError(f"{where}: {fault}") from None
+    except RecursionError:
+        raise UserError(f"{where}: nested too deep; make it flatter") from None
     if positions is not None and len(ids) + new_tokens > positions:
         raise UserError(
             f"{where}: {len(ids)} tokens and an answer of up to {new_tokens} exceed the model's {positions}; shorten "

@@ -81,6 +81,8 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}); delete it and run `dvc repro`") from None
 
 
 @contextmanager

@@ -43,6 +43,8 @@ from lean_finetune.model.quantize import keep_trainable_on_cpu
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a saved adapter."""
+MOST_REASON = 300
+"""Characters that are shown of another library's error."""
 ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """Parts of the names of adapter parameters."""
 
@@ -170,9 +172,9 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         with _without_peft_warnings(), names_as_given():
             config = saved_config(directory)
             adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, UserWarning) as error:
         # The second line of torch's message names the first weight that does not fit.
-        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split())[:MOST_REASON]
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     multiply_by_rows(adapted)
     keep_trainable_on_cpu(adapted)
@@ -213,6 +215,10 @@ def _without_peft_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
+        # Of other versions of peft.
+        warnings.filterwarnings("ignore", "Unexpected keyword arguments", UserWarning)
+        # It would load the rest as it was initialised.
+        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         # Excluded are the parts that a language part lacks and the complete model has.
         warnings.filterwarnings("ignore", "You have passed exclude_modules=", UserWarning)
         yield

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that makes transformers load without threads."""
 
 transformers_logging.disable_progress_bar()
+LOG = transformers_logging.get_logger(__name__)
 
 
 def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -79,7 +80,7 @@ def load_base(
     config = read_config(directory)
     config_of_weights = quantisation(spec, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
-    with warnings.catch_warnings(), _threads_on_gpu_only(device):
+    with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             tensors = file_tensors(directory, config)
@@ -93,6 +94,7 @@ def load_base(
                 **experts_option(kind),
                 device_map={"": device},
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # Refused below, by name.
                 **quantized,
             )
         except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
@@ -105,13 +107,31 @@ def load_base(
         if info[fault]:
             raise UserError(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
-                f"first {sorted(info[fault])[0]}; the weights do not belong to config.json"
+                f"first {_first_name(info[fault])}; the weights do not belong to config.json"
             )
+    if unread := info["unexpected_keys"]:
+        LOG.warning(f"{directory}: {len(unread)} weights are not part of the model, first {_first_name(unread)}")
     refuse_other_heads(model)
     register_scales(model)
-    model.generation_config = _generation_config(directory)
+    model.generation_config = read_generation_config(directory)
     keep_trainable_on_cpu(model)
     return model
+
+
+def _first_name(keys: Iterable[Any]) -> str:
+    """The first of weights' names, or of tuples of a name with shapes."""
+    return min(key if isinstance(key, str) else str(key[0]) for key in keys)
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """A context in which transformers logs no table of the weights that do not fit; the caller has them by name."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 @contextmanager
@@ -131,13 +151,26 @@ def _threads_on_gpu_only(device: torch.device) -> Iterator[None]:
             os.environ[NO_THREADS] = before
 
 
-def _generation_config(directory: Path) -> GenerationConfig:
-    """The generation config: from its own file, or from config.json."""
-    if (directory / GENERATION_CONFIG_NAME).is_file():
-        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
-    return GenerationConfig.from_pretrained(
-        str(directory), config_file_name=CONFIG_NAME, local_files_only=True, _from_model_config=True
-    )
+def read_generation_config(directory: Path) -> GenerationConfig:
+    """The generation config: from its own file, or from config.json.
+
+    Raises:
+        UserError: the file is damaged, or its eos_token_id are no ids.
+    """
+    options: dict[str, Any] = {"config_file_name": CONFIG_NAME, "_from_model_config": True}
+    path = directory / GENERATION_CONFIG_NAME
+    try:
+        config = GenerationConfig.from_pretrained(
+            str(directory), local_files_only=True, **({} if path.is_file() else options)
+        )
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"model.name: {path} cannot be read ({str(error).splitlines()[0]}); download or save it again"
+        ) from None
+    ends = config.eos_token_id
+    if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends]) if each is not None):
+        raise UserError(f"model.name: {path}: eos_token_id must be token ids; got {ends!r}; correct it")
+    return config
 
 
 def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:

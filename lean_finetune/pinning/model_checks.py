@@ -105,7 +105,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
         value = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"model.name: {path} is not JSON ({error}); download or save it again") from error
     if not isinstance(value, dict):
         raise UserError(f"model.name: {path} must be a JSON object, got {type(value).__name__}")

@@ -174,5 +174,7 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path):
     assert error(talk("", "--model", str(tmp_path)), 2).startswith(
         "--model: must be a directory with adapter_config.json"
     )
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}')
+    (tmp_path / "adapter_config.json").write_text(
+        '{"r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "/gone"}'
+    )
     assert "which does not exist; put the base model back" in error(talk("", "--model", str(tmp_path)))

@@ -52,8 +52,8 @@ def test_the_output_has_the_lines_that_load_it(adapter: Path, tmp_path: Path, mo
     """A page of documentation to read before the model can be used."""
     monkeypatch.chdir(tmp_path)
     shown = invoke(export, "my model", *TUNED, str(adapter)).stdout
-    assert "vllm serve 'my model'\n" in shown and "--outfile 'my model'/model.gguf && llama-cli -m 'my model'" in shown
-    assert "ollama create 'my model' -f 'my model'/Modelfile" in shown
+    assert "vllm serve 'my model'\n" in shown and "--outfile 'my model/model.gguf' && llama-cli -m 'my model/" in shown
+    assert "ollama create 'my model' -f 'my model/Modelfile'" in shown
     shown = invoke(export, "adapter", *TUNED, str(adapter), "--what", "adapter").stdout
     options = "--tokenizer adapter --enable-lora --max-lora-rank 8 --lora-modules adapter=adapter"
     assert f"vllm serve {TINY_DIRECTORY} {options}\n" in shown
@@ -72,7 +72,7 @@ def test_the_output_has_the_lines_that_load_it(adapter: Path, tmp_path: Path, mo
 def test_the_line_for_vllm_is_one_that_it_takes(config: dict[str, Any], expected: str, adapter: Path):
     """A server that ends with an error about its options, or serves other weights of the base."""
     tuned = replace(find_tuned(adapter, "16"), adapter={"base_model_name_or_path": "org/base", **config})
-    assert expected in vllm_adapter_line(tuned, "adapter", "adapter")
+    assert expected in vllm_adapter_line(tuned, "adapter")
 
 
 def test_the_modelfile_takes_the_gguf_file_where_ollama_cannot_convert(adapter: Path):

@@ -71,7 +71,7 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("start", ["default", "pissa"])
 def test_other_users_may_read_an_adapter_as_its_neighbours(small_llama: Path, tmp_path: Path, start: str):
-    """safetensors' writer makes files of mode 0600, which a server of another user cannot read."""
+    """Safetensors' writer makes files of mode 0600, which a server of another user cannot read."""
     spec = spec_of(method="lora", lora_init=start)
     model = load_model(small_llama, spec, CPU)
     save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / "tuned", spec)

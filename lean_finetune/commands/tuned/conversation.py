@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lean_finetune.commands.tuned.tuned_files import named_by_option
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.tokenizer_files import compile_own_template, read_template
+from lean_finetune.data.chat.tokenizer_files import compile_own_template, has_template
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.engine_choice import load_engine
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
+from lean_finetune.data.format.example import RowFault
 from lean_finetune.evaluate.generate import special_ids
 
 TEMPLATE_DATE = "2024-07-26"
@@ -21,42 +23,45 @@ Message = dict[str, Any]
 class Prompter:
     """Makes prompts as training made them: text of a user never becomes a control token."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, vocabulary: int | None = None):
         """Read the tokenizer of a model's directory, and its chat template if it has one.
 
+        `vocabulary` is the number of tokens for which the model has embeddings, if prompts are for it.
+
         Raises:
-            UserError: there is no tokenizer, or the template is broken.
+            UserError: there is no tokenizer, or the tokenizer or the template is broken.
         """
         if not (directory / "tokenizer.json").is_file():
             raise UserError(f"--model: {directory} has no tokenizer.json; copy the tokenizer of the base model there")
-        self._engine = load_engine("tokenizers", directory)
-        self._rows = RowTokenizer(directory, self._engine)
+        with named_by_option():
+            self._engine = load_engine("tokenizers", directory)
+            self._rows = RowTokenizer(directory, self._engine)
+            self._template = compile_own_template(directory, TEMPLATE_DATE) if has_template(directory) else None
         self.tokenizer, self.pad_id = self._engine.tokenizer, self._rows.pad.number
-        try:
-            read_template(directory)
-        except UserError:
-            self._template = None
-        else:
-            self._template = compile_own_template(directory, TEMPLATE_DATE)
-        self.directory = directory
+        self.directory, self._vocabulary = directory, vocabulary
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
         """The ids of a conversation up to the start of the assistant's next turn.
 
         Raises:
             UserError: the model has no chat template.
-            RowFault: the template refuses the conversation.
+            RowFault: the template refuses the conversation, or the model cannot read it.
         """
         return self._ids(self.rendering(self._rows.guard.protect(list(messages)), tools))
 
     def rendering(self, messages: list[Message], tools: list[Any] | None = None) -> str:
         """The text of a conversation up to the start of the assistant's next turn; raises as `of_messages`."""
+        self.refuse_without_template()
+        assert self._template is not None
+        return self._template.bounded_text(messages, tools, add_generation_prompt=True)
+
+    def refuse_without_template(self) -> None:
+        """Raise UserError if the model has no chat template."""
         if self._template is None:
             raise UserError(
                 f"--model: {self.directory} has no chat template; give prompts with the key 'prompt' to "
                 "`lean-finetune generate`, or add a chat_template.jinja"
             )
-        return self._template.bounded_text(messages, tools, add_generation_prompt=True)
 
     def of_text(self, prompt: str) -> list[int]:
         """The ids of plain text, after BOS where the tokenizer adds it."""
@@ -64,14 +69,28 @@ class Prompter:
 
     def _ids(self, text: str) -> list[int]:
         self._rows.guard.check(text)
-        return [int(number) for number in self._rows.encode_rows([[Segment(text, False)]]).ids]
+        ids = [int(number) for number in self._rows.encode_rows([[Segment(text, False)]]).ids]
+        if not ids:
+            raise RowFault("the prompt has no tokens; write some text")
+        if self._vocabulary is not None and max(ids) >= self._vocabulary:
+            token = self.tokenizer.id_to_token(max(ids))
+            raise RowFault(f"the model has no embedding for the token {token!r}; use the tokenizer of this model")
+        return ids
 
     def stops(self) -> list[int]:
-        """Tokens that end an answer: the tokenizer's end of sequence, and the template's end of a turn."""
+        """Tokens that end an answer: the tokenizer's end of sequence, and the template's end of a turn.
+
+        Raises:
+            UserError: the template refuses a question with its answer.
+        """
         found = {self._rows.eos_id} - {None}
         if self._template is not None:
             messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
-            after = self._template.bounded_text(messages, None).rpartition(ANSWER)[2]
+            try:
+                after = self._template.bounded_text(messages, None).rpartition(ANSWER)[2]
+                self._rows.guard.check(after)
+            except RowFault as refusal:
+                raise UserError(f"--model: {self._template.name}: a question with its answer: {refusal}") from None
             special = special_ids(self.tokenizer)
             ids = self.tokenizer.encode(after, add_special_tokens=False).ids
             found |= {next((number for number in ids if number in special), None)} - {None}

@@ -28,6 +28,8 @@ OLLAMA_ARCHITECTURES = {
     "Qwen2ForCausalLM",
 }
 """Architectures that `ollama create` converts itself (convert/convert.go, August 2026); llama.cpp converts others."""
+QUOTES = '"""'
+"""Around texts of several lines in a Modelfile."""
 GGUF = "model.gguf"
 """The file that llama.cpp's converter writes beside the Modelfile."""
 Turns = Sequence[tuple[str, str]]
@@ -40,9 +42,9 @@ def modelfile(prompter: "Prompter", context: int | None, architecture: str) -> s
         lines = [f"# Ollama does not convert {architecture}: llama.cpp's convert_hf_to_gguf.py does.", f"FROM ./{GGUF}"]
     if context:
         lines.append(f"PARAMETER num_ctx {min(context, MOST_CONTEXT)}")
-    lines += [f'PARAMETER stop "{token}"' for token in prompter.stop_texts()]
+    lines += [f"PARAMETER stop {quoted}" for quoted in map(_quoted, prompter.stop_texts()) if quoted]
     frames = role_frames(prompter)
-    if frames is None:
+    if frames is None or any(mark in text for pair in frames.values() for text in pair for mark in (QUOTES, "{{")):
         lines.append(
             "# The chat template is not one text before and after each message: Ollama takes the one it detects."
         )
@@ -51,6 +53,13 @@ def modelfile(prompter: "Prompter", context: int | None, architecture: str) -> s
         begin = frames[""][0].removeprefix(prompter.bos_text)
         lines.append(f'TEMPLATE """{go_template({**frames, "": (begin, "")})}"""')
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str | None:
+    """A text as a Modelfile quotes it, which has no escapes; None if it cannot."""
+    if QUOTES in text or text.endswith('"'):
+        return None
+    return f"{QUOTES}{text}{QUOTES}" if '"' in text or not text.isprintable() else f'"{text}"'
 
 
 def role_frames(prompter: "Prompter") -> dict[str, tuple[str, str]] | None:

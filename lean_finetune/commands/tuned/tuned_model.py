@@ -11,8 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
+from lean_finetune.commands.tuned.tuned_files import (
+    check_base_name,
+    check_weights,
+    named_by_option,
+    read_adapter,
+    read_object,
+)
 from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
-from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.units import readable_size
@@ -21,9 +27,9 @@ from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.adapters import load_adapter
+from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
 from lean_finetune.model.attention_choice import generation_attention
-from lean_finetune.model.load_model import load_base
+from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
 from lean_finetune.pinning.hub import download, list_files
@@ -31,7 +37,6 @@ from lean_finetune.pinning.locate import CONFIG_FILE
 from lean_finetune.pinning.model_checks import INDEX, shard_names
 from lean_finetune.pinning.model_source import CONFIG_FILES
 
-ADAPTER_CONFIG = "adapter_config.json"
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
 """How an adapter's base is stored, by bits."""
 HEADROOM_PERCENT = 8.0
@@ -58,8 +63,9 @@ class TunedModel:
         Raises:
             UserError: weights are missing or do not fit.
         """
-        model = load_base(self.base, self.spec, device, generation_attention(self.config))
-        return model.eval() if self.adapter is None else load_adapter(model, self.directory, self.spec).eval()
+        with named_by_option():
+            model = load_base(self.base, self.spec, device, generation_attention(self.config))
+            return model.eval() if self.adapter is None else load_adapter(model, self.directory, self.spec).eval()
 
     @property
     def base_name(self) -> str:
@@ -78,8 +84,16 @@ class TunedModel:
 
     @property
     def architecture(self) -> str:
-        """The model's class; empty if config.json names none."""
-        return (self.config.architectures or [""])[0]
+        """The model's class; empty if config.json names none. It is written into files of other programs."""
+        names = self.config.architectures
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) and first.isidentifier() else ""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of tokens for which the model has embeddings; None if its config does not say."""
+        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) else None
 
     @property
     def positions(self) -> int | None:
@@ -156,12 +170,14 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         UserError: there is no model, or its base is gone.
     """
     if (directory / ADAPTER_CONFIG).is_file():
-        adapter: Mapping[str, Any] = read_json(directory / ADAPTER_CONFIG)
-        base = base_directory(adapter, directory)
+        adapter = read_adapter(directory)
         spec, reason = _adapter_spec(directory, bits)
-        return TunedModel(
-            directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=read_config(base)
-        )
+        base = base_directory(adapter, directory)
+        with named_by_option():
+            config = read_config(base)
+            check_weights(base)
+            read_generation_config(base)
+        return TunedModel(directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=config)
     if not (directory / CONFIG_FILE).is_file():
         raise UsageFault(
             f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}; name the "
@@ -170,13 +186,12 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     if bits is not None:
         raise UsageFault(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
     spec = WeightsSpec(method="full", precision=_precision())
+    with named_by_option():
+        config = read_config(directory)
+        check_weights(directory)
+        read_generation_config(directory)
     return TunedModel(
-        directory=directory,
-        adapter=None,
-        base=directory,
-        spec=spec,
-        reason="a full model",
-        config=read_config(directory),
+        directory=directory, adapter=None, base=directory, spec=spec, reason="a full model", config=config
     )
 
 
@@ -196,9 +211,11 @@ def _spec_in_training(file: Path) -> WeightsSpec:
         UserError: the file has something else.
     """
     try:
-        return TypeAdapter(WeightsSpec).validate_python(read_json(file))
+        return TypeAdapter(WeightsSpec).validate_python(read_object(file))
     except ValidationError:
-        raise UserError(f"{file}: must be as training wrote it; write it back, or remove it and set --bits") from None
+        raise UserError(
+            f"--model: {file}: must be as training wrote it; write it back, or remove it and set --bits"
+        ) from None
 
 
 def _precision() -> Precision:
@@ -211,14 +228,10 @@ def base_directory(adapter: Mapping[str, Any], directory: Path) -> Path:
     Raises:
         UserError: the directory is gone, or the hub cannot be reached.
     """
-    name, revision = str(adapter.get("base_model_name_or_path") or ""), adapter.get("revision")
+    name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
+    check_base_name(name, directory / ADAPTER_CONFIG)
     if Path(name).is_dir():
         return Path(name)
-    if not name or Path(name).is_absolute():
-        raise UserError(
-            f"{directory / ADAPTER_CONFIG}: base_model_name_or_path must be a directory or a hub id; got {name!r}, "
-            "which does not exist; put the base model back, or write its hub id there"
-        )
     commit, files = list_files("--model", name, "model", revision)
     fetch = partial(download, "--model", name, "model", commit)
     small = [file for file in (*CONFIG_FILES, INDEX) if file in files]

@@ -1,9 +1,9 @@
 """What the files of a tokenizer say about chats: its template and its special tokens."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 
@@ -18,18 +18,45 @@ def read_template(directory: Path) -> tuple[str, str]:
     """A tokenizer's chat template, and the path of its file. Raises UserError if it has none."""
     file = directory / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8"), str(file)
+        try:
+            return file.read_text(encoding="utf-8"), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"model.name: {file} is not UTF-8 text ({error}); save it as UTF-8") from None
     file = directory / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.exists() else None
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if not isinstance(template, str):
+    template = _template_of_config(file)
+    if template is None:
         raise UserError(
             f"model.name: the tokenizer in {directory} has no chat template; set data.chat_template to chatml or to "
             "the path of one, or use data.format prompt_completion or text"
         )
     return template, str(file)
+
+
+def has_template(directory: Path) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return (directory / "chat_template.jinja").exists() or (
+        _template_of_config(directory / "tokenizer_config.json") is not None
+    )
+
+
+def _template_of_config(file: Path) -> str | None:
+    """The default chat template in tokenizer_config.json."""
+    template = _read_object(file).get("chat_template") if file.exists() else None
+    if isinstance(template, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"model.name: {file} is not JSON ({error}); download or save it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"model.name: {file} must be a JSON object; got {type(value).__name__}; download it again")
+    return value
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
@@ -38,7 +65,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
         if path.exists():
-            values = read_json(path)
+            values = _read_object(path)
             named |= {key: value for key, value in values.items() if value is not None}
     found = {}
     for key, value in named.items():

@@ -14,7 +14,7 @@ from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.control_check import ControlCheck
 from lean_finetune.data.encode.encoded_rows import EncodedRows, from_segments
 from lean_finetune.data.encode.joined_encoder import JoinedRowEncoder
-from lean_finetune.data.encode.tokenizers_engine import Engine
+from lean_finetune.data.encode.tokenizers_engine import TOKENIZER_FILE, Engine
 from lean_finetune.data.format.example import PlainText
 
 # Words in the names of control tokens without a use.
@@ -37,7 +37,9 @@ class RowTokenizer:
         self.directory = directory
         self._tokenizer, self._engine = engine.tokenizer, engine
         self.special_tokens = read_special_tokens(directory)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not self.vocab_size:
+            raise UserError(f"model.name: {directory / TOKENIZER_FILE} has no tokens; download or save it again")
         added = self._tokenizer.get_added_tokens_decoder()
         control = {number: token.content for number, token in added.items() if token.special}
         self.guard = Guard(list(control.values()))

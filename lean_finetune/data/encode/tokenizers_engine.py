@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from lean_finetune.core.errors import UserError
+
 TOKENIZER_FILE = "tokenizer.json"
 TEXTS_PER_CALL = 512
 # An encoding takes over a hundred bytes for each token, so long texts are encoded in small batches.
@@ -54,8 +56,16 @@ class TokenizersEngine:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory, without the truncation and padding saved in it."""
-    tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_FILE))
+    """The tokenizer of a model directory, without the truncation and padding saved in it.
+
+    Raises UserError if its file is damaged.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_FILE))
+    except Exception as error:  # tokenizers raises a plain Exception.
+        raise UserError(
+            f"model.name: {directory / TOKENIZER_FILE} is not a tokenizer ({error}); save or download it again"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

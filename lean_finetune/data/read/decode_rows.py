@@ -65,14 +65,14 @@ def _filled_lines(block: RowBlock) -> Iterator[tuple[int, bytes]]:
 def _decode_lines(block: RowBlock) -> Iterator[RawRow]:
     """See `RowBlock.kind`."""
     for number, line in _filled_lines(block):
-        value, fault, _ = _parse(line)
+        value, fault, _ = parse_line(line)
         yield RawRow(number, number + 1, value, fault)
 
 
 def _decode_values(block: RowBlock) -> Iterator[RawRow]:
     start = 0
     for k, end in enumerate(block.ends):
-        value, fault, below = _parse(block.payload[start:end])
+        value, fault, below = parse_line(block.payload[start:end])
         yield RawRow(block.first_row + k, block.lines[k] + below, value, fault)
         start = end
 
@@ -146,7 +146,7 @@ _DECODERS: dict[str, Callable[[RowBlock], Iterator[RawRow]]] = {
 }
 
 
-def _parse(row: bytes) -> Parsed:
+def parse_line(row: bytes) -> Parsed:
     """A row, parsed by orjson where it is exact, else by the standard library.
 
     orjson silently keeps the last of several equal keys and rounds large integers. Rows that may have either are found

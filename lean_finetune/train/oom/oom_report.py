@@ -197,7 +197,10 @@ def _explained(snapshot: Path) -> tuple[list[str], dict[str, Any] | None]:
     places = [f"{one.where} {readable_size(one.bytes)}" for one in analysis.peak.lines[:MOST_PLACES]]
     peak: dict[str, Any] = analysis.as_json()["peak"]
     filled = f"filled by: {_largest(peak['by_category'])}; most of it from {', '.join(places)}"
-    return [*([filled] if places else []), f"more: {command}"], peak  # Without a tensor another process fills the device.
+    return [
+        *([filled] if places else []),
+        f"more: {command}",
+    ], peak  # Without a tensor another process fills the device.
 
 
 def _largest(by_category: Mapping[str, int]) -> str:
