@@ -59,9 +59,10 @@ def chat(
     tuned, device = find_tuned(model, bits), training_device()
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     prompter.refuse_without_template()
+    ends = prompter.stops()
     limit = conversation_limit(tuned, length, max_new_tokens)
     lm = tuned.load(device)
-    stops = sorted({*stop_ids(lm, None, [], set()), *prompter.stops()})
+    stops = sorted({*stop_ids(lm, None, [], set()), *ends})
     set_decoding(lm, stops=stops, max_new_tokens=max_new_tokens, pad_id=prompter.pad_id, temperature=temperature)
 
     def answer(ids: list[int]) -> str:

@@ -43,6 +43,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
 
     tuned, device = find_tuned(model, bits), training_device()
     prompter = Prompter(tuned.directory, tuned.vocabulary)
+    ends = prompter.stops()
     lines = read_prompts(prompts, prompter, tuned.positions, max_new_tokens)
     longest = max(len(ids) for _, ids in lines) + max_new_tokens
     at_once = rows_at_once(tuned, min(rows, len(lines)), longest, max_new_tokens)
@@ -57,7 +58,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
         lm,
         tuned.spec,
         [Prompt(family=NO_FAMILY, ids=ids, answer_ids=[]) for _, ids in lines],
-        stops=sorted({*stop_ids(lm, None, [], set()), *prompter.stops()}),
+        stops=sorted({*stop_ids(lm, None, [], set()), *ends}),
         limits=limits,
         pad_id=prompter.pad_id,
         device=device,

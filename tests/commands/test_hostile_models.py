@@ -82,7 +82,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "weights are a directory": (without(WEIGHTS, lambda d: (d / WEIGHTS).mkdir()), f"{WEIGHTS} is missing"),
     "integers": (tensors(lambda all: {k: v.long() for k, v in all.items()}), "adapters have floating-point numbers"),
     "half of a pair": (tensors(lambda all: dict(list(all.items())[:5])), "up_proj.lora_B.weight; download"),
-    "another rank": (keys(CONFIG, r=5), "has rank 8 in"),
+    "another rank": (keys(CONFIG, r=5), "has rank 4 in"),
     "DoRA without lengths": (keys(CONFIG, use_dora=True), "lora_magnitude_vector; download"),
     "IA3": (keys(CONFIG, peft_type="IA3", feedforward_modules=[]), "(peft_type: Input should be 'LORA'; got 'IA3')"),
     "prefixes": (keys(CONFIG, peft_type="PREFIX_TUNING", num_virtual_tokens=4), "got 'PREFIX_TUNING')"),

@@ -96,6 +96,7 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
         got = f"; got {first['input']!r}"[:80] if name else ""
         message = f"{name}: {first['msg']}{got}".removeprefix(": Value error, ")
         raise fault(path, f"is not one of a LoRA adapter ({message})", "name another directory") from None
+    _check_base_name(adapter["base_model_name_or_path"], path)
     _check_adapter_weights(directory, adapter)
     return adapter
 
@@ -142,7 +143,7 @@ def check_weights(directory: Path) -> None:
         _tensors(directory / name)
 
 
-def check_base_name(name: str, path: Path) -> None:
+def _check_base_name(name: str, path: Path) -> None:
     """Raise UserError unless an adapter's base is a directory or a hub id."""
     if not Path(name).is_dir() and (Path(name).is_absolute() or not BASE_ID.fullmatch(name)):
         raise UserError(

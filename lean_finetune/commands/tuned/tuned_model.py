@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lean_finetune.commands.tuned.tuned_files import (
-    check_base_name,
     check_weights,
     named_by_option,
     read_adapter,
@@ -172,7 +171,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     if (directory / ADAPTER_CONFIG).is_file():
         adapter = read_adapter(directory)
         spec, reason = _adapter_spec(directory, bits)
-        base = base_directory(adapter, directory)
+        base = base_directory(adapter)
         with named_by_option():
             config = read_config(base)
             check_weights(base)
@@ -222,14 +221,13 @@ def _precision() -> Precision:
     return precision_on(resolve_gpu("auto")[0], "auto")[0]
 
 
-def base_directory(adapter: Mapping[str, Any], directory: Path) -> Path:
+def base_directory(adapter: Mapping[str, Any]) -> Path:
     """The directory of an adapter's base, with config and weights; of a hub id, they are downloaded.
 
     Raises:
-        UserError: the directory is gone, or the hub cannot be reached.
+        UserError: the hub cannot be reached, or has no such files.
     """
     name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
-    check_base_name(name, directory / ADAPTER_CONFIG)
     if Path(name).is_dir():
         return Path(name)
     commit, files = list_files("--model", name, "model", revision)
