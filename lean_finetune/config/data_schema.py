@@ -93,6 +93,8 @@ class Data(Section):
     """Today's date for chat templates (`strftime_now`). A fixed date gives equal tokens on every day."""
     train_on: Literal["assistant", "last_assistant", "all"]
     """Tokens that count in the loss."""
+    end_of_turn: Literal["auto", "eos", "none"]
+    """The token that ends an answer, where the chat template writes none. It counts in the loss."""
     max_length: Annotated[int, Field(ge=8)]
     """Longest row in tokens. Activation memory grows with it."""
     over_length: Literal["truncate", "drop", "split"]

@@ -65,6 +65,19 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
         )
 
 
+def read_stop_ids(directory: Path, config: dict[str, Any]) -> list[int]:
+    """The ids at which generation stops: of generation_config.json, else of config.json; may be empty.
+
+    Raises UserError if generation_config.json is no JSON object.
+    """
+    path = directory / "generation_config.json"
+    generation = _json_object(path) if path.exists() else {}
+    text_config = config.get("text_config")
+    sections = (generation, config, text_config if isinstance(text_config, dict) else {})
+    given: Any = next((one["eos_token_id"] for one in sections if one.get("eos_token_id") is not None), [])
+    return [*dict.fromkeys(number for number in (given if isinstance(given, list) else [given]) if type(number) is int)]
+
+
 def shard_names(directory: Path) -> list[str]:
     """The names of a model's weight files in order, from the index where there is one.
 

@@ -114,5 +114,5 @@ def locks_dir(tmp_path_factory, base_dir: Path) -> Path:
     tokenizer = {name: hashes.pop(name) for name in TOKENIZER_FILES}
     lock = {"kind": "directory", "name": str(base_dir), "revision": None, "files": hashes}
     write_json(directory / "model.json", {**lock, "tokenizer_files": sorted(tokenizer)})
-    write_json(directory / "tokenizer.json", {"files": tokenizer})
+    write_json(directory / "tokenizer.json", {"files": tokenizer, "stop_ids": []})
     return directory

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
+from lean_finetune.pinning.model_checks import read_stop_ids
 from stages.pin import main
 from tests.processes import run_bounded
 from tests.workspace import error, invoke, lay_out
@@ -57,6 +58,24 @@ def test_a_model_with_the_same_tokenizer_has_the_same_tokenizer_lock(pin, own):
     assert Path("locks/tokenizer.json").read_bytes() == before
     lock = read_json(Path("locks/model.json"))
     assert (lock["kind"], model_directory(lock)) == ("directory", Path("own"))
+
+
+@pytest.mark.parametrize(
+    "generation, config, stops",
+    [
+        ({"eos_token_id": [7, 3, 7]}, {"eos_token_id": 5}, [7, 3]),
+        ({"eos_token_id": 7}, {}, [7]),
+        ({}, {"eos_token_id": 5}, [5]),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": [5, 6]}}, [5, 6]),
+        (None, {"eos_token_id": None}, []),
+        ({"eos_token_id": ["7", True]}, {}, []),
+    ],
+)
+def test_the_tokens_at_which_generation_stops_are_pinned(tmp_path, generation, config, stops):
+    """An answer must end with one of them: data.end_of_turn."""
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_stop_ids(tmp_path, config) == stops
 
 
 def test_a_changed_file_is_refused_before_use(pin, own):

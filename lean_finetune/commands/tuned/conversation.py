@@ -85,7 +85,9 @@ class Prompter:
         """
         found = {self._rows.eos_id} - {None}
         if self._template is not None:
-            messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+            question = {"role": "user", "content": "Hello"}
+            # Some templates end a turn by the token that begins the next one, or only if one follows.
+            messages = [question, {"role": "assistant", "content": ANSWER}, question]
             try:
                 after = self._template.bounded_text(messages, None).rpartition(ANSWER)[2]
                 self._rows.guard.check(after)

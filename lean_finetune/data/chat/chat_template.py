@@ -1,6 +1,6 @@
 """The chat template of a run: which one it is, and how the trained text of a conversation is found."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +10,14 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import TurnFinder
 from lean_finetune.data.chat.bundled_templates import find_bundled, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.end_of_turn import TurnEnds, find_ends
 from lean_finetune.data.chat.message_regions import REASONING_FIELDS
 from lean_finetune.data.chat.template_probes import (
     MESSAGE_FIELDS,
-    check_end_of_turn,
+    basic_segments,
+    check_ends,
     check_roles,
+    ends_turn,
     omitted_parts,
     parts_of,
     reasoning_of,
@@ -54,11 +57,14 @@ class ChatTemplate:
             self.method, self._bundled = "bundled", bundled
             rendered = f"renders test conversations as {bundled.name} does, which has them"
             self.reason = f"{title} has no generation marks, but {rendered}"
+        self._ends: TurnEnds | None = None
+        self.end_reason = ""
+        """How turns end, if data.end_of_turn changes what the template writes."""
         self.reasoning_left_out = 0
         """Rows so far with an earlier trained turn whose reasoning the template does not show."""
 
     def render(self, conversation: Conversation) -> list[Segment]:
-        """The conversation as text segments; joined they are the template's rendering.
+        """The conversation as text segments; joined they are the template's rendering, and an end where it writes none.
 
         Its strings must be guarded: control tokens in them would be taken for the template's. Raises RowFault if the
         template refuses the conversation or omits a part of it, or a trained turn cannot be located. Raises EmptyAnswer
@@ -69,7 +75,24 @@ class ChatTemplate:
         segments = self._segments(conversation)
         if any(len(message) > 2 or "</think>" in message["content"] for message in conversation.messages):
             self._check_reasoning(conversation, segments)
-        return segments
+        return segments if self._ends is None else self._ends.apply(segments, conversation.messages[-1])
+
+    def end_turns(
+        self, choice: str, stops: Sequence[str], special_tokens: Mapping[str, str], control: Set[str]
+    ) -> None:
+        """Apply data.end_of_turn: `choice`, and refuse a template that trains no end, or begins with two BOS tokens.
+
+        Raises UserError, naming the fault.
+        """
+        bos, eos = special_tokens.get("bos_token"), special_tokens.get("eos_token")
+        if (segments := basic_segments(self.render)) is None:
+            return
+        if choice == "eos" or (choice == "auto" and not ends_turn(segments, control)):
+            self._ends = find_ends(self._own, choice, stops, eos)
+        if self._ends is not None:
+            self.end_reason = f"the row's last answer ends with {self._ends.after_answer.strip()!r}"
+            segments = self._ends.apply(segments, {"role": "assistant", "content": ""})
+        check_ends(segments, self._own.name, bos, None if choice == "none" else control | {*stops})
 
     def _segments(self, conversation: Conversation) -> list[Segment]:
         messages, tools = conversation.messages, conversation.tools
@@ -154,9 +177,17 @@ class ChatTemplate:
 
 
 def load_template(
-    chat_template: str, directory: Path, special_tokens: Mapping[str, str], train_on: str, date: str
+    chat_template: str,
+    directory: Path,
+    special_tokens: Mapping[str, str],
+    train_on: str,
+    date: str,
+    end_of_turn: str = "auto",
+    stops: Sequence[str] = (),
 ) -> ChatTemplate:
     """Compile the template `tokenizer`, `chatml`, or that of a text, and check it on test conversations.
+
+    `stops` are the tokens at which generation stops; empty: the end-of-sequence token.
 
     Raises UserError if there is no such template, it is broken, or the tokenizer lacks a token that it needs.
     """
@@ -179,7 +210,7 @@ def load_template(
         with work_limits():
             own = CompiledTemplate(source, special_tokens, name, date)
             template = ChatTemplate(own, title, control, control | added.keys(), train_on)
-            check_end_of_turn(template.render, name, special_tokens.get("bos_token"), control)
+            template.end_turns(end_of_turn, stops, special_tokens, control)
     except LIMITS_MET as error:
         raise UserError(
             f"{name} {limit_met(error)} a conversation of two messages; correct it, or name another in "

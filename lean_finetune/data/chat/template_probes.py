@@ -19,35 +19,33 @@ def _turn(role: str, content: str, **others: Any) -> Message:
     return {"role": role, "content": content, **others}
 
 
-_ASK, _ANSWER = _turn("user", "Q"), _turn("assistant", "A")
-_CALLING = _turn("assistant", "", tool_calls=[_CALL])
-_RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
-_BASIC = Conversation(messages=[_ASK, _ANSWER], tools=None)
+ASK, _ANSWER = _turn("user", "Q"), _turn("assistant", "A")
+CALLING = _turn("assistant", "", tool_calls=[_CALL])
+RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
+_BASIC = Conversation(messages=[ASK, _ANSWER], tools=None)
 
 MESSAGE_FIELDS = (*REASONING_FIELDS, "channel", "refusal")
 """Keys that change the meaning of a message."""
 
 # By part of a row: a conversation with that part, and a text that its rendering must contain.
 _PARTS = {
-    "tools": (Conversation(messages=[_ASK, _ANSWER], tools=_TOOLS), "zqtools"),
-    "tool_calls": (Conversation(messages=[_ASK, _CALLING], tools=_TOOLS), "zqcall"),
-    "tool": (Conversation(messages=[_ASK, _CALLING, _RESULT, _ANSWER], tools=_TOOLS), "zqresult"),
-    "system": (Conversation(messages=[_turn("system", "zqsystem"), _ASK, _ANSWER], tools=None), "zqsystem"),
-    "developer": (Conversation(messages=[_turn("developer", "zqdeveloper"), _ASK, _ANSWER], tools=None), "zqdeveloper"),
+    "tools": (Conversation(messages=[ASK, _ANSWER], tools=_TOOLS), "zqtools"),
+    "tool_calls": (Conversation(messages=[ASK, CALLING], tools=_TOOLS), "zqcall"),
+    "tool": (Conversation(messages=[ASK, CALLING, RESULT, _ANSWER], tools=_TOOLS), "zqresult"),
+    "system": (Conversation(messages=[_turn("system", "zqsystem"), ASK, _ANSWER], tools=None), "zqsystem"),
+    "developer": (Conversation(messages=[_turn("developer", "zqdeveloper"), ASK, _ANSWER], tools=None), "zqdeveloper"),
 }
 
 _THOUGHT = "<think>\nHm.\n</think>\n\nA"
 PROBES = (
     _BASIC,
-    Conversation(messages=[_ASK, _ANSWER, _turn("user", " Q2\n"), _turn("assistant", "\n A2 ")], tools=None),
-    Conversation(messages=[_turn("system", " S "), _ASK, _ANSWER, _ASK, _ANSWER], tools=None),
-    Conversation(messages=[_ASK, _turn("assistant", _THOUGHT), _ASK, _turn("assistant", _THOUGHT)], tools=None),
-    Conversation(messages=[_ASK, _turn("assistant", "A", reasoning_content="Hm.")], tools=None),
+    Conversation(messages=[ASK, _ANSWER, _turn("user", " Q2\n"), _turn("assistant", "\n A2 ")], tools=None),
+    Conversation(messages=[_turn("system", " S "), ASK, _ANSWER, ASK, _ANSWER], tools=None),
+    Conversation(messages=[ASK, _turn("assistant", _THOUGHT), ASK, _turn("assistant", _THOUGHT)], tools=None),
+    Conversation(messages=[ASK, _turn("assistant", "A", reasoning_content="Hm.")], tools=None),
     *(conversation for conversation, _ in _PARTS.values()),
-    Conversation(
-        messages=[_turn("system", "S"), _ASK, _CALLING, _RESULT, _RESULT, _ANSWER, _ASK, _ANSWER], tools=_TOOLS
-    ),
-    Conversation(messages=[_ASK, _turn("assistant", "B", tool_calls=[_CALL]), _RESULT, _ANSWER], tools=None),
+    Conversation(messages=[_turn("system", "S"), ASK, CALLING, RESULT, RESULT, _ANSWER, ASK, _ANSWER], tools=_TOOLS),
+    Conversation(messages=[ASK, _turn("assistant", "B", tool_calls=[_CALL]), RESULT, _ANSWER], tools=None),
 )
 
 
@@ -61,9 +59,9 @@ def omitted_parts(template: CompiledTemplate) -> frozenset[str]:
 def _shows_field(template: CompiledTemplate, field: str) -> bool:
     """Whether a message key changes the rendering of an answer or a call; True where both are refused."""
     shown = []
-    for message in (_ANSWER, _CALLING):
+    for message in (_ANSWER, CALLING):
         texts = [
-            rendering(template, Conversation(messages=[_ASK, turn], tools=_TOOLS if "tool_calls" in turn else None))
+            rendering(template, Conversation(messages=[ASK, turn], tools=_TOOLS if "tool_calls" in turn else None))
             for turn in (message, {**message, field: "zqfield"})
         ]
         shown += [texts[0] != texts[1]] if None not in texts else []
@@ -141,23 +139,30 @@ def _check_marks(segments: list[Segment], messages: list[Message], name: str, tr
             )
 
 
-def check_end_of_turn(
-    render: Callable[[Conversation], list[Segment]], name: str, bos: str | None, control: Iterable[str]
-) -> None:
-    """Refuse a template that trains no end of turn, or that doubles the BOS token.
+def ends_turn(segments: list[Segment], control: Iterable[str]) -> bool:
+    """Whether the last trained text ends with a control token."""
+    last = next((segment.text for segment in reversed(segments) if segment.trained), "")
+    return last.rstrip().endswith(tuple(control))
 
-    A template that refuses the basic conversation passes. Raises UserError, naming the fault.
-    """
+
+def basic_segments(render: Callable[[Conversation], list[Segment]]) -> list[Segment] | None:
+    """The segments of a question and its answer; None if the template needs other rows than this one."""
     try:
-        segments = render(_BASIC)
-    except RowFault:
-        return  # It needs other rows than this one; each row that it refuses is reported.
+        return render(_BASIC)
+    except RowFault:  # Each row that it refuses is reported.
+        return None
+
+
+def check_ends(segments: list[Segment], name: str, bos: str | None, control: Iterable[str] | None) -> None:
+    """Refuse a template that doubles the BOS token, or trains no end of a turn, one of `control` (None: not checked).
+
+    Raises UserError, naming the fault.
+    """
     text = "".join(segment.text for segment in segments)
     if bos and text.startswith(bos + bos):
         raise UserError(f"{name} writes the BOS token {bos} twice; remove one of them")
-    last = next(segment.text for segment in reversed(segments) if segment.trained)
-    if not last.rstrip().endswith(tuple(control)):
+    if control is not None and not ends_turn(segments, control):
         raise UserError(
             f"{name} trains no end-of-turn token after the answer, so the model would not learn to stop; add "
-            "one, inside its generation marks where it has them"
+            "one, inside its generation marks where it has them, or set data.end_of_turn to eos"
         )

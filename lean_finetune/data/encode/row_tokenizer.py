@@ -1,6 +1,6 @@
 """The tokenizer of a model directory: rows of text segments become token ids with trained spans."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +62,11 @@ class RowTokenizer:
                 "save the tokenizer again"
             )
         return int(number)
+
+    def texts_of(self, ids: Iterable[int]) -> list[str]:
+        """The control tokens with these ids; other ids are left out."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [added[number].content for number in ids if number in added]
 
     def _adds_spaces(self) -> bool:
         """Whether the tokenizer adds a space before every text, so that separate segments decode to another text."""

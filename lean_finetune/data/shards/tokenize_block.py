@@ -56,6 +56,9 @@ class TokenSettings:
     template_date: str
     """Date that templates get as today, YYYY-MM-DD."""
     train_on: str
+    end_of_turn: str
+    stop_ids: tuple[int, ...]
+    """Tokens at which the model's generation stops; empty: the tokenizer's end-of-sequence token."""
     max_length: int
     over_length: str
     on_bad_row: str
@@ -133,6 +136,8 @@ class BlockTokenizer:
             self.tokenizer.special_tokens,
             settings.train_on,
             settings.template_date,
+            settings.end_of_turn,
+            self.tokenizer.texts_of(settings.stop_ids),
         )
 
     def __call__(self, block: RowBlock) -> BlockTokens:

@@ -34,7 +34,7 @@ KEY_DIGITS = 32
 SAMPLED_ROWS_PER_SOURCE = 128
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
 SAME_SETTINGS = {
-    *("template_date", "train_on", "max_length", "over_length", "on_bad_row", "drop_duplicates"),
+    *("template_date", "train_on", "end_of_turn", "max_length", "over_length", "on_bad_row", "drop_duplicates"),
     *("heldout_fraction", "heldout_seed"),
 }
 """Parameters of section `data` that are fields of TokenSettings."""
@@ -73,6 +73,8 @@ class TokenizeJob:
         ]
         if self.template is not None:
             notes.append(f"trained text is found by {self.template.method}: {self.template.reason}")
+            if self.template.end_reason:
+                notes.append(f"data.end_of_turn is {self.settings.end_of_turn}: {self.template.end_reason}")
         return notes
 
     def engine_note(self) -> str:
@@ -102,6 +104,7 @@ def prepare_job(
         ignore_columns=ignored,
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
+        stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )

@@ -345,7 +345,7 @@ def test_a_template_that_trains_no_end_of_turn_is_refused(directories):
     unclosed = TURNS.replace("<|im_end|>", "")
     for source in (unclosed, unclosed + ASK, MARKED.replace("<|im_end|>", "")):
         with pytest.raises(UserError, match="^data.chat_template: the template trains no end-of-turn token after"):
-            custom(directories, source)
+            load_template(source, directories["chatml"], {}, "assistant", DATE)
 
 
 def test_a_doubled_bos_is_refused(directories):

@@ -25,6 +25,8 @@ SETTINGS: dict[str, Any] = {
     "chat_template": "tokenizer",
     "template_date": DATE,
     "train_on": "assistant",
+    "end_of_turn": "auto",
+    "stop_ids": (),
     "max_length": 512,
     "over_length": "truncate",
     "on_bad_row": "skip",
