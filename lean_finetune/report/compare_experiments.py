@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from lean_finetune.report.own_stages import WORKSPACE, hashes_in_cache, lock_of, own_files
+from lean_finetune.report.visible_text import visible
 
 NAME = "Experiment"
 STATE = "state"
@@ -91,7 +92,7 @@ def _cell(value: Any) -> str:
     """Return a value as text: decimal numbers with `DIGITS`, nothing for None."""
     if isinstance(value, float):
         return f"{value:.{DIGITS}g}"
-    return "" if value is None else str(value)
+    return "" if value is None else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from lean_finetune.report.charts import swatch
 from lean_finetune.report.content import Table
 from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
+from lean_finetune.report.visible_text import visible
 
 TEMPLATES = Path(__file__).with_name("templates")
 PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
@@ -38,10 +39,11 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return a page: a template, in which every value is escaped."""
+    """Return a page: a template in which every value is escaped, and shown as `visible` does."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
+        finalize=lambda value: type(value)(visible(value)) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

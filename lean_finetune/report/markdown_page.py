@@ -7,11 +7,13 @@ from typing import Any
 from lean_finetune.report import content
 from lean_finetune.report.content import NOT_EVALUATED, Table
 from lean_finetune.report.report_inputs import Inputs
+from lean_finetune.report.visible_text import markdown_text, visible
 
 
 def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return the page; `parameters` are the run's by dotted name, `metrics` the report's figures."""
-    lines = [f"- **{name}**: {value} ({note.rstrip('.')})" for name, value, note in content.results(inputs, metrics)]
+    found = content.results(inputs, metrics)
+    lines = [f"- **{name}**: {_text(value)} ({_text(note.rstrip('.'))})" for name, value, note in found]
     sections = ["# Fine-tuning report", "Charts and samples of the data: report.html", "\n".join(lines)]
     sections += ["## What was trained", _table(content.run_table(inputs, parameters))]
     sections += [*_memory(inputs, metrics), *_loss(inputs), *_answers(inputs)]
@@ -23,12 +25,12 @@ def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> list[str]:
     refusal, tiers = inputs.verdict["refusal"], content.tiers_table(inputs)
     return [
         "## Memory",
-        *([] if refusal is None else [f"Verdict: {_cell(refusal)}."]),
-        content.measured_note(inputs),
+        *([] if refusal is None else [f"Verdict: {_text(refusal)}."]),
+        _text(content.measured_note(inputs)),
         _table(content.phases_table(inputs, metrics)),
-        *([] if tiers is None else [_table(tiers), content.plan_note(inputs)]),
-        f"Memory over the run: {inputs.train['growth']['summary']}.",
-        f"Tensors at the predicted peak ({inputs.estimate['worst_phase']}), by category:",
+        *([] if tiers is None else [_table(tiers), _text(content.plan_note(inputs))]),
+        f"Memory over the run: {_text(inputs.train['growth']['summary'])}.",
+        f"Tensors at the predicted peak ({_text(inputs.estimate['worst_phase'])}), by category:",
         _table(content.categories_table(inputs)),
         "The largest tensors at the peak, and the module that allocates them:",
         _table(content.tensors_table(inputs)),
@@ -50,23 +52,23 @@ def _loss(inputs: Inputs) -> list[str]:
 def _answers(inputs: Inputs) -> list[str]:
     """Exact match by family, and a few sample answers."""
     note, tasks = content.answers_note(inputs), content.tasks_table(inputs)
-    sections = ["## Answers", *([] if tasks is None else [_table(tasks)]), *([] if note is None else [note])]
+    sections = ["## Answers", *([] if tasks is None else [_table(tasks)]), *([] if note is None else [_text(note)])]
     if inputs.generations:
         sections += [_table(content.families_table(inputs)), "### Samples"]
     for family, parts in content.answer_samples(inputs):
-        sections.append(f"#### {_cell(family)}")
+        sections.append(f"#### {_text(family)}")
         for title, text, correct in parts:
             judged = "" if correct is None else f" ({'correct' if correct else 'wrong'})"
-            sections.append(f"{title}{judged}:\n\n{indent(text, '    ', lambda _: True)}")
+            sections.append(f"{title}{judged}:\n\n{indent(visible(text), '    ', lambda _: True)}")
     return sections
 
 
 def _table(table: Table) -> str:
     """Return a Markdown table; every column but the first is right-aligned."""
     lines = [table.header, ("---", *("---:" for _ in table.header[1:])), *table.rows]
-    return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_text(value) for value in line)} |" for line in lines)
 
 
-def _cell(value: Any) -> str:
-    """Escape a value for a table cell."""
-    return " ".join(str(value).split()).replace("|", "\\|")
+def _text(value: Any) -> str:
+    """Return a value as text that Markdown shows as it is."""
+    return markdown_text(str(value))

@@ -39,7 +39,6 @@ def test_an_experiment_shows_no_figures_of_an_earlier_run(clone: Clone):
             "rank": ["-S", "train.lora.rank=4", "estimate"],
             "gpu": ["-S", "hardware.gpu=T4", "estimate"],
             "lr": ["-S", "train.lr=0.001", "estimate"],
-            "full": ["-S", "train.grad_ckpt=true"],
         },
     )
     clone.dvc("exp", "run", "-n", "here", "-S", "train.lora.rank=8", "estimate")
@@ -52,12 +51,12 @@ def test_an_experiment_shows_no_figures_of_an_earlier_run(clone: Clone):
     assert committed["rank"] == {"metrics/estimate.json"}
     # train depends on the verdict, which another GPU that fits does not change.
     assert committed["gpu"] == everything - {"metrics/report.json"}
-    assert committed["lr"] == committed["full"] == committed["here"] == everything, "as docs/report.md says"
+    assert committed["lr"] == committed["here"] == everything, "as docs/report.md says"
 
     table = clone.run("sh", "-c", "dvc exp show --json | python -m lean_finetune.report.compare_experiments")
     assert "an earlier run" in table
     rows = printed_cells(table)
     for name in ("rank", "lr", "here"):
         assert rows[name]["peak_gib_predicted"] and not rows[name]["peak_gib_measured"] + rows[name]["tuned_loss"], name
-    for name in ("gpu", "full", "baseline"):
+    for name in ("gpu", "baseline"):
         assert rows[name]["peak_gib_measured"] and rows[name]["tuned_loss"], name
