@@ -8,13 +8,14 @@ therefore rough, and printed as a range. Both sides of a comparison use the same
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
-from lean_finetune.memory.predict.offloaded_states import offloaded_state_bytes
+from lean_finetune.memory.predict.offloaded_states import disk_bytes, offloaded_state_bytes
 from lean_finetune.memory.predict.process_memory import processes_per_host
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import (
@@ -117,7 +118,11 @@ class Costs:
         """Time per token relative to the original run on the same GPU; below 1 if faster."""
         more = changed.micro_batches_per_step / self._run.micro_batches_per_step
         factors = (switch.time(changed.setting, more) / switch.time(self._run.setting, 1.0) for switch in SWITCHES)
-        return math.prod(factors) * (self._seconds_per_token(changed) / self._seconds_per_token(self._run))
+        return math.prod(factors) * (self._seconds_per_token(changed) / self._original_seconds_per_token)
+
+    @cached_property
+    def _original_seconds_per_token(self) -> float:
+        return self._seconds_per_token(self._run)
 
     def _seconds_per_token(self, run: Workload) -> float:
         return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
@@ -266,7 +271,7 @@ def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: 
     setting = run.setting
     activations = offloaded if setting.offload_activations == "disk" else 0
     # The GPUs of a node share its disk.
-    state = offloaded_state_bytes(shapes, setting)[1] * processes_per_host(setting, run.nodes)
+    state = disk_bytes(shapes, setting) * processes_per_host(setting, run.nodes)
     return (2 * activations + max(0.0, 2 * state - update * run.disk_bytes_per_second)) / run.disk_bytes_per_second
 
 

@@ -155,7 +155,7 @@ def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
 
 def disk_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Disk space that train.offload_to=disk takes in one process."""
-    return offloaded_state_bytes(model_shapes(config, setting.tensor_parallel), setting)[1]
+    return disk_bytes(model_shapes(config, setting.tensor_parallel), setting)
 
 
 def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
@@ -163,4 +163,11 @@ def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, i
     if setting.offload == "none":
         return 0, 0
     in_memory = sum(line.total_bytes(1) for line in host_lines(shapes, setting))
-    return in_memory, sum(line.total_bytes(BLOCK_BYTES) for line in disk_lines(shapes, setting))
+    return in_memory, disk_bytes(shapes, setting)
+
+
+def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
+    """Disk space that train.offload_to=disk takes in one process."""
+    if setting.offload == "none" or setting.offload_to != "disk":
+        return 0
+    return sum(line.total_bytes(BLOCK_BYTES) for line in disk_lines(shapes, setting))
