@@ -189,3 +189,20 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path):
     run_bounded(command, cwd=ROOT, env=environment, check=True)
     assert "<h1" in (tmp_path / "site/index.html").read_text(encoding="utf-8")
     assert (tmp_path / "site/params.yaml").read_text() == (ROOT / "params.yaml").read_text()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "zh" in relative(page)], ids=relative)
+def test_lines_of_chinese_pages_do_not_end_inside_text(page: Path):
+    """A line's end becomes a space, which Chinese text does not have."""
+    chinese = "[\u3000-\u9fff\uff00-\uffef]"
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    starts = r"(?!\s*(?:[-|#!]|    ))"
+    assert re.findall(f"^{starts}.*{chinese}\n{starts}.*{chinese}.*$", text, re.MULTILINE) == []
+    assert re.findall(f"^- .*{chinese}\n {{2}}.*", text, re.MULTILINE) == []
+
+
+def test_the_chinese_readme_shows_the_same_answer():
+    """The sample of `fit` in one page is of another version than in the other."""
+    pages = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    answers = {re.search(r"^```\n(verdict .*?)^```$", page, re.MULTILINE | re.DOTALL)[1] for page in pages}  # type: ignore[index]
+    assert len(answers) == 1
