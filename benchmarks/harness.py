@@ -76,7 +76,9 @@ class Measured:
     bars: Sequence[Bar]
 
 
-def benchmark(name: str, measure: Callable[..., Measured], options: "Sequence[click.Option]" = ()) -> "click.Command":
+def benchmark(
+    name: str, measure: Callable[..., Measured], options: "Sequence[click.Parameter]" = ()
+) -> "click.Command":
     """Make the command of a benchmark; it exits with 1 if a bar fails.
 
     It refuses to write its published results file from a checkout with uncommitted changes.

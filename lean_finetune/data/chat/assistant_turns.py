@@ -33,6 +33,8 @@ class TurnFinder:
         self._longest = max(map(len, added_tokens), default=0)
         self._header = self._find_generation_prompt().lstrip()
         lead = self._control.match(self._header)
+        self._leads = lead is not None
+        """Whether the generation prompt begins with a control token, so that no other text can be taken for it."""
         self._anchor = lead[0] if lead else self._header.rstrip()
         """The part of the generation prompt by which it is searched: the rest may differ from turn to turn."""
 
@@ -46,7 +48,7 @@ class TurnFinder:
         done = 0
         for turn in turns:
             start = self._start(conversation, regions, turn, done)
-            start = None if start is None else self._outside_token(full, start)
+            start = None if start is None else self._outside_token(full, self._behind_header(full, start))
             end = None if start is None else self._end(conversation, regions, turn, start)
             if start is None or end is None or not done <= start < end:
                 raise RowFault(
@@ -83,7 +85,7 @@ class TurnFinder:
         full = regions.text
         is_last = turn + 1 == len(conversation.messages)
         messages = conversation.messages[: turn + 1]
-        upto = full if is_last else rendering(self._template, conversation, messages)
+        upto = self._without_header(full if is_last else rendering(self._template, conversation, messages))
         stop = None if upto is None else self._last_control_token(upto, start)
         if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
@@ -103,6 +105,14 @@ class TurnFinder:
                 return shared[-1].end()
         match = self._control.search(full, own[1], limit)
         return match.end() if match else None
+
+    def _behind_header(self, text: str, place: int) -> int:
+        """The place behind a generation prompt that begins here: some templates write it there and not in prompts."""
+        return place + len(self._header) if self._leads and text.startswith(self._header, place) else place
+
+    def _without_header(self, text: str | None) -> str | None:
+        """The text without a generation prompt at its end, which Command R7B writes behind calls in any case."""
+        return text.rstrip().removesuffix(self._header.rstrip()) if self._leads and text is not None else text
 
     def _outside_token(self, text: str, place: int) -> int:
         """The place, or the start of the added token that it lies inside."""

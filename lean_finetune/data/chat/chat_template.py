@@ -11,17 +11,20 @@ from lean_finetune.data.chat.assistant_turns import TurnFinder
 from lean_finetune.data.chat.bundled_templates import find_bundled, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.end_of_turn import TurnEnds, find_ends
+from lean_finetune.data.chat.message_forms import in_its_form
 from lean_finetune.data.chat.message_regions import REASONING_FIELDS
 from lean_finetune.data.chat.template_probes import (
     MESSAGE_FIELDS,
     basic_segments,
     check_ends,
+    check_last_end,
     check_roles,
     ends_turn,
     omitted_parts,
     parts_of,
     reasoning_of,
 )
+from lean_finetune.data.chat.think_tags import CLOSE, ThinkTags
 from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.chat.trained_segments import Segment, segments_of_spans, split_segments
 from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
@@ -47,6 +50,7 @@ class ChatTemplate:
         self._omitted = omitted_parts(own)
         check_roles(own, self._omitted, own.name, train_on)
         self._turns = TurnFinder(own, control, added)
+        self._tags = ThinkTags(own, self._omitted)
         self.source, self.method = own.source, "segments"
         self.reason = f"{title} has no generation marks, so each answer is what its turn adds to the text before it"
         if train_on == "all":
@@ -72,6 +76,8 @@ class ChatTemplate:
         """
         if self._omitted:
             self._check_shown(conversation)
+        if any(CLOSE in message["content"] for message in conversation.messages):
+            conversation = replace(conversation, messages=self._tags.moved(conversation))
         segments = self._segments(conversation)
         if any(len(message) > 2 or "</think>" in message["content"] for message in conversation.messages):
             self._check_reasoning(conversation, segments)
@@ -208,8 +214,10 @@ def load_template(
         source, name, title = chat_template, "data.chat_template: the template", "the template of data.chat_template"
     try:
         with work_limits():
-            own = CompiledTemplate(source, special_tokens, name, date)
+            own = in_its_form(CompiledTemplate(source, special_tokens, name, date))
             template = ChatTemplate(own, title, control, control | added.keys(), train_on)
+            if template.method == "segments":
+                check_last_end(own, name, control)
             template.end_turns(end_of_turn, stops, special_tokens, control)
     except LIMITS_MET as error:
         raise UserError(

@@ -1,7 +1,8 @@
 """Compiled chat templates, which render messages in a sandbox with a fixed date."""
 
+import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -105,10 +106,17 @@ class CompiledTemplate:
         self.has_marks = any(data.data == TRAINED_START for data in tree.find_all(nodes.TemplateData))
         self._captures_marks = self.has_marks and _captures(tree)
         self._special_tokens, self._date = dict(special_tokens), date
+        self._form: Callable[[list[Message]], list[Message]] | None = None
 
     def with_source(self, source: str, name: str) -> "CompiledTemplate":
         """Another template with the same special tokens and date."""
         return CompiledTemplate(source, self._special_tokens, name, self._date)
+
+    def with_form(self, form: Callable[[list[Message]], list[Message]]) -> "CompiledTemplate":
+        """The same template, which renders what `form` makes of messages (see `message_forms`)."""
+        template = copy.copy(self)
+        template._form = form
+        return template
 
     def parts(
         self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False
@@ -120,7 +128,7 @@ class CompiledTemplate:
         try:
             context = self._template.new_context(
                 {
-                    "messages": messages,
+                    "messages": messages if self._form is None else self._form(messages),
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,

@@ -23,17 +23,32 @@ ASK, _ANSWER = _turn("user", "Q"), _turn("assistant", "A")
 CALLING = _turn("assistant", "", tool_calls=[_CALL])
 RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
 _BASIC = Conversation(messages=[ASK, _ANSWER], tools=None)
+_CHAT = [_turn("user", "zqfirst"), _turn("assistant", "zqone"), _turn("user", "zqnext"), _turn("assistant", "zqtwo")]
 
 MESSAGE_FIELDS = (*REASONING_FIELDS, "channel", "refusal")
 """Keys that change the meaning of a message."""
 
-# By part of a row: a conversation with that part, and a text that its rendering must contain.
+# By part of a row, as refusals name it: a conversation with that part, and a text that its rendering must contain.
 _PARTS = {
     "tools": (Conversation(messages=[ASK, _ANSWER], tools=_TOOLS), "zqtools"),
     "tool_calls": (Conversation(messages=[ASK, CALLING], tools=_TOOLS), "zqcall"),
     "tool": (Conversation(messages=[ASK, CALLING, RESULT, _ANSWER], tools=_TOOLS), "zqresult"),
     "system": (Conversation(messages=[_turn("system", "zqsystem"), ASK, _ANSWER], tools=None), "zqsystem"),
     "developer": (Conversation(messages=[_turn("developer", "zqdeveloper"), ASK, _ANSWER], tools=None), "zqdeveloper"),
+}
+
+# Parts of messages with calls, which templates that show calls may omit.
+SECOND_CALL, TEXT_OF_CALLS = "a second call in one message", "text in a message with calls"
+_SECOND = {"type": "function", "id": "a1B2c3D4f", "function": {"name": "zqcall", "arguments": {"x": "zqsecond"}}}
+_PARTS_OF_CALLS = {
+    SECOND_CALL: (
+        Conversation(messages=[ASK, _turn("assistant", "", tool_calls=[_CALL, _SECOND])], tools=_TOOLS),
+        "zqsecond",
+    ),
+    TEXT_OF_CALLS: (
+        Conversation(messages=[ASK, _turn("assistant", "zqtext", tool_calls=[_CALL])], tools=_TOOLS),
+        "zqtext",
+    ),
 }
 
 _THOUGHT = "<think>\nHm.\n</think>\n\nA"
@@ -51,9 +66,18 @@ PROBES = (
 
 def omitted_parts(template: CompiledTemplate) -> frozenset[str]:
     """The parts of a row that the template silently omits: tools, tool_calls, rare roles, keys of messages."""
-    texts = {part: rendering(template, conversation) for part, (conversation, _) in _PARTS.items()}
-    omitted = {part for part, text in texts.items() if text is not None and _PARTS[part][1] not in text}
+    omitted = {part for part, (conversation, text) in _PARTS.items() if _omits(template, conversation, text)}
+    if "tool_calls" not in omitted:
+        omitted |= {
+            part for part, (conversation, text) in _PARTS_OF_CALLS.items() if _omits(template, conversation, text)
+        }
     return frozenset(omitted | {field for field in MESSAGE_FIELDS if not _shows_field(template, field)})
+
+
+def _omits(template: CompiledTemplate, conversation: Conversation, text: str) -> bool:
+    """Whether the template renders the conversation without the text."""
+    shown = rendering(template, conversation)
+    return shown is not None and text not in shown
 
 
 def _shows_field(template: CompiledTemplate, field: str) -> bool:
@@ -79,6 +103,8 @@ def parts_of(conversation: Conversation) -> set[str]:
             parts |= {field for field, value in given.items() if (value.strip() if isinstance(value, str) else value)}
             if "tool_calls" in message:
                 parts.add("tool_calls")
+                parts |= {SECOND_CALL} if len(message["tool_calls"]) > 1 else set()
+                parts |= {TEXT_OF_CALLS} if message["content"].strip() else set()
     return parts
 
 
@@ -143,6 +169,28 @@ def ends_turn(segments: list[Segment], control: Iterable[str]) -> bool:
     """Whether the last trained text ends with a control token."""
     last = next((segment.text for segment in reversed(segments) if segment.trained), "")
     return last.rstrip().endswith(tuple(control))
+
+
+def check_last_end(template: CompiledTemplate, name: str, control: Iterable[str]) -> None:
+    """Refuse a template that writes the start of another answer behind the last one, which would be trained.
+
+    A template that refuses the conversations passes. Raises UserError, naming the token.
+    """
+    ask, answered, again = (
+        rendering(template, Conversation(messages=_CHAT[:count], tools=None)) for count in (1, 2, 4)
+    )
+    if ask is None or answered is None or again is None:
+        return
+    question, answer, following = (message["content"] for message in _CHAT[:3])
+    start = answered.rpartition(answer)[0].rpartition(question)[2]
+    between = again.rpartition(following)[0].rpartition(answer)[2]
+    for token in control:
+        is_last = ask.rstrip().endswith(token) and answered.rstrip().endswith(token)
+        if is_last and token in start and token not in between:
+            raise UserError(
+                f"{name} writes {token}, with which an answer begins, behind the last answer too; write it only with "
+                "add_generation_prompt"
+            )
 
 
 def basic_segments(render: Callable[[Conversation], list[Segment]]) -> list[Segment] | None:

@@ -6,12 +6,22 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
+from lean_finetune.data.chat.message_forms import in_its_form
+from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
 
 
 def compile_own_template(directory: Path, date: str) -> CompiledTemplate:
-    """A tokenizer's chat template; `date` is today's for it, YYYY-MM-DD. Raises UserError if it has none."""
+    """A tokenizer's chat template; `date` is today's for it, YYYY-MM-DD.
+
+    Raises UserError if it has none, or that meets a limit of `work_limits`.
+    """
     source, file = read_template(directory)
-    return CompiledTemplate(source, read_special_tokens(directory), file, date)
+    template = CompiledTemplate(source, read_special_tokens(directory), file, date)
+    try:
+        with work_limits():
+            return in_its_form(template)
+    except LIMITS_MET as error:
+        raise UserError(f"{file} {limit_met(error)} a conversation of two messages; correct it") from None
 
 
 def read_template(directory: Path) -> tuple[str, str]:

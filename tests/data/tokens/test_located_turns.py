@@ -102,3 +102,26 @@ def test_earlier_answers_that_another_token_ends_are_found(open_template):
         "<|channel|>final<|message|>same<|end|>",
         "<|channel|>final<|message|>same<|return|>",
     ]
+
+
+def test_the_start_of_another_answer_behind_calls_is_not_trained(open_template):
+    """As Command R7B's template writes it, though no generation prompt is asked for."""
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or () %}"
+        "<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt or messages[-1].tool_calls %}<|start|>assistant\n{% endif %}"
+    )
+    template = open_template(source, ("<|start|>", "<|call|>", "<|end|>"))
+    called = Conversation(messages=CALLING.messages[:2], tools=None)
+    assert trained(template.render(called)) == ['<|call|>f{"x": 1}<|end|>']
+    assert trained(template.render(CALLING)) == ['<|call|>f{"x": 1}<|end|>', "a<|end|>", "b<|end|>"]
+
+
+def test_a_header_that_only_the_rendering_has_is_not_trained(open_template):
+    """As in Diffusion Gemma's: no generation prompt follows a tool's result."""
+    turns, _, _ = GEMMA.partition("{%- if add_generation_prompt")
+    source = (
+        turns + "{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<|turn>model\n' }}{%- endif -%}"
+    )
+    template = open_template(source, GEMMA_TOKENS)
+    assert trained(template.render(CALLING))[1] == "a<turn|>"
