@@ -249,7 +249,7 @@ def plan_note(inputs: Inputs) -> str:
     """Predicted reserved memory over the optimizer steps of the plan, of a GPU."""
     estimate = inputs.estimate
     text = f"Reserved over the plan: {estimate['reserved_replayed']}."
-    if inputs.reserved[0]["reserved_gib"]:
+    if inputs.reserved:
         text += f" It is constant after optimizer step {estimate['reserved_settled_step']} of these."
         if estimate["retries_predicted"]:
             text += f" The allocator frees its cache {estimate['retries_predicted']} times because memory is full."

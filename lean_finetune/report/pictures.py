@@ -37,7 +37,7 @@ def pictures(inputs: Inputs) -> dict[str, Picture]:
         "switches": _switches(inputs),
         "loss": _loss(inputs),
     }
-    if inputs.reserved[0]["reserved_gib"]:
+    if inputs.reserved:
         found["reserved"] = _reserved(inputs)
     return found
 

@@ -35,8 +35,9 @@ class Inputs:
         """The largest tensors at the peak, and the memory that persists between steps."""
         self.timeline = read_csv(estimate / "timeline.csv")
         """Bytes by category over the events of the worst step, in GiB."""
-        self.reserved = read_csv(estimate / "reserved.csv")
-        """Memory by optimizer step in plan order, in GiB; reserved cells are empty without a replay of the plan."""
+        replayed = estimate / "reserved.csv"
+        self.reserved = read_csv(replayed) if replayed.exists() else []
+        """Memory by optimizer step in plan order, in GiB; empty without a replay of the plan, as on a CPU."""
         self.verdict = read_json(estimate / "verdict.json")
         self.switches = read_csv(estimate / "switches.csv")
         """Predicted peak of the run, and after changing one switch."""

@@ -179,11 +179,6 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     write_json(directory / "data/estimate/explanation.json", EXPLANATION)
     write_csv(directory / "data/estimate/timeline.csv", TIMELINE_COLUMNS, TIMELINE)
     write_csv(
-        directory / "data/estimate/reserved.csv",
-        ["step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries"],
-        [{"step": 0, "allocated_gib": 0.117}],
-    )
-    write_csv(
         directory / "data/estimate/switches.csv",
         ["switch", "peak_gib"],
         [{"switch": "current", "peak_gib": 0.117}, {"switch": "grad_ckpt=true", "peak_gib": 0.08}],

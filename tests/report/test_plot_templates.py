@@ -3,12 +3,14 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 from dvc_render.html import render_html
 from dvc_render.vega import VegaRenderer
 from ruamel.yaml import YAML
 
+from lean_finetune.core.units import GIB, reading_unit
 from lean_finetune.report.colors import CATEGORY_COLORS, SERIES_COLORS
 from lean_finetune.report.plots_page import write_template
 from tests.conftest import ROOT
@@ -55,7 +57,7 @@ def test_memory_starts_at_zero():
     """On an axis that does not start at zero, an error of 0.1 % looks large."""
     spec = filled("memory", "step,measured_gib,predicted_gib\n0,1.0,1.1\n", x="step", y="measured_gib")
     assert spec["layer"][0]["encoding"]["y"]["scale"]["zero"] is True
-    assert spec["layer"][1]["encoding"]["y"]["field"] == "predicted_gib"
+    assert spec["layer"][1]["encoding"]["y"]["field"] == "predicted"
 
 
 def test_the_prediction_is_a_line_of_its_own():
@@ -66,17 +68,37 @@ def test_the_prediction_is_a_line_of_its_own():
 
 def test_watched_memory_is_drawn_in_gib():
     """Bytes on an axis labelled GiB."""
-    spec = filled("watched", "step,live_bytes\n0,1073741824\n", x="step", y="live_bytes", y_label="GiB")
+    spec = filled("watched", "step,live_bytes\n0,1073741824\n", x="step", y="live_bytes")
     assert {"calculate": "toNumber(datum['live_bytes']) / 1073741824", "as": "gib"} in spec["transform"]
-    assert spec["encoding"]["y"]["field"] == "gib" and spec["encoding"]["y"]["title"] == "GiB"
+
+
+def test_units_and_stacking_are_those_of_the_report():
+    """48 MiB as 0.047 GiB; weights on top of activations, where the report has them at the bottom."""
+    for name, x, y in (
+        ("memory", "step", "measured_gib"),
+        ("reserved", "step", "reserved_gib"),
+        ("watched", "step", "live_bytes"),
+        ("timeline", "event", "weights"),
+        ("switches", "peak_gib", "switch"),
+    ):
+        text = json.dumps(filled(name, f"{x},{y}\n0,1.0\n", x=x, y=y))
+        assert "datum.most >= 0.1 ? 'GiB' : 'MiB'" in text and '"field": "unit"' in text, name
+    assert reading_unit(round(0.11 * GIB))[1] == "GiB" and reading_unit(round(0.09 * GIB))[1] == "MiB"
+    spec = filled("timeline", "event,weights\n0,1.0\n", x="event", y="weights")
+    place = next(step["calculate"] for step in spec["transform"] if step.get("as") == "place")
+    assert re.findall("'(\\w+)'", place) == [name for name in CATEGORY_COLORS if name != "kv_cache"]
+    area = spec["spec"]["layer"][0]["encoding"]
+    assert area["order"] == {"field": "place"} and area["y"]["stack"] == "zero"
 
 
 def test_colours_are_those_of_the_report():
     """Activations in another colour on each page."""
-    scale = filled("timeline", "event,weights\n0,1.0\n", x="event", y="weights")["encoding"]["color"]["scale"]
+    timeline = filled("timeline", "event,weights\n0,1.0\n", x="event", y="weights")
+    scale = timeline["spec"]["layer"][0]["encoding"]["color"]["scale"]
     colors = dict(zip(scale["domain"], scale["range"], strict=True))
     assert colors == {name: color for name, color in CATEGORY_COLORS.items() if name != "kv_cache"}
-    scale = filled("watched", "step,live_bytes\n0,1\n", x="step", y="live_bytes")["encoding"]["color"]["scale"]
+    watched = filled("watched", "step,live_bytes\n0,1\n", x="step", y="live_bytes")
+    scale = watched["spec"]["layer"][0]["encoding"]["color"]["scale"]
     assert scale["range"] == [SERIES_COLORS[name] for name in ("live", "reserved", "process")]
 
 

@@ -107,13 +107,12 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     if (traffic := traffic_of(run)) is not None:
         fits |= {name: size for name, size in traffic.as_json(1).items() if "node" not in name}
     figures = {**_figures(planned, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
-    # DVC cannot plot an empty file.
-    alone = [{"step": 0, "allocated_gib": round(prediction.peak.bytes / GIB, 6)}]
     with atomic_directory(out) as aside:
         for name, content in {**documents, FIGURES: figures}.items():
             write_json(aside / name, content)
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
-        write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows() if memory else alone)
+        if memory is not None:  # Else DVC would draw an empty plot.
+            write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows())
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
     write_json(metrics, {name: figures[name] for name in RESULTS})
