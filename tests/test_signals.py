@@ -1,6 +1,7 @@
 """The first stop signal is raised, the second kills; a library that swallows the exception is killed after a while."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,12 +137,20 @@ StageCommand("demo", callback=work).main([])
 
 @pytest.mark.parametrize(
     "numbers, status, output",
-    [([], 0, "closed, module torn down, "), ([signal.SIGTERM], 143, "closed, "), ([signal.SIGINT], 130, "closed, ")],
+    [([], 0, "closed, "), ([signal.SIGTERM], 143, "closed, "), ([signal.SIGINT], 130, "closed, ")],
 )
-def test_a_stopped_stage_runs_its_exit_handlers_without_the_teardown_of_modules(numbers, status, output):
-    """The teardown of torch's modules takes seconds, after which a scheduler kills."""
+def test_a_stage_ends_after_its_exit_handlers_without_the_teardown_of_modules(numbers, status, output):
+    """The teardown of torch's modules takes seconds, after which a scheduler kills a stopped stage."""
     done = run_bounded([sys.executable, "-c", STAGE, *(str(int(number)) for number in numbers)], cwd=ROOT)
     assert (done.returncode, done.stdout) == (status, output), done.stderr
+
+
+def test_output_that_cannot_be_written_is_no_success():
+    """A full disk behind standard output, and exit code 0."""
+    program = STAGE.replace("def work():", "def work():\n    print('result')")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode and "No space left on device" in done.stderr
 
 
 def test_importing_the_module_changes_no_signal_handler():

@@ -27,7 +27,7 @@ class StageCommand(click.Command):
     """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command and exit. A failed one restores the metrics; one that a signal ended exits quickly.
+        """Run the command and exit, without tearing modules down. A failed one restores the metrics.
 
         One that succeeded removes metrics that its results made outdated, where DVC would commit them.
         """
@@ -39,8 +39,8 @@ class StageCommand(click.Command):
                 restore_metrics()
             else:
                 remove_outdated_metrics()
-            if isinstance(code, int) and code > signals.FIRST_OF_SIGNALS:
-                signals.end_soon(code)
+            if isinstance(error, SystemExit) and isinstance(code, int | None):
+                signals.end_soon(code or 0)
             raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

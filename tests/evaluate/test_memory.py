@@ -60,14 +60,17 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
 
 
 CASES: list[tuple[dict[str, Any], int | None]] = [
-    ({"method": "full"}, None),
     ({"method": "full", "grad_ckpt": True}, 16),
     ({"method": "lora", "grad_ckpt": True}, 16),
     ({"method": "qlora", "grad_ckpt": True}, None),
-    ({"method": "qlora", "grad_ckpt": True, "precision": "bf16"}, 16),
 ]
-# The same with the other form of loss.
-SLOW = [pytest.param(changes, 16 if chunk is None else None, marks=pytest.mark.slow) for changes, chunk in CASES]
+SLOW_CASES: list[tuple[dict[str, Any], int | None]] = [
+    # The same with the other form of loss.
+    *((changes, 16 if chunk is None else None) for changes, chunk in CASES),
+    *(({"method": "full"}, chunk) for chunk in (None, 16)),
+    *(({"method": "qlora", "grad_ckpt": True, "precision": "bf16"}, chunk) for chunk in (None, 16)),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES]
 
 
 @pytest.mark.parametrize(("changes", "chunk"), [*CASES, *SLOW], ids=str)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ GPT2 = GPT2Config(**OLD_SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 BIOGPT = BioGptConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", "int8_lora"])
+@pytest.mark.parametrize("method", ["lora", "qlora", pytest.param("int8_lora", marks=pytest.mark.slow)])
 def test_layers_with_transposed_weights_get_adapters(method, tmp_path):
     """GPT-2's `Conv1D`, of which the closed form adapts and packs nothing."""
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path)
@@ -133,8 +134,14 @@ def test_experts_that_are_called_one_by_one_are_refused():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "GPT-OSS"])
-@pytest.mark.parametrize("method", ["full", "lora", "int8_lora"])
+FAST_MIXTURES = [("Qwen3-MoE", "lora"), ("GPT-OSS", "full"), ("GPT-OSS", "int8_lora")]
+MIXTURES = product(("Qwen3-MoE", "GPT-OSS"), ("full", "lora", "int8_lora"))
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [case if case in FAST_MIXTURES else pytest.param(*case, marks=pytest.mark.slow) for case in MIXTURES],
+)
 def test_a_mixture_is_predicted_as_it_is_counted(family, method, saved):
     """Packed experts and adapters of all experts, whose routing must not matter."""
     if method == "full":

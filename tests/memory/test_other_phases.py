@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
+from tests.step.common import slow
 
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
@@ -53,7 +55,7 @@ def batch_of(wanted: BatchShape) -> Batch:
     return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, joined_rows=None)
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora", "int8_lora"])
+@pytest.mark.parametrize("method", ["full", slow("lora"), "qlora", slow("int8_lora")])
 def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     """Activations counted as saved for a backward pass that never runs, or the optimizer forgotten."""
     setting = setting_of(method=method)
@@ -73,16 +75,20 @@ def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
 
 
-@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma 3", "GPT-OSS"])
+KINDS_OF_ANSWERS = [
+    ("full", 1, 90, 5),
+    ("full", 4, 90, 1),
+    ("lora", 40, 90, 5),
+    ("qlora", 60, 8, 5),
+    ("qlora", 8, 40, 1),
+]
+FAST_ANSWERS = [("Gemma 3", "full", 1, 90, 5), ("GPT-OSS", "full", 4, 90, 1), ("Gemma 3", "qlora", 60, 8, 5)]
+ALL_ANSWERS = [(family, *answers) for family, answers in product(("Llama", "Gemma 3", "GPT-OSS"), KINDS_OF_ANSWERS)]
+
+
 @pytest.mark.parametrize(
-    ("method", "new_tokens", "prompt_tokens", "rows"),
-    [
-        ("full", 1, 90, 5),
-        ("full", 4, 90, 1),
-        pytest.param("lora", 40, 90, 5, marks=pytest.mark.slow),
-        ("qlora", 60, 8, 5),
-        pytest.param("qlora", 8, 40, 1, marks=pytest.mark.slow),
-    ],
+    ("family", "method", "new_tokens", "prompt_tokens", "rows"),
+    [case if case in FAST_ANSWERS else slow(*case) for case in ALL_ANSWERS],
 )
 def test_answers_take_what_is_predicted(family, method, new_tokens, prompt_tokens, rows, tmp_path):
     """A KV cache left out, logits of every prompt token, windowed layers that cache every token, or a mask."""
@@ -129,7 +135,6 @@ def test_no_batch_of_prompts_is_larger_than_one_that_is_traced(max_tokens):
 
 FAST_LOADS: list[dict[str, Any]] = [
     {"method": "full", "precision": "fp32"},
-    {"method": "qlora", "precision": "fp32"},
     {"method": "qlora", "precision": "bf16"},
     {"method": "int8_lora", "precision": "bf16"},
     {"method": "lora", "precision": "fp32", "lora_dora": True},

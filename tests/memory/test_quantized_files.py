@@ -16,13 +16,12 @@ PACKED: dict[str, Any] = {"method": "qlora", "double_quant": False}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {"method": "full"}),
     ("mxfp4", {"method": "qlora"}),
-    ("fp8", {"method": "full"}),
     ("fp8", {"method": "int8_lora"}),
-    ("nf4", PACKED),
     ("part of nf4", PACKED),
 ]
 UNPACKED = ("mxfp4", "fp8", "fp8 experts")
-SLOW = [(name, {"method": method}) for name in UNPACKED for method in ("full", "lora", "qlora", "int8_lora")]
+METHODS = ("full", "lora", "qlora", "int8_lora")
+SLOW = [("nf4", PACKED), *((name, {"method": method}) for name in UNPACKED for method in METHODS)]
 
 
 @pytest.fixture(scope="module")

@@ -209,8 +209,9 @@ def test_weights_on_the_host_are_advised_where_they_are_too_large():
     assert remedy.host_bytes and not remedy.disk_bytes and remedy.slowdown > 2
 
 
-def test_only_confirmed_candidates_are_offered():
+def test_only_confirmed_candidates_are_offered(monkeypatch: pytest.MonkeyPatch):
     """A line that fits by its tensors alone; a search that confirms hundreds of runs."""
+    monkeypatch.setattr(search, "MOST_CONFIRMED", 3)
     run = workload(method="lora", loss_chunk=None)
     tried: list[Workload] = []
 

@@ -122,7 +122,10 @@ def test_the_same_of_two_gib_in_many_files(tmp_path: Path, method: str, precisio
     check(large_llama(LAYERS), tmp_path, SHARDS, method, precision)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8_lora"])
+SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("lora", "int8_lora")]
+
+
+@pytest.mark.parametrize("method", ["full", "qlora", *SLOW_METHODS])
 def test_loading_leaves_nothing_but_the_model(small_llama: Path, method: str):
     """Temporary memory of loading that is freed only with the model."""
     make_code_books()
