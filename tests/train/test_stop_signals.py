@@ -143,6 +143,7 @@ def start(small_llama: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 def test_stopped_training_resumes_to_the_same_weights(
     start: Callable[..., Trainer], small_llama: Path, tmp_path: Path, number: signal.Signals
