@@ -23,7 +23,7 @@ from lean_finetune.data.shards.parts import collect, parse_part  # noqa: E402
 from lean_finetune.data.shards.publish_tokens import publish  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
 from lean_finetune.data.shards.tokenize_run import tokenize_all, tokenize_part  # noqa: E402
-from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
+from lean_finetune.pinning.locate import read_tokenizer_lock, tokenizer_directory, verify_files  # noqa: E402
 
 PATH = click.Path(path_type=Path)
 
@@ -55,7 +55,7 @@ def main(
         )
     chosen = None if part is None else parse_part(part)
     p = read_params()
-    data, tokenizer = read_json(data_lock), read_json(tokenizer_lock)
+    data, tokenizer = read_json(data_lock), read_tokenizer_lock(tokenizer_lock)
     directory = tokenizer_directory(read_json(model_lock))
     verify_files(directory, tokenizer["files"])
     job = prepare_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)

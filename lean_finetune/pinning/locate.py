@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.field_types import HUB_PREFIX
-from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
+from lean_finetune.core.atomic_files import file_digest, find_source, read_json, repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
 from lean_finetune.pinning.hub import HUB_ID, cached_file, download
@@ -161,6 +161,14 @@ def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
     if len(pinned) == 64:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
+
+
+def read_tokenizer_lock(path: Path) -> dict[str, Any]:
+    """The content of locks/tokenizer.json. Raises UserError if another version of pin_model wrote it."""
+    lock: dict[str, Any] = read_json(path)
+    if not lock.keys() >= {"files", "stop_ids"}:
+        raise UserError(f"{path}: was written by another version of pin_model; run `dvc repro pin_model`")
+    return lock
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:

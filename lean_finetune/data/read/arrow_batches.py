@@ -7,10 +7,14 @@ import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.row_block import RowBlock, to_payload
+from lean_finetune.data.read.worker_memory import limited_memory_growth
 
 ARROW_FILE_MAGIC = b"ARROW1"
 # Parquet compresses repeated values, so rows can be much larger than the file suggests: this bounds their number.
 MAX_BATCH_ROWS = 4096
+DECODED_BYTES = 1 << 28
+BATCH_BYTES = 4 << 30
+"""Most memory for reading a batch: a file of 500 KB can hold one of 40 GB."""
 
 
 def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes: int) -> Iterator[RowBlock]:
@@ -21,14 +25,26 @@ def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes
     number = 0
     batches = _parquet_batches(file, block_bytes) if is_parquet else _arrow_batches(file)
     try:
-        for batch in batches:
+        while (batch := _next(batches)) is not None:
             _check(batch, name)
-            for part in _halves(_plain(batch), block_bytes):
-                yield RowBlock(kind="arrow", payload=to_payload(part), first_row=number)
-                number += part.num_rows
+            for plain in _plain(batch):
+                for part in _halves(plain, block_bytes):
+                    yield RowBlock(kind="arrow", payload=to_payload(part), first_row=number)
+                    number += part.num_rows
+    except MemoryError:  # Arrow's too.
+        raise UserError(
+            f"{name}: one batch of its rows needs more than {BATCH_BYTES >> 30} GiB of memory; write it again with "
+            "fewer rows in a batch"
+        ) from None
     except (pa.ArrowException, OSError) as error:
         kind = "Parquet" if is_parquet else "Arrow"
         raise UserError(f"{name}: is damaged or no {kind} file ({error}); write or download it again") from error
+
+
+def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+    """The next batch; None after the last. Raises MemoryError if it takes more than BATCH_BYTES."""
+    with limited_memory_growth(BATCH_BYTES):
+        return next(batches, None)
 
 
 def _parquet_batches(file: BinaryIO, block_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -68,12 +84,19 @@ def _check(batch: pa.RecordBatch, name: str) -> None:
             raise
 
 
-def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without metadata and dictionaries, which would be copied into every block."""
-    columns: list[Any] = [
-        column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column for column in batch.columns
-    ]
-    return pa.record_batch(columns, names=batch.schema.names)
+def _plain(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The batch without metadata and dictionaries, which would be copied into every block.
+
+    It comes in parts that take at most DECODED_BYTES, or have one row, even if every row has the longest value.
+    """
+    longest = sum(column.dictionary.nbytes for column in batch.columns if isinstance(column, pa.DictionaryArray))
+    rows = max(1, DECODED_BYTES // longest) if longest else max(1, batch.num_rows)
+    for start in range(0, batch.num_rows, rows):
+        columns: list[Any] = [
+            column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+            for column in batch.slice(start, rows).columns
+        ]
+        yield pa.record_batch(columns, names=batch.schema.names)
 
 
 def _halves(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:

@@ -19,6 +19,8 @@ LAYOUT_BYTES = 1 << 16
 """Bytes at the file's start that `json_layout` needs."""
 TAIL_BYTES = 1 << 20
 """Bytes that may follow the rows inside an object."""
+MOST_BRACKETS = 1 << 17
+"""Brackets inside each other in one row. Rows of fewer are refused one by one; a compressed file can have billions."""
 Layout = Literal["lines", "array", "wrapped", "objects"]
 FILE_RULE = 'the file must be one array of JSON objects, {"data": […]}, or one object a line'
 _QUOTE = ord('"')
@@ -217,6 +219,10 @@ def _next_value(window: _Window, line: int) -> bytes | None:
             if not due and size_bytes + window.position - start:
                 raise window.error("expecting ',' or ']' after a row")
             due.append(_CLOSING[byte])
+            if len(due) > MOST_BRACKETS:
+                raise window.error(
+                    f"more than {MOST_BRACKETS} brackets inside each other, in the row that starts here", line
+                )
         elif not due:
             break  # The comma or bracket behind a number or a string is not part of it.
         elif due.pop() != byte:

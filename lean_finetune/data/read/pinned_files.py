@@ -4,9 +4,11 @@ import codecs
 import io
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
@@ -19,6 +21,33 @@ from lean_finetune.pinning.locate import DataFile, new_digest
 Progress = Callable[[int], Any]
 
 
+_CHANGED = "{}: changed since it was pinned; run `dvc repro` again"
+
+
+def open_local(path: Path, name: str) -> io.FileIO:
+    """Open a regular file, which messages call `name`; a pipe would wait for a writer. Raises UserError."""
+    try:
+        # Without waiting: this changes nothing for regular files.
+        stream = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            stream.close()
+            raise UserError(f"{name}: is no regular file any more; put it back or run `dvc repro` again")
+    except OSError as error:
+        raise UserError(
+            f"{name}: cannot be read any more ({error.strerror}); put it back or run `dvc repro` again"
+        ) from error
+    return stream
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What changes with a file's content; empty if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class PinnedBytes(io.RawIOBase):
     """The bytes of a pinned file, read forward and hashed."""
 
@@ -27,16 +56,16 @@ class PinnedBytes(io.RawIOBase):
         self._file, self._progress = file, progress
         self._digest, self._read_bytes = new_digest(file.digest, file.size_bytes), 0
         self._stream = self._open()
+        self._hashed: tuple[int, ...] = ()
 
     def _open(self) -> BinaryIO:
         if self._file.path is None:
             return open_stream("data.source", self._file.repo_id, self._file.revision, self._file.path_in_repo)
-        try:
-            return open(self._file.path, "rb", buffering=0)
-        except OSError as error:
-            raise UserError(
-                f"{self._file.name}: cannot be read any more ({error.strerror}); put it back or run `dvc repro` again"
-            ) from error
+        stream = open_local(self._file.path, self._file.name)
+        if os.fstat(stream.fileno()).st_size != self._file.size_bytes:  # Before rows of it are judged.
+            stream.close()
+            raise UserError(_CHANGED.format(self._file.name))
+        return stream
 
     def readable(self) -> bool:
         """Always."""
@@ -78,6 +107,8 @@ class PinnedBytes(io.RawIOBase):
 
         Raises UserError if the file differs from what was pinned.
         """
+        if self._file.path is not None:
+            self._hashed = _version(self._file.path)
         while self.read(READ_BLOCK_BYTES):
             pass
         if self._digest.hexdigest() == self._file.digest:
@@ -87,7 +118,12 @@ class PinnedBytes(io.RawIOBase):
                 f"{self._file.name}: the hub sent other bytes than were pinned ({self._read_bytes} of "
                 f"{self._file.size_bytes} bytes came); run `dvc repro` again"
             )
-        raise UserError(f"{self._file.name}: changed since it was pinned; run `dvc repro` again")
+        raise UserError(_CHANGED.format(self._file.name))
+
+    def refuse_change(self, path: Path) -> None:
+        """Raise UserError unless `path` is the file that was hashed, unchanged since then."""
+        if _version(path) != self._hashed:
+            raise UserError(_CHANGED.format(self._file.name))
 
 
 class DecompressedFile:
@@ -142,7 +178,14 @@ def open_seekable(file: DataFile, progress: Progress) -> Iterator[BinaryIO]:
         source = stack.enter_context(PinnedBytes(file, progress))
         if file.path is not None and file.kind.compression is None:
             source.finish()
-            yield stack.enter_context(open(file.path, "rb"))
+            local = stack.enter_context(io.BufferedReader(open_local(file.path, file.name)))
+            source.refuse_change(file.path)
+            try:
+                yield local
+            except UserError:  # A changed file may have been called damaged.
+                source.refuse_change(file.path)
+                raise
+            source.refuse_change(file.path)
             return
         content = DecompressedFile(source, file)
         try:

@@ -3,13 +3,16 @@
 import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.read import arrow_batches
 from lean_finetune.data.read.row_block import MAX_ROW_BYTES
-from tests.data.read.common import arrow, parquet, rows_of
+from tests.data.read.common import arrow, blocks_of, lock_of, parquet, rows_of, source
 
 GOOD = b'{"text": "good"}'
 
@@ -136,6 +139,7 @@ ARRAYS = {
         "rows.json", b"[\n" + GOOD + b',\n{"a": ', ":3: not JSON (the file ends inside the"
     ),
     "open string in an array": _refused("rows.json", b'[\n{"a": "b}]', ":2: not JSON (the file ends inside a string"),
+    "too many brackets": _refused("rows.json", b"[\n" + b"[" * (3 << 17), ":2: not JSON (more than 131072 brackets"),
     "wrong closer": _refused("rows.json", b'[{"a": [1}]', ":1: not JSON (unexpected '}')"),
     "two arrays": _refused(
         "rows.json", b"[" + GOOD + b"]\n[" + GOOD + b"]", ":2: not JSON (text after the array's end)"
@@ -161,6 +165,8 @@ TABLES = {
     "binary as text": _faulty("r.txt", b"good\n\0\1\n", 1, 2, "has a NUL byte"),
     "UTF-16 text": _refused("r.txt", "good\n".encode("utf-16"), ": is UTF-16 text; save it as UTF-8"),
 }
+
+
 BINARIES = {
     "no Parquet at all": _refused("r.parquet", b"PAR1", NO_PARQUET),
     "text named Parquet": _refused("r.parquet", GOOD * 9, NO_PARQUET),
@@ -180,6 +186,36 @@ BINARIES = {
         "r.parquet.gz", lambda: gzip.compress(parquet([{"a": "b"}]))[:-9], BAD_COMPRESSION
     ),
 }
+
+
+def _repeated(megabytes: int, rows: int, is_dictionary: bool) -> bytes:
+    """A Parquet file of some kilobytes, in which every row has the same long text."""
+    texts: Any = pa.array(["b" * (megabytes << 20)], pa.large_string())
+    indices = pa.array([0] * rows, pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(indices, texts) if is_dictionary else texts.take(indices)})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, dictionary_pagesize_limit=1 << 30)
+    assert sink.tell() < 1 << 20
+    return sink.getvalue().to_pybytes()
+
+
+def test_a_small_parquet_file_cannot_fill_the_memory(tmp_path, monkeypatch):
+    """A file of 500 KB can have rows of 40 GB. A table with dictionaries is decoded in parts."""
+    monkeypatch.setattr(arrow_batches, "BATCH_BYTES", 16 << 20)
+    monkeypatch.setattr(arrow_batches, "DECODED_BYTES", 4 << 20)
+    plain, parts = tmp_path / "rows.parquet", tmp_path / "parts.parquet"
+    plain.write_bytes(_repeated(2, 48, is_dictionary=False))
+    parts.write_bytes(_repeated(1, 40, is_dictionary=True))
+    pool = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())  # As the stage does; another pool may have reserved addresses before.
+    try:
+        with pytest.raises(UserError, match="rows.parquet: one batch of its rows needs more than"):
+            rows_of(plain)
+        assert [len(block.payload) < 3 << 20 for block in blocks_of(lock_of(source(parts)))] == [True] * 40
+    finally:
+        pa.set_memory_pool(pool)
+
+
 MALFORMED = LINES | ARRAYS | TABLES | BINARIES
 
 

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -180,7 +181,7 @@ def test_a_reader_that_stops_early_raises_nothing(tmp_path):
     """An error of the consumer must not be replaced by one about the rest of the file."""
     path = write_rows(tmp_path / "rows.jsonl", RECORDS)
     lock = lock_of(source(path))
-    path.write_bytes(path.read_bytes() + b"\n")
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
     blocks = read_blocks(lock, max_rows=None, progress=lambda _: None, block_bytes=1000)
     assert next(blocks).number == 0
     blocks.close()  # type: ignore[attr-defined]
@@ -213,10 +214,46 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     if not memory.exists():
         pytest.skip("this system shows no process's memory as a file")
     (tmp_path / "rows.jsonl").symlink_to(memory)
-    file = {"path": "rows.jsonl", "bytes": 1, "sha256": "0" * 64}
+    file = {"path": "rows.jsonl", "bytes": 0, "sha256": "0" * 64}
     given = {"source": str(tmp_path / "rows.jsonl"), "kind": "file", "revision": None, "rows": None, "files": [file]}
     with pytest.raises(UserError, match="rows.jsonl: cannot be read \\(Input/output error\\)"):
         blocks_of(lock_of(given))
+
+
+@pytest.mark.parametrize("change", ["replaced", "written to", "removed"])
+def test_a_table_that_changes_while_it_is_read_is_refused(tmp_path, change):
+    """Its hash is compared before it is read, since its reader needs to seek."""
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(parquet([{"text": f"{n} " * 1000} for n in range(64)]))
+    blocks = read_blocks(lock_of(source(path)), max_rows=None, progress=lambda _: None, block_bytes=4096)
+    next(blocks)
+    if change == "written to":
+        os.utime(path, ns=(1, 1))
+    else:
+        path.unlink()
+    if change == "replaced":
+        path.write_bytes(parquet([{"text": "other"}]))
+    with pytest.raises(UserError, match="rows.parquet: changed since it was pinned"):
+        list(blocks)
+
+
+def test_a_file_that_changed_is_called_so_before_its_rows_are_judged(tmp_path):
+    """A bad row of the new content would be named at its line, and `dvc repro` would pin other bytes than were read."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}] * 9)
+    lock = lock_of(source(path))
+    path.write_text("{")
+    with pytest.raises(UserError, match="rows.jsonl: changed since it was pinned"):
+        next(iter(read_blocks(lock, max_rows=None, progress=lambda _: None)))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
+    """Opening one waits for a writer."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    lock = lock_of(source(path))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="rows.jsonl: is no regular file any more"):
+        blocks_of(lock)
 
 
 def test_a_lock_of_an_older_version_is_refused():
@@ -225,6 +262,7 @@ def test_a_lock_of_an_older_version_is_refused():
 
 
 MEASURE = """
+import os
 import sys
 from lean_finetune.core.atomic_files import read_json
 from pathlib import Path
