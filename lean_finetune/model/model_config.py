@@ -10,10 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 from transformers.activations import ACT2CLS
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.language_part import is_multimodal
+from lean_finetune.pinning.config_file import read_config_json
 
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names of the soft cap of logits: Gemma 2, RecurrentGemma, xLSTM."""
@@ -78,12 +79,13 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def _parsed(directory: Path) -> PretrainedConfig:
-    """Read config.json with transformers."""
+    """Read config.json with transformers, once its values are known to be of a model's size."""
+    read_config_json(directory)
     try:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except UNREADABLE as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        first = str(cause).strip().splitlines()[0].partition(". ")[0]
+        first = shortened((str(cause).strip() or type(cause).__name__).splitlines()[0].partition(". ")[0], 240)
         if "trust_remote_code" in str(cause):
             raise UserError(
                 f"model.name: {directory} needs code of its own (auto_map in config.json), which is never executed; "
@@ -120,6 +122,13 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"{name} chooses the tokens to attend to with {NEEDS_MASK}; choose another model"
     if name in UNSUPPORTED:
         yield f"{name} {UNSUPPORTED[name]}; choose another model"
+    if (rope := _dynamic_rope(config)) is not None:
+        usual = {"alpha", "original_max_position_embeddings"}.isdisjoint(rope)
+        same = "remove rope_scaling there: rows of up to max_position_embeddings tokens stay the same"
+        yield (
+            f"{file}: rope_scaling must not be dynamic, which reads positions in each step, so that its memory is not "
+            f"known; {same if usual else 'choose another model'}"
+        )
     if caps_scores(config) and not causal_class(config)._supports_attention_backend:
         yield f"{name} caps attention scores in its own attention code, which is not supported yet"
 
@@ -154,6 +163,13 @@ def _impossible_size(config: PretrainedConfig) -> str | None:
         if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
             return f"num_attention_heads must be a multiple of num_key_value_heads; got {heads} and {groups}"
     return None
+
+
+def _dynamic_rope(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Rotary embeddings that change with the longest row; families with several types of layers have one for each."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return next((part for part in each if "dynamic" in str(part.get("rope_type"))), None)
 
 
 def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:

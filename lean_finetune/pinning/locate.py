@@ -10,6 +10,7 @@ from typing import Any
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, read_json, repo_root
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.config_file import CONFIG_FILE, refuse_adapter
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
 from lean_finetune.pinning.hub import HUB_ID, cached_file, download
 
@@ -18,7 +19,6 @@ TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"
 TINY_IN_CHECKOUT = Path("lean_finetune/tiny")
 CHAT_TEMPLATE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
-CONFIG_FILE = "config.json"
 # The files of a tokenizer, and of a multimodal model's processor. The first is required, the others are optional.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -198,6 +198,7 @@ def find_model(name: str, revision: str | None = None) -> Path:
     directory = path.parent if path.name == CONFIG_FILE else path
     if (directory / CONFIG_FILE).is_file():
         return directory
+    refuse_adapter(directory, name)
     if path.exists() or not HUB_ID.fullmatch(name):
         raise UserError(
             f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "

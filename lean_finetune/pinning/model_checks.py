@@ -1,10 +1,10 @@
 """Checks of a model's files: config, tokenizer, index and weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.config_file import CONFIG_FILE, json_object, read_config_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -15,10 +15,9 @@ def check_config(directory: Path) -> dict[str, Any]:
 
     Raises UserError if it is not a JSON object, names no model type, or requires its own code.
     """
-    path = directory / "config.json"
-    config = _json_object(path)
+    path, config = directory / CONFIG_FILE, read_config_json(directory)
     for file in (path, directory / "tokenizer_config.json"):
-        if file.exists() and "auto_map" in _json_object(file) and not (file == path and _in_transformers(config)):
+        if file.exists() and "auto_map" in json_object(file) and not (file == path and _in_transformers(config)):
             raise UserError(
                 f"model.name: {file} requires its own code (auto_map), which is never run; use a model whose "
                 "architecture is part of transformers, or remove auto_map if it is"
@@ -48,7 +47,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
     if (special := directory / "special_tokens_map.json").exists():
-        _json_object(special)
+        json_object(special)
     template = directory / "chat_template.jinja"
     try:
         if template.exists():
@@ -71,7 +70,7 @@ def read_stop_ids(directory: Path, config: dict[str, Any]) -> list[int]:
     Raises UserError if generation_config.json is no JSON object.
     """
     path = directory / "generation_config.json"
-    generation = _json_object(path) if path.exists() else {}
+    generation = json_object(path) if path.exists() else {}
     text_config = config.get("text_config")
     sections = (generation, config, text_config if isinstance(text_config, dict) else {})
     given: Any = next((one["eos_token_id"] for one in sections if one.get("eos_token_id") is not None), [])
@@ -86,7 +85,7 @@ def shard_names(directory: Path) -> list[str]:
     index = directory / INDEX
     if not index.exists():
         return [WEIGHTS]
-    weight_map = _json_object(index).get("weight_map")
+    weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"model.name: {index} has no weight_map; save or download the model again")
     names = sorted({str(name) for name in weight_map.values()})
@@ -112,14 +111,3 @@ def check_weights(path: Path) -> None:
         raise UserError(f"model.name: {path} is damaged ({error}); download or save it again") from error
     if tensors == 0:
         raise UserError(f"model.name: {path} has no tensors; download or save it again")
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"model.name: {path} is not JSON ({error}); download or save it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"model.name: {path} must be a JSON object, got {type(value).__name__}")
-    return value

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lean_finetune.core.atomic_files import find_source, sha256_file, write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, CONFIG_FILE, IS_ADAPTER, NAME_BASE, refuse_adapter
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
 from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TINY_IN_CHECKOUT, TOKENIZER_FILES
 from lean_finetune.pinning.model_checks import (
@@ -18,7 +19,7 @@ from lean_finetune.pinning.model_checks import (
 )
 from lean_finetune.pinning.watched_links import NOTHING_LOCAL, refuse_unignored, watch
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = (CONFIG_FILE, "generation_config.json")
 
 
 def pin_model(name: str, revision: str | None, locks: Path) -> None:
@@ -55,6 +56,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
 def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str], list[int]]:
     """Check a local directory; return the hashes of (model files, tokenizer files), and its stop tokens."""
     names = {path.name for path in directory.iterdir() if path.is_file()}
+    if CONFIG_FILE not in names:
+        refuse_adapter(directory, str(directory))
     _check_names(names, str(directory))
     config = check_config(directory)
     check_tokenizer(directory, config)
@@ -90,7 +93,9 @@ def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict
 
 def _check_names(names: set[str], where: str) -> None:
     """Refuse a model without a required file, or with pickled weights."""
-    if "config.json" not in names:
+    if CONFIG_FILE not in names and ADAPTER_CONFIG in names:
+        raise UserError(f"model.name: {where} {IS_ADAPTER}; {NAME_BASE}")
+    if CONFIG_FILE not in names:
         raise UserError(f"model.name: {where} has no config.json; name a directory that transformers saved")
     if "tokenizer.json" not in names:
         raise UserError(

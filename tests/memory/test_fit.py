@@ -95,7 +95,7 @@ def test_without_a_model_the_directory_must_have_a_params_yaml(workspace: Path):
     assert content["params"]["bucket"]["max_tokens"] == 256
     (workspace / "params.yaml").unlink()
     assert error(invoke(fit, "--gpu", "T4"), 2).startswith("--model: name a hub id, a directory or a config.json")
-    assert error(invoke(fit, "--params", "none.yaml")).startswith("none.yaml: file is missing")
+    assert error(invoke(fit, "--params", "none.yaml")).startswith("none.yaml: file does not exist")
 
 
 def test_of_a_hub_model_config_json_alone_is_fetched(workspace: Path, monkeypatch: pytest.MonkeyPatch):

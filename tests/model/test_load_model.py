@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
@@ -150,6 +151,25 @@ def test_unsupported_configs_are_refused_in_one_line(small_llama: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         read_config(tmp_path)
+
+
+def test_dynamic_positions_name_their_key_and_change_nothing_for_short_rows(small_llama: Path, tmp_path: Path):
+    """`reads values of tensors (modeling_llama.py:389…)`, from which nobody finds `rope_scaling` in config.json."""
+    content = json.loads((small_llama / "config.json").read_text())
+    for rope, remedy in (
+        ({"rope_type": "dynamic", "factor": 2.0}, "remove rope_scaling there: rows of up to"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "choose another model"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**content, "rope_parameters": {**rope, "rope_theta": 1e4}}))
+        with pytest.raises(UserError, match="config.json: rope_scaling must not be dynamic") as caught:
+            read_config(tmp_path)
+        assert remedy in str(caught.value)
+    ids = torch.arange(200)[None] % 256
+    usual, dynamic = (
+        LlamaForCausalLM.from_pretrained(small_llama, rope_parameters={**kind, "rope_theta": 1e4})(input_ids=ids).logits
+        for kind in ({"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0})
+    )
+    assert torch.equal(usual, dynamic)
 
 
 def test_rows_past_the_models_positions_are_refused(small_llama: Path):

@@ -69,8 +69,11 @@ def _is_float_quantized(how: Mapping[str, Any]) -> bool:
 
 
 def _groups(how: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How compressed-tensors stored the weights of each group of layers."""
-    return [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
+    """How compressed-tensors stored the weights of each group of layers; empty for a group that does not say it."""
+    groups = how.get("config_groups") or {}
+    found = groups.values() if isinstance(groups, Mapping) else [groups]
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in found]
+    return [one if isinstance(one, dict) else {} for one in weights]
 
 
 def unsupported_format(config: PretrainedConfig) -> str | None:
@@ -98,7 +101,8 @@ def kept_modules(config: PretrainedConfig) -> list[str] | None:
     """Names or patterns of layers that are not packed, besides the head; None without any."""
     kept = [*READ_UNPACKED.get(config.get_text_config().model_type, ())]
     if stored_format(config) in BITSANDBYTES:
-        kept += stored_quantisation(config).get("llm_int8_skip_modules") or []
+        skipped = stored_quantisation(config).get("llm_int8_skip_modules")
+        kept += skipped if isinstance(skipped, list) else []
     return kept or None
 
 

@@ -1,0 +1,110 @@
+"""Read a model's config.json and bound what it asks for, before transformers builds anything from it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.core.errors import UserError, shortened
+
+CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+IS_ADAPTER = "is an adapter without a model"
+NAME_BASE = "name its base model, or merge the two first: peft's merge_and_unload, then save_pretrained"
+MOST_BYTES = 4 << 20
+MOST_VALUES = 100_000
+MOST_LEVELS = 30
+MOST_ITEMS = 10_000
+"""Entries of a list; the longest of published models name layers that are not quantised."""
+MOST_LAYERS = 512
+"""The deepest published model has 126. A prediction builds each layer: 500 take half a minute."""
+MOST_PARTS = 2**16
+"""Labels, experts, heads: transformers makes an object for each."""
+LARGEST = 2**40
+LAYERS = re.compile(r"(layers?|blocks|stages|^depths?)$")
+PARTS = re.compile(r"(labels|experts?|heads?|groups?)$|^(n|num)_\w+$")
+OF_TENSORS = re.compile(r"position|ctx|tokens?|embe?d|vocab|size|patches|param")
+"""Counts that are sizes of tensors, which may be larger."""
+TEXTS = ("dtype", "torch_dtype", "model_type")
+SECTIONS = re.compile(r"^(quantization_config|rope_scaling|\w+_config)$")
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """The content of a model's config.json.
+
+    Raises:
+        UserError: it is no JSON object, or has a number, a list or a nesting that no model has.
+    """
+    path = directory / CONFIG_FILE
+    config = json_object(path)
+    for number, (keys, value) in enumerate(_values(config)):
+        fault = "it has too many values" if number > MOST_VALUES else _fault(keys, value)
+        if fault is not None:
+            raise UserError(f"model.name: {path}: {fault}; give the config.json that belongs to the model")
+    return config
+
+
+def refuse_adapter(directory: Path, name: str) -> None:
+    """Refuse a directory with an adapter and no model.
+
+    Raises:
+        UserError: it has adapter_config.json and no config.json.
+    """
+    path = directory / ADAPTER_CONFIG
+    if path.is_file() and not (directory / CONFIG_FILE).exists():
+        base = json_object(path).get("base_model_name_or_path")
+        of = f" ({shortened(str(base))})" if base else ""
+        raise UserError(f"model.name: {name} {IS_ADAPTER}; {NAME_BASE.replace(' base model', f' base model{of}')}")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of limited size."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        value = json.loads(text)
+    except (ValueError, OSError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else shortened(str(error))
+        raise UserError(f"model.name: {path} is not JSON ({why}); download or save it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"model.name: {path} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _values(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each value with the keys that lead to it; entries of a list have its keys."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), config)]
+    while waiting:
+        keys, value = waiting.pop()
+        if keys:
+            yield keys, value
+        if isinstance(value, dict):
+            waiting += [((*keys, str(key)), below) for key, below in value.items()]
+        elif isinstance(value, list) and len(value) <= MOST_ITEMS:
+            waiting += [(keys + ("",) * isinstance(below, dict | list), below) for below in value]
+
+
+def _fault(keys: tuple[str, ...], value: Any) -> str | None:
+    """What is wrong with a value."""
+    name = next(key for key in reversed((" ", *keys)) if key)
+    shown = shortened(".".join(key for key in keys if key))
+    if len(keys) > MOST_LEVELS:
+        return f"{shown} is nested more than {MOST_LEVELS} levels deep"
+    if isinstance(value, list) and len(value) > MOST_ITEMS:
+        return f"{shown} must have at most {MOST_ITEMS} entries; got {len(value)}"
+    if name in TEXTS and not isinstance(value, str | None):
+        return f"{shown} must be a text; got {shortened(json.dumps(value))}"
+    if SECTIONS.match(name) and not isinstance(value, dict | None):
+        return f"{shown} must be an object; got {shortened(json.dumps(value))}"
+    if isinstance(value, int) and abs(value) > _largest(name):
+        return f"{shown} must be at most {_largest(name)}; got {shortened(str(value))}"
+    return None
+
+
+def _largest(name: str) -> int:
+    """The largest number of a key."""
+    if LAYERS.search(name):
+        return MOST_LAYERS
+    return MOST_PARTS if PARTS.search(name) and not OF_TENSORS.search(name) else LARGEST
