@@ -68,7 +68,7 @@ def load(directory: Path, source: str, choice: str, stops: tuple[str, ...] = STO
         (GLM, "none", STOPS, ["\nA", "\nB"]),
         (CLOSED_LATER, "auto", ("<|end|>",), ["A\n<|end|>", "B\n<|end|>"]),
         (CLOSED_LATER, "none", ("<|end|>",), ["A", "B"]),
-        (UNCLOSED, "auto", (), ["A\n", "B\n<|endoftext|>"]),
+        (UNCLOSED, "auto", (), ["A", "B<|endoftext|>"]),
         # A template that ends its turns keeps its ends, whatever generation stops at.
         (TURNS + ASK, "auto", STOPS, ["A<|im_end|>", "B<|im_end|>"]),
         (TURNS + ASK, "none", (), ["A<|im_end|>", "B<|im_end|>"]),
