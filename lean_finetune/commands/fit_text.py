@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lean_finetune.core.labelled_text import COLUMNS, bar_line, labelled
-from lean_finetune.core.units import readable_size, readable_time
+from lean_finetune.core.units import counted, readable_size, readable_time
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy
@@ -75,7 +75,7 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     less = run.device.headroom_text(run.headroom_percent)
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
-    yield labelled("model", f"{run.model}: {run.config.model_type}, {layers} layers")
+    yield labelled("model", f"{run.model}: {run.config.model_type}, {counted(layers, 'layer')}")
     if (others := run.not_loaded) is not None:
         yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if model.adapted else ""
@@ -84,7 +84,7 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         memory += f", {name}={value}" if (value := getattr(train, name)) != off else ""
     yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
-        sizes = (f"{layers} layers {readable_size(size)}" for layers, size in prediction.stages)
+        sizes = (f"{counted(layers, 'layer')} {readable_size(size)}" for layers, size in prediction.stages)
         waits = (len(prediction.stages) - 1) / run.workload.micro_batches_per_step
         waiting = f"each waits {waits / (1 + waits):.0%} of the time"
         yield labelled("GPUs", f"stages of a pipeline: {', '.join(sizes)}; {waiting}")

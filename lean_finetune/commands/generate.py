@@ -10,6 +10,7 @@ import click
 from lean_finetune.commands.chat import BITS, MODEL, NEW_TOKENS, note
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.core.units import counted
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
@@ -66,7 +67,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
     )
     rows_out = ({**row, "answer": prompter.text(ids)} for (row, _), ids in zip(lines, found, strict=True))
     write_text(answers, "".join(map(json_line, rows_out)))
-    note(f"{len(lines)} answers: {answers}")
+    note(f"{counted(len(lines), 'answer')}: {answers}")
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from lean_finetune.commands.snapshot_text import (
     CATEGORY_NAMES,
     MEANINGS,
     NOT_REPLAYED,
-    counted,
     instant_text,
     not_replayed,
     on_card_text,
@@ -23,7 +22,7 @@ from lean_finetune.commands.snapshot_text import (
 )
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import readable_size, reading_unit
+from lean_finetune.core.units import counted, readable_size, reading_unit
 from lean_finetune.memory.diagnosis.analysis import Analysis
 from lean_finetune.memory.diagnosis.timeline import Timeline
 from lean_finetune.memory.gpus import Device

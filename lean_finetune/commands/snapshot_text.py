@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from lean_finetune.core.labelled_text import bar_line, labelled
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import counted, readable_size
 from lean_finetune.memory.diagnosis.advice import Advice
 from lean_finetune.memory.diagnosis.analysis import Analysis
 from lean_finetune.memory.diagnosis.failures import Failure
@@ -142,11 +142,6 @@ def instant_text(analysis: Analysis) -> str:
     return f"at the peak, after {counted(analysis.peak.event, 'event')}"
 
 
-def counted(count: int, name: str) -> str:
-    """A number with its noun: `1 event`, `2,000 events`."""
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
-
-
 def _places(analysis: Analysis) -> Iterator[str]:
     """The lines of code with most memory, and the largest tensors."""
     peak = analysis.peak
@@ -180,7 +175,7 @@ def steps_text(steps: Steps) -> str:
         return f"unknown: {steps.found_by}"
     peaks, live = [row[PEAK] for row in steps.rows], [row[LIVE] for row in steps.rows]
     text = (
-        f"{len(steps.rows)} complete steps, found {steps.found_by}: peaks of {readable_size(min(peaks))} to "
+        f"{counted(len(steps.rows), 'complete step')}, found {steps.found_by}: peaks of {readable_size(min(peaks))} to "
         f"{readable_size(max(peaks))}; {readable_size(live[0])} live after the first, {readable_size(live[-1])} after "
         "the last"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lean_finetune.core.units import GIB, readable_size
+from lean_finetune.core.units import GIB, counted, readable_size
 from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs
 from lean_finetune.report.row_samples import shortened
@@ -83,7 +83,9 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
     found.append(Result("Held-out loss", loss, f"before → after; perplexity {perplexities}"))
     if evaluate["generated_rows"]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
-        found.append(Result("Exact match", right, f"before → after, of {evaluate['generated_rows']} greedy answers"))
+        found.append(
+            Result("Exact match", right, f"before → after, of {counted(evaluate['generated_rows'], 'greedy answer')}")
+        )
     return found
 
 
@@ -116,10 +118,11 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         ("dropped rows", _share(tokenize["dropped_rows"], rows_read) + (f": {reasons}" if reasons else "")),
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
-        ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {bucket['micro_batches']:,} micro-batches"),
+        ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {counted(bucket['micro_batches'], 'micro-batch')}"),
         (
             "micro-batches",
-            f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, {bucket['max_batch_rows']:,} rows"
+            f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, "
+            + counted(bucket["max_batch_rows"], "row")
             # In packed mode rows are joined to the length before.
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
@@ -176,7 +179,9 @@ def answers_note(inputs: Inputs) -> str | None:
     if not inputs.generations:
         notes.append("None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0.")
     if too_long := inputs.evaluate["unanswerable_rows"]:
-        skipped = f"Skipped: {too_long:,} held-out rows whose prompt or answer is longer than data.max_length, "
+        skipped = (
+            f"Skipped: {counted(too_long, 'held-out row')} whose prompt or answer is longer than data.max_length, "
+        )
         notes.append(skipped + "evaluate.max_new_tokens or the model's context allows.")
     return " ".join(notes) or None
 
@@ -251,8 +256,8 @@ def plan_note(inputs: Inputs) -> str:
     text = f"Reserved over the plan: {estimate['reserved_replayed']}."
     if inputs.reserved:
         text += f" It is constant after optimizer step {estimate['reserved_settled_step']} of these."
-        if estimate["retries_predicted"]:
-            text += f" The allocator frees its cache {estimate['retries_predicted']} times because memory is full."
+        if retries := estimate["retries_predicted"]:
+            text += f" The allocator frees its cache {counted(retries, 'time')} because memory is full."
     return text
 
 

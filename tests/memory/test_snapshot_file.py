@@ -58,7 +58,7 @@ def test_says_that_the_first_events_are_lost(tmp_path):
     assert sum(segment.bytes for segment in recording.segments) == 60 * MIB
     assert recording.notes == ()  # The freed block's stack is gone with its event.
     (recording,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle", keep=2))
-    assert len(recording.notes) == 1 and "begin late: 1 blocks" in recording.notes[0]
+    assert len(recording.notes) == 1 and "begin late: 1 block recorded" in recording.notes[0]
     (recording,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle", keep=0))
     assert len(recording.notes) == 1 and "no events were recorded" in recording.notes[0]
 
@@ -86,7 +86,7 @@ def test_reads_named_ranges_and_skips_unknown_actions(tmp_path):
     ]
     (original,) = read_snapshot(small_snapshot().write(tmp_path / "s.pickle"))
     assert recording.events == original.events and recording.stacks == original.stacks
-    assert recording.notes == ("1 events were skipped, because their actions are not known: steal?[2J",)
+    assert recording.notes == ("skipped 1 event of unknown actions: steal?[2J",)
 
 
 @pytest.mark.parametrize(

@@ -162,5 +162,5 @@ def test_checkpoints_of_abandoned_runs_are_reported(tmp_path: Path, messages: li
     with opened(tmp_path / "run", messages.append):
         pass
     (line,) = messages
-    assert line.startswith(f"note: {tmp_path} has checkpoints of 1 other unfinished trainings (")
+    assert line.startswith(f"note: {tmp_path} has checkpoints of 1 other unfinished training (")
     assert CheckpointStore(tmp_path / "abandoned", 2, print).last_step() == 2

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from lean_finetune.core.units import counted
 from lean_finetune.data.chat.control_tokens import TRAINED_START, any_of
 from lean_finetune.data.encode.tokenizers_engine import EncodedTexts, Engine
 
@@ -107,7 +108,9 @@ def ranks_of(spec: dict[str, Any]) -> dict[bytes, int]:
     unmade = vocabulary.keys() - ranked - added
     if unmade and model.get("ignore_merges"):
         # With ignore_merges, a word that equals such a token is still found.
-        raise NotEquivalent(f"no merge makes {len(unmade)} tokens of its vocabulary, such as {min(unmade)!r}")
+        raise NotEquivalent(
+            f"no merge makes {counted(len(unmade), 'token')} of its vocabulary, such as {min(unmade)!r}"
+        )
     try:
         return {bytes(alphabet[letter] for letter in token): vocabulary[token] for token in ranked}
     except KeyError as error:

@@ -17,6 +17,7 @@ from lean_finetune.core.atomic_files import (
     write_text,
 )
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import counted
 from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS
 from lean_finetune.data.shards.merge_shards import LocatedShard, SourceTotals, Totals, merge
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
@@ -43,9 +44,9 @@ NOTES = {
     "empty_answer_rows": "{share} were dropped because an answer in them is empty{first}; fill or remove them",
     "reasoning_left_out_rows": "{share} have earlier answers whose reasoning the chat template omits{first}, so they "
     "are trained without it; data.train_on=last_assistant trains each row's last answer alone",
-    "control_tokens_as_text": "{count} control tokens in the rows' own text{first} were encoded as plain characters",
-    "surrogates_replaced": "{count} lone surrogates in the rows' text{first} were replaced by U+FFFD",
-    "engine_fallback_rows": "{count} rows were encoded by tokenizers because tiktoken cannot",
+    "control_tokens_as_text": "control tokens in the rows' own text, encoded as plain characters: {count}{first}",
+    "surrogates_replaced": "lone surrogates in the rows' text, replaced by U+FFFD: {count}{first}",
+    "engine_fallback_rows": "rows encoded by tokenizers because tiktoken cannot: {count}",
     "sampled_rows_differing": "{count} of {sampled} sampled rows have other ids when encoded as one text: a token "
     "would cross from the prompt into the answer there, which never happens at inference",
 }
@@ -139,7 +140,7 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     if not any(rows.values()):
         first = totals.tally.rejects[0]
         raise UserError(
-            f"data.source: none of the {counts['rows']} rows is usable ({why.removeprefix(', ')}); the first, "
+            f"data.source: none of {counted(counts['rows'], 'row')} is usable ({why.removeprefix(', ')}); the first, "
             f"{job.file_names[first.file]}:{first.line}: {first.reason}"
         )
     for use, number in rows.items():
@@ -207,7 +208,7 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
     for name, text in NOTES.items():
         if not counts[name]:
             continue
-        share = f"{counts[name]} of {counts['rows']} rows ({100 * counts[name] / counts['rows']:.1f} %)"
+        share = f"{counts[name]} of {counted(counts['rows'], 'row')} ({100 * counts[name] / counts['rows']:.1f} %)"
         first = ""
         if name in totals.tally.first:
             file, line = totals.tally.first[name]

@@ -12,6 +12,7 @@ from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.units import counted
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
 from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, write_manifest
@@ -45,7 +46,7 @@ def tokenize_part(job: TokenizeJob, run: Run, part: TokenizePart, out: Path, not
         (root / MANIFEST).unlink(missing_ok=True)
         shards, all_shards = _tokenize(job, run, root, part)
         write_manifest(root, part, job.inputs, job.key, shards, all_shards)
-    return [job.engine_note(), *job.notes(), f"{len(shards)} of {all_shards} shards are in {root}"]
+    return [job.engine_note(), *job.notes(), f"{root} has {len(shards)} of {counted(all_shards, 'shard')}"]
 
 
 def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tuple[list[Shard], int]:

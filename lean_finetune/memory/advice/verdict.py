@@ -9,7 +9,7 @@ from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import counted, readable_size
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
@@ -108,7 +108,7 @@ def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | Non
 def describe(shape: BatchShape) -> str:
     """A micro-batch in words."""
     if shape.joined_lengths is not None:
-        return f"{len(shape.joined_lengths)} rows packed into {shape.length} tokens"
+        return f"{counted(len(shape.joined_lengths), 'row')} packed into {shape.length} tokens"
     return f"{shape.rows} x {shape.length} tokens"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from lean_finetune.core.units import GIB
+from lean_finetune.core.units import GIB, counted
 from lean_finetune.memory.allocator.replay import Replay, replay
 from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.peak import Prediction
@@ -149,11 +149,9 @@ def replay_plan(
     memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
     replayed, planned = sum(map(len, steps)), len(plan)
     if replayed == planned:
-        return memory, f"all {len(steps)} steps replayed"
-    return memory, (
-        f"{replayed} of {planned} micro-batches in {len(steps)} of {len(plan.steps)} steps replayed: the first and the "
-        "largest, and a sample of the others"
-    )
+        return memory, "the only step replayed" if len(steps) == 1 else f"all {len(steps)} steps replayed"
+    parts = f"{replayed} of {planned} micro-batches in {len(steps)} of {counted(len(plan.steps), 'step')}"
+    return memory, f"{parts} replayed: the first and the largest, and a sample of the others"
 
 
 def replay_steps(

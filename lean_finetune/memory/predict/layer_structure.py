@@ -57,23 +57,24 @@ def find_repetition(
     `all_layers_reason`: why all must be traced whatever the layers are.
     """
     count = config.get_text_config().num_hidden_layers
+    everything = "the only layer" if count == 1 else f"all {count} layers"
     if all_layers_reason is not None:
-        return None, f"all {count} layers: {all_layers_reason}"
+        return None, f"{everything}: {all_layers_reason}"
     if any("." in target for target in spec.lora_targets) and spec.method != "full":
-        return None, f"all {count} layers: train.lora.targets names layers by path"
+        return None, f"{everything}: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1).pays:
-        return None, f"all {count} layers: they are few"
+        return None, f"{everything}: they are few"
     signatures = _signatures(config)
     if signatures is None or len(signatures) != count:
-        return None, f"all {count} layers: the model has no single list of layers"
+        return None, f"{everything}: the model has no single list of layers"
     alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
     period = math.lcm(alike, spec.recomputed_every if spec.grad_ckpt else 1)
     repetition = Repetition(layers=count, period=period)
     if alike == count or not repetition.pays:
-        return None, f"all {count} layers: they are not alike, or repeat too seldom"
+        return None, f"{everything}: they are not alike, or repeat too seldom"
     deepest = repetition.depths[-1]
     if _signatures(with_layers(config, deepest)) != signatures[:deepest]:
-        return None, f"all {count} layers: a model with {deepest} has other layers"
+        return None, f"{everything}: a model with {deepest} has other layers"
     kinds = "are all alike" if period == 1 else f"repeat every {period}"
     return repetition, f"models of {', '.join(map(str, repetition.depths))} layers: its {count} {kinds}"
 

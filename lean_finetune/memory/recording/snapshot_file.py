@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import counted
 from lean_finetune.memory.recording.recorded_state import settings_of
 from lean_finetune.memory.recording.recording import (
     ACTIONS,
@@ -225,13 +226,13 @@ def _recording(
         )
     if events and earlier:
         notes.append(
-            f"the events begin late: {earlier:,} blocks were recorded before the first of them. Either newer events "
-            "have overwritten older ones (raise max_entries of torch.cuda.memory._record_memory_history), or an "
+            f"the events begin late: {counted(earlier, 'block')} recorded before the first of them. Either newer "
+            "events have overwritten older ones (raise max_entries of torch.cuda.memory._record_memory_history), or an "
             "earlier recording in the same process had them"
         )
     if trace.unknown:
         notes.append(
-            f"{trace.unknown.total():,} events were skipped, because their actions are not known: "
+            f"skipped {counted(trace.unknown.total(), 'event')} of unknown actions: "
             + ", ".join(sorted(trace.unknown)[:MAX_UNKNOWN])
         )
     if conflicts := state.conflicts.total() + outside:

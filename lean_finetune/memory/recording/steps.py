@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lean_finetune.core.units import counted
 from lean_finetune.memory.recording.recording import Event, Frame, Recording
 
 ANNOTATION = "Optimizer.step#"
@@ -29,7 +30,9 @@ def step_ends(recording: Recording) -> list[int]:
     """
     ends = _ends_by_annotations(recording) or _ends_by_stacks(recording)
     if len(ends) < 2:
-        why = f"ends {len(ends)} optimizer steps" if recording.stacks else "has neither stacks nor annotations"
+        why = (
+            f"ends {counted(len(ends), 'optimizer step')}" if recording.stacks else "has neither stacks nor annotations"
+        )
         raise NoSteps(f"steps cannot be compared: the recording {why}, and two are needed")
     return ends
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import counted, readable_size
 from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 
@@ -50,9 +50,10 @@ class DiskSpace:
             )
         if checkpoint_bytes * (most - there) > free:
             self.notify(
-                f"warning: run.keep_checkpoints: up to {most} checkpoints of {readable_size(checkpoint_bytes)} are on "
-                f"the disk at a time, {there} already, and {readable_size(free)} are free for {checkpoints}; a "
-                "checkpoint that does not fit is skipped and the previous one stays; free space, or lower it"
+                f"warning: run.keep_checkpoints: up to {counted(most, 'checkpoint')} of "
+                f"{readable_size(checkpoint_bytes)} can be on the disk at a time, {there} already, and "
+                f"{readable_size(free)} are free for {checkpoints}; a checkpoint that does not fit is skipped and the "
+                "previous one stays; free space, or lower it"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import counted, readable_size
 
 RECORD = "run.json"
 """In a run's directory: the fingerprint of the run, see `resume_run`."""
@@ -161,6 +161,6 @@ def _report_other_runs(directory: Path, notify: Callable[[str], None]) -> None:
     if others:
         size = sum(file.stat().st_size for path in others for file in path.glob("step-*/*"))
         notify(
-            f"note: {directory.parent} has checkpoints of {len(others)} other unfinished trainings "
+            f"note: {directory.parent} has checkpoints of {counted(len(others), 'other unfinished training')} "
             f"({readable_size(size)}); delete the ones you no longer need"
         )

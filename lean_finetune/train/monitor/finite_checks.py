@@ -3,6 +3,7 @@
 import torch
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import counted
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.data_parallel import DataParallelModel
 
@@ -26,7 +27,7 @@ def refuse_non_finite(
     if index == len(losses):
         raise Diverged(
             f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
-            f"(losses of its {len(losses)} micro-batches are finite); lower train.lr or set train.max_grad_norm"
+            f"(losses of its micro-batches are finite); lower train.lr or set train.max_grad_norm"
         )
     rows = micro_batches[index].rows.tolist()
     shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
@@ -66,7 +67,9 @@ def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
     broken = _in_any(parallel, [not finite.get(name, True) for name in trained])
     if any(broken):
         name = list(trained)[broken.index(True)]
-        raise Diverged(f"train.lr: weights must be finite; {name} is not, after {steps} steps; lower train.lr")
+        raise Diverged(
+            f"train.lr: weights must be finite; {name} is not, after {counted(steps, 'step')}; lower train.lr"
+        )
 
 
 def _in_any(parallel: DataParallelModel, flags: list[bool]) -> list[bool]:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lean_finetune.core.units import readable_size
+from lean_finetune.core.units import counted, readable_size
 from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESIDENT, SHAPES, Cause, Growth, Rows
 
 FIRST_CHECK_STEPS, CHECK_FACTOR = 20, 1.5
@@ -73,7 +73,7 @@ def growth_line(growth: Growth, rows: Rows, free_bytes: int | None, settings: Se
     without settings the run is another program's, and no parameter of ours is.
     """
     if growth.series is None:
-        return f"too short: {len(rows)} steps with memory; record more steps"
+        return f"too short: {counted(len(rows), 'step')} with memory; record more steps"
     if growth.jumps is not None:
         return f"jump: {growth.series} {growth.jumps}; {REMEDIES['jump']}"
     how = {

@@ -11,7 +11,7 @@ from lean_finetune.config.field_types import Method, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import GIB, MIB, readable_size
+from lean_finetune.core.units import GIB, MIB, counted, readable_size
 from lean_finetune.memory.diagnosis.analysis import analyse
 from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.model.model_spec import ModelSpec
@@ -151,7 +151,7 @@ def _where(failure: Failure, device: str) -> str:
         return where
     where += f" of optimizer step {failure.step}"
     if failure.number is not None:
-        rows = f"{failure.rows} rows joined to" if failure.joined else f"{failure.rows} x"
+        rows = f"{counted(failure.rows, 'row')} joined to" if failure.joined else f"{failure.rows} x"
         where += f", micro-batch {failure.number} of {failure.micro_batches} ({rows} {failure.length} tokens)"
     return where
 

@@ -88,7 +88,7 @@ def _remove_a_byte(spec):
 
 REFUSED = {
     "its merges are not in the order of the ids they make": lambda spec: spec["model"]["merges"].reverse(),
-    "no merge makes 1 tokens of its vocabulary, such as 'hello'": _ignore_merges,
+    "no merge makes 1 token of its vocabulary, such as 'hello'": _ignore_merges,
     "its merges do not make its token '~^`' of that token's own bytes": _merge_that_never_happens,
     "its token '<|im_start|>' has lstrip": lambda spec: spec["added_tokens"][1].update(lstrip=True),
     "its token '<|im_start|>' is searched in normalized text": lambda spec: spec["added_tokens"][1].update(

@@ -122,7 +122,7 @@ def test_parts_merge_to_the_bytes_of_one_run(prepared):
     lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
     for part in range(3):
         notes = tokenize("--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
-        assert f"shards are in parts/machine{part % 2}/part-{part}-of-3" in notes
+        assert f"parts/machine{part % 2}/part-{part}-of-3 has " in notes
     shutil.rmtree(OUT)
     tokenize("--merge", "parts/machine1", "parts/machine0")
     assert contents(OUT, FIGURES) == expected
