@@ -137,6 +137,13 @@ def test_fragmentation_of_flat_memory_is_found_on_cuda_only():
     assert main_cause([{**row, "alloc_retries": None} for row in rows]) == "steady"
 
 
+def test_reserved_memory_that_has_settled_is_no_fragmentation():
+    """A cache that has filled, reported as memory that grows until the run ends."""
+    reserved = LEVEL + 20 * MIB * np.minimum(np.arange(STEPS), STEPS // 2)
+    rows = rows_of(allocated_bytes=np.full(STEPS, LEVEL - GIB), reserved_bytes=reserved)
+    assert "fragmentation" not in {growth.cause for growth in classify(rows)}
+
+
 def test_short_runs_are_too_short():
     """Llama 8B full on one A100-80G: out of memory in the first optimizer update."""
     rows = rows_of(allocated_bytes=np.array([61e9]), live_bytes=np.array([46e9]))
