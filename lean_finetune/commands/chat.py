@@ -11,6 +11,7 @@ import click
 
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.core.units import counted
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
@@ -184,7 +185,7 @@ class Conversation:
                 self._turns = turns
                 return ids
             if len(turns) == 1:
-                note(f"note: this line has {len(ids)} tokens and {self._most} fit; it is left out")
+                note(f"note: this line has {counted(len(ids), 'token')} and {self._most} fit; it is left out")
                 return None
             note("note: the oldest turn is left out to make room")
             turns = turns[2:]

@@ -123,9 +123,10 @@ def _prompt(
     except RecursionError:
         raise UserError(f"{where}: nested too deep; make it flatter") from None
     if positions is not None and len(ids) + new_tokens > positions:
+        tokens = counted(len(ids), "token")
         raise UserError(
-            f"{where}: {len(ids)} tokens and an answer of up to {new_tokens} exceed the model's {positions}; shorten "
-            "it, or lower --max-new-tokens"
+            f"{where}: {tokens} and an answer of up to {new_tokens} exceed the model's {positions}; shorten it, or "
+            "lower --max-new-tokens"
         )
     return row, ids
 

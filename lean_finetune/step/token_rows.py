@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.units import counted
 from lean_finetune.plan.arrow_files import open_batches, read_column
 
 Split = Literal["train", "heldout"]
@@ -84,7 +85,7 @@ class TokenRows:
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= row < len(self):
-            raise IndexError(f"{self.path} has {len(self)} rows, no row {row}")
+            raise IndexError(f"{self.path} has {counted(len(self), 'row')}, no row {row}")
         return self.gather(np.array([row]))[0]
 
     def gather(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from lean_finetune.core.units import counted
 from lean_finetune.data.format.example import Message, RowFault
 from lean_finetune.data.format.row_values import is_given, show
 
@@ -61,7 +62,9 @@ def untrained_by_mask(mask: list[Any], messages: list[Message], context: frozens
     Raises RowFault if the mask does not have 0 or 1 for each turn, or requests what its turn excludes.
     """
     if len(mask) != len(messages):
-        raise RowFault(f"{LOSS_MASK!r} has {len(mask)} numbers for {len(messages)} turns; give one for each")
+        raise RowFault(
+            f"{LOSS_MASK!r} has {counted(len(mask), 'number')} for {counted(len(messages), 'turn')}; give one for each"
+        )
     found = set(context)
     for number, (value, message) in enumerate(zip(mask, messages, strict=True)):
         is_trained, is_answer = _switch(value), message["role"] == "assistant"

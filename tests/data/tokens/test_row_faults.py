@@ -35,7 +35,7 @@ FAULTS = {
         "messages",
         "messages 2: weight of a content part selects parts",
     ),
-    "short loss_mask": (messages(USER, ANSWER, loss_mask=[1]), "messages", "'loss_mask' has 1 numbers for 2 turns"),
+    "short loss_mask": (messages(USER, ANSWER, loss_mask=[1]), "messages", "'loss_mask' has 1 number for 2 turns"),
     "loss_mask of a question": (messages(USER, ANSWER, loss_mask=[1, 1]), "messages", "number 1 must be 0 for a mess"),
     "loss_mask of floats": (messages(USER, ANSWER, loss_mask=[0, 0.5]), "messages", "number 2 must be 0 or 1, got 0.5"),
     "loss_mask as a number": (messages(USER, ANSWER, loss_mask=1), "messages", "'loss_mask' must be a list, got 1"),
