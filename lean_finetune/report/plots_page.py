@@ -1,10 +1,13 @@
 """Write a template for `dvc plots show --html-template` that contains its scripts, so that plots are drawn offline.
 
-DVC's own template loads Vega from a content delivery network.
+DVC's own template loads Vega from a content delivery network. Prints the names of the plots that have data.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from ruamel.yaml import YAML
 
 # DVC replaces {plot_divs}. The function keeps the bundle's names out of the page.
 PAGE = """<!DOCTYPE html>
@@ -26,5 +29,14 @@ def write_template(path: Path) -> None:
     path.write_text(PAGE.replace("BUNDLE", f"{{{bundle}}}"), encoding="utf-8")
 
 
+def plots_with_data(directory: Path) -> Iterator[str]:
+    """Yield the names of the plots in dvc.yaml whose files exist; DVC draws an empty place for any other."""
+    for plot in YAML(typ="safe").load((directory / "dvc.yaml").read_text(encoding="utf-8"))["plots"]:
+        for name, properties in plot.items():
+            if all((directory / file).exists() for file in properties["y"]):
+                yield name
+
+
 if __name__ == "__main__":
     write_template(Path(sys.argv[1]))
+    print(*plots_with_data(Path()))

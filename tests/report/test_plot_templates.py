@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import pytest
 from dvc_render.html import render_html
@@ -12,7 +13,7 @@ from ruamel.yaml import YAML
 
 from lean_finetune.core.units import GIB, reading_unit
 from lean_finetune.report.colors import CATEGORY_COLORS, SERIES_COLORS
-from lean_finetune.report.plots_page import write_template
+from lean_finetune.report.plots_page import plots_with_data, write_template
 from tests.conftest import ROOT
 from tests.report.browser import look, needs_chromium
 
@@ -44,6 +45,17 @@ def test_every_template_is_used_and_every_named_one_exists():
     plots = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["plots"]
     used = {spec["template"] for plot in plots for spec in plot.values() if "template" in spec}
     assert set(TEMPLATES) <= used
+
+
+def test_only_plots_with_data_are_drawn(tmp_path):
+    """An empty plot of reserved memory after a run on a CPU."""
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    names = [name for plot in YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["plots"] for name in plot]
+    assert list(plots_with_data(tmp_path)) == []
+    for file in ("train/curves.csv", "report/memory.csv", "estimate/timeline.csv", "estimate/switches.csv"):
+        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / file).touch()
+    assert list(plots_with_data(tmp_path)) == [name for name in names if name not in ("reserved", "lengths")]
 
 
 @pytest.mark.parametrize("name", ["loss", "memory", "watched"])
