@@ -40,7 +40,8 @@ class ProgressBar(Callback):
         info = self.info
         resumed = f" from step {info.first_step + 1:,} on" if info.first_step else ""
         tokens = info.parameters["train.tokens_per_step"]
-        text = f"train: loads the model, then runs {counted(info.total_steps, 'step')} of up to about {tokens:,} tokens{resumed}"
+        steps = counted(info.total_steps, "step")
+        text = f"train: loads the model, then runs {steps} of up to about {tokens:,} tokens{resumed}"
         if info.device.type != "cuda":
             return f"{text} on the CPU"
         text += f" on a GPU of {self._limit_gib:.4g} GiB"
