@@ -25,9 +25,15 @@ TAIL_CHARACTERS = 256
 class TurnFinder:
     """Finds the assistant turns in renderings of one template."""
 
-    def __init__(self, template: CompiledTemplate, control_tokens: Collection[str], added_tokens: Collection[str]):
-        """Find turns of `template`; `control_tokens` may end one, and `added_tokens` are never cut."""
-        self._template = template
+    def __init__(
+        self,
+        template: CompiledTemplate,
+        control_tokens: Collection[str],
+        added_tokens: Collection[str],
+        eos: str | None,
+    ):
+        """Find turns of `template`; `control_tokens` may end one, as `eos` does, and `added_tokens` are never cut."""
+        self._template, self._eos = template, eos
         self._control = re.compile(any_of(control_tokens) or r"(?!)")
         self._added = re.compile(any_of(added_tokens) or r"(?!)")
         self._longest = max(map(len, added_tokens), default=0)
@@ -50,6 +56,7 @@ class TurnFinder:
             start = self._start(conversation, regions, turn, done)
             start = None if start is None else self._outside_token(full, self._behind_header(full, start))
             end = None if start is None else self._end(conversation, regions, turn, start)
+            end = None if start is None or end is None else self._first_eos(regions, turn, start, end)
             if start is None or end is None or not done <= start < end:
                 raise RowFault(
                     f"the chat template renders turn {turn + 1} in a way that its tokens cannot be located; put "
@@ -71,21 +78,30 @@ class TurnFinder:
         previous, shown = _last_shown(regions, turn)
         first = max(done, shown[1])
         if self._anchor and (found := full.rfind(self._anchor, first, own[0])) >= 0:
-            return found + common_prefix(self._header, full[found : own[0]])
+            return found + max(len(self._anchor), self._shared(self._header, full[found : own[0]]))
         if prompt is None or previous is None:
             return None
         # The prompt may differ from the full rendering anywhere; only what follows the last message is compared.
         there = MessageRegions(self._template, conversation, before, prompt, add_generation_prompt=True)[previous]
-        if there is None or not (ahead := common_prefix(prompt[there[1] :], full[shown[1] : own[0]])):
+        if there is None or not (ahead := self._shared(prompt[there[1] :], full[shown[1] : own[0]])):
             return None
         return shown[1] + ahead
+
+    def _shared(self, prompt: str, text: str) -> int:
+        """How much of a prompt a text begins with; a part of it ends behind a blank or an added token."""
+        same = common_prefix(prompt, text)
+        if same == len(prompt):
+            return same
+        ends = [match.end() for match in self._added.finditer(prompt) if match.end() <= same]
+        blank = len(prompt[:same]) - len(re.split(r"\s", prompt[:same])[-1])
+        return max([blank, *ends])
 
     def _end(self, conversation: Conversation, regions: MessageRegions, turn: int, start: int) -> int | None:
         """Index behind the end-of-turn token."""
         full = regions.text
         is_last = turn + 1 == len(conversation.messages)
         messages = conversation.messages[: turn + 1]
-        upto = self._without_header(full if is_last else rendering(self._template, conversation, messages))
+        upto = full if is_last else rendering(self._template, conversation, messages)
         stop = None if upto is None else self._last_control_token(upto, start)
         if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
@@ -106,13 +122,20 @@ class TurnFinder:
         match = self._control.search(full, own[1], limit)
         return match.end() if match else None
 
+    def _first_eos(self, regions: MessageRegions, turn: int, start: int, end: int) -> int:
+        """Index behind the first end-of-sequence token behind the turn's texts, where generation stops; else `end`.
+
+        Command R7B writes the start of another answer behind calls, though no generation prompt is asked for.
+        """
+        eos, text = self._eos, regions.text
+        if not eos or text.find(eos, start, end - len(eos)) < 0 or (own := regions[turn]) is None:
+            return end
+        found = text.find(eos, own[1], end)
+        return end if found < 0 else found + len(eos)
+
     def _behind_header(self, text: str, place: int) -> int:
         """The place behind a generation prompt that begins here: some templates write it there and not in prompts."""
         return place + len(self._header) if self._leads and text.startswith(self._header, place) else place
-
-    def _without_header(self, text: str | None) -> str | None:
-        """The text without a generation prompt at its end, which Command R7B writes behind calls in any case."""
-        return text.rstrip().removesuffix(self._header.rstrip()) if self._leads and text is not None else text
 
     def _outside_token(self, text: str, place: int) -> int:
         """The place, or the start of the added token that it lies inside."""

@@ -41,15 +41,23 @@ class ChatTemplate:
     the reason for it.
     """
 
-    def __init__(self, own: CompiledTemplate, title: str, control: Set[str], added: Set[str], train_on: str):
+    def __init__(
+        self,
+        own: CompiledTemplate,
+        title: str,
+        control: Set[str],
+        added: Set[str],
+        eos: str | None,
+        train_on: str,
+    ):
         """Check the template, which reasons call `title`, on test conversations, and choose the method by them.
 
-        `added` has all tokens added to the vocabulary, `control` those that may end a turn.
+        `added` has all tokens added to the vocabulary, `control` those that may end a turn, as `eos` does.
         """
         self._own, self._train_on, self._bundled = own, train_on, None
         self._omitted = omitted_parts(own)
         check_roles(own, self._omitted, own.name, train_on)
-        self._turns = TurnFinder(own, control, added)
+        self._turns = TurnFinder(own, control, added, eos)
         self._tags = ThinkTags(own, self._omitted)
         self.source, self.method = own.source, "segments"
         self.reason = f"{title} has no generation marks, so each answer is what its turn adds to the text before it"
@@ -215,9 +223,10 @@ def load_template(
     try:
         with work_limits():
             own = in_its_form(CompiledTemplate(source, special_tokens, name, date))
-            template = ChatTemplate(own, title, control, control | added.keys(), train_on)
+            eos = special_tokens.get("eos_token")
+            template = ChatTemplate(own, title, control, control | added.keys(), eos, train_on)
             if template.method == "segments":
-                check_last_end(own, name, control)
+                check_last_end(own, name, control, eos)
             template.end_turns(end_of_turn, stops, special_tokens, control)
     except LIMITS_MET as error:
         raise UserError(

@@ -171,10 +171,10 @@ def ends_turn(segments: list[Segment], control: Iterable[str]) -> bool:
     return last.rstrip().endswith(tuple(control))
 
 
-def check_last_end(template: CompiledTemplate, name: str, control: Iterable[str]) -> None:
+def check_last_end(template: CompiledTemplate, name: str, control: Iterable[str], eos: str | None) -> None:
     """Refuse a template that writes the start of another answer behind the last one, which would be trained.
 
-    A template that refuses the conversations passes. Raises UserError, naming the token.
+    Behind `eos` it is not. A template that refuses the conversations passes. Raises UserError, naming the token.
     """
     ask, answered, again = (
         rendering(template, Conversation(messages=_CHAT[:count], tools=None)) for count in (1, 2, 4)
@@ -186,7 +186,8 @@ def check_last_end(template: CompiledTemplate, name: str, control: Iterable[str]
     between = again.rpartition(following)[0].rpartition(answer)[2]
     for token in control:
         is_last = ask.rstrip().endswith(token) and answered.rstrip().endswith(token)
-        if is_last and token in start and token not in between:
+        is_ended = eos is not None and eos in answered.rpartition(answer)[2].rpartition(token)[0]
+        if is_last and token in start and token not in between and not is_ended:
             raise UserError(
                 f"{name} writes {token}, with which an answer begins, behind the last answer too; write it only with "
                 "add_generation_prompt"

@@ -56,13 +56,15 @@ CALLING = Conversation(
 def open_template(tmp_path: Path, tiny_dir: Path):
     """A template with the shipped tokenizer and further control tokens."""
 
-    def load(source: str, control: tuple[str, ...], plain: tuple[str, ...] = ()) -> ChatTemplate:
+    def load(
+        source: str, control: tuple[str, ...], plain: tuple[str, ...] = (), eos: str | None = None
+    ) -> ChatTemplate:
         tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
         tokenizer.add_special_tokens([AddedToken(token, special=True) for token in control])
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<|pad|>"}')
-        return load_template(source, tmp_path, {}, "assistant", DATE)
+        return load_template(source, tmp_path, {"eos_token": eos} if eos else {}, "assistant", DATE)
 
     return load
 
@@ -107,11 +109,11 @@ def test_earlier_answers_that_another_token_ends_are_found(open_template):
 def test_the_start_of_another_answer_behind_calls_is_not_trained(open_template):
     """As Command R7B's template writes it, though no generation prompt is asked for."""
     source = (
-        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or () %}"
+        "{% for m in messages %}<|start|>{{ m.role }}<|go|>{{ m.content }}{% for c in m.tool_calls or () %}"
         "<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt or messages[-1].tool_calls %}<|start|>assistant\n{% endif %}"
+        "{% if add_generation_prompt or messages[-1].tool_calls %}<|start|>assistant<|go|>{% endif %}"
     )
-    template = open_template(source, ("<|start|>", "<|call|>", "<|end|>"))
+    template = open_template(source, ("<|start|>", "<|go|>", "<|call|>", "<|end|>"), eos="<|end|>")
     called = Conversation(messages=CALLING.messages[:2], tools=None)
     assert trained(template.render(called)) == ['<|call|>f{"x": 1}<|end|>']
     assert trained(template.render(CALLING)) == ['<|call|>f{"x": 1}<|end|>', "a<|end|>", "b<|end|>"]
@@ -125,3 +127,13 @@ def test_a_header_that_only_the_rendering_has_is_not_trained(open_template):
     )
     template = open_template(source, GEMMA_TOKENS)
     assert trained(template.render(CALLING))[1] == "a<turn|>"
+
+
+def test_a_span_does_not_start_inside_a_tag_that_is_no_token(open_template):
+    """As Nemotron Nano 2's <TOOLCALL>, which begins as the prompt's <think> does."""
+    source = QWEN.replace("<tool_call>", "<TOOL>").replace("loop.index0 > ns.last", "false")
+    assert trained(open_template(source, ()).render(CALLING)) == [
+        '<TOOL>f({"x": 1})</tool_call><|im_end|>',
+        "a<|im_end|>",
+        "b<|im_end|>",
+    ]

@@ -106,3 +106,5 @@ def test_a_template_that_starts_another_answer_in_any_case_is_refused(tiny_dir):
         UserError, match=r"writes <\|im_start\|>, with which an answer begins, behind the last answer t"
     ):
         load_template(source, tiny_dir, {}, "assistant", DATE)
+    template = load_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
+    assert trained(template.render(chat("Q", "A"))) == ["A<|im_end|>"]
