@@ -1,13 +1,18 @@
 """Checks of a model's files: config, tokenizer, index and weights."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object, read_config_json
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TEXT_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Keys of tokenizer_config.json that name tokens which rows of text may get."""
 
 
 def check_config(directory: Path) -> dict[str, Any]:
@@ -54,7 +59,8 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
             template.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
-    largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    used = _used_ids(tokenizer, directory)
+    largest_id = max(used, default=-1)
     text_config = config.get("text_config")
     vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
     if isinstance(vocab_size, int) and largest_id >= vocab_size:
@@ -75,6 +81,24 @@ def read_stop_ids(directory: Path, config: dict[str, Any]) -> list[int]:
     sections = (generation, config, text_config if isinstance(text_config, dict) else {})
     given: Any = next((one["eos_token_id"] for one in sections if one.get("eos_token_id") is not None), [])
     return [*dict.fromkeys(number for number in (given if isinstance(given, list) else [given]) if type(number) is int)]
+
+
+def _used_ids(tokenizer: "Tokenizer", directory: Path) -> set[int]:
+    """The ids that rows can get: those of special tokens only if a role of text or the chat template names them.
+
+    Text of rows never becomes a special token, and Gemma 3 1B has one for images behind its vocabulary.
+    """
+    config, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    roles: dict[str, Any] = {}
+    for file in (directory / "special_tokens_map.json", config):
+        roles |= _json_object(file) if file.exists() else {}
+    source = template.read_text(encoding="utf-8") if template.exists() else str(roles.get("chat_template"))
+    tokens = [roles[role] for role in roles if role in TEXT_ROLES or (role.endswith("_token") and role in source)]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    named = {text for text in texts if isinstance(text, str)}
+    special = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    unused = {number for number, token in special.items() if token not in named and token not in source}
+    return set(tokenizer.get_vocab(with_added_tokens=True).values()) - unused
 
 
 def shard_names(directory: Path) -> list[str]:

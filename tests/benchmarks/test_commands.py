@@ -20,6 +20,7 @@ NOT_RUN = {
     "cuda_traces": "test_cuda_traces.py runs it on recordings",
     "cuda_ops": "test_cuda_ops.py runs it on recordings",
     "other_tools": "test_other_tools.py runs it on configurations",
+    "templates": "test_templates.py runs it on templates",
     "compression": "test_compression.py runs it",
     "fused_kernels": "needs the extra liger: tests/model/test_fused_kernels.py runs it",
     "gpu": "test_gpu.py runs it on a CPU",

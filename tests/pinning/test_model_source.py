@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
@@ -164,6 +165,27 @@ def test_a_damaged_model_is_refused_and_the_last_lock_stays(pin, own, damage, ru
     assert line.startswith("model.name: ") and rule in line
     assert {path.name: path.read_bytes() for path in Path("locks").iterdir() if not path.is_symlink()} == before
     assert os.readlink(LINK) == "../lean_finetune/tiny"
+
+
+def add_image_token(own: Path, template: str) -> None:
+    """A special token behind the vocabulary, as Gemma 3 1B has one for images."""
+    tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<image_soft_token>", special=True)])
+    tokenizer.save(str(own / "tokenizer.json"))
+    edit("tokenizer_config.json", image_token="<image_soft_token>")(own)
+    edit("config.json", vocab_size=tokenizer.token_to_id("<image_soft_token>"))(own)
+    (own / "chat_template.jinja").write_text((own / "chat_template.jinja").read_text() + template)
+
+
+@pytest.mark.parametrize("template", ["", "{{ '<image_soft_token>' }}", "{{ image_token }}"])
+def test_a_special_token_behind_the_vocabulary_is_refused_only_if_the_template_writes_it(pin, own, template):
+    """No text of a row becomes a special token."""
+    add_image_token(own, template)
+    result = pin("own")
+    if template:
+        assert "makes ids up to" in error(result)
+    else:
+        assert result.exit_code == 0
 
 
 def test_code_beside_a_class_of_transformers_is_ignored(pin, own):
