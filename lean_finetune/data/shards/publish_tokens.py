@@ -131,10 +131,10 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     settings, counts = job.settings, totals.counts
     rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
     lost = {
-        "no_answer_rows": f"lost their answer to data.max_length={settings.max_length}",
-        "dropped_long_rows": f"are longer than data.max_length={settings.max_length}",
-        "empty_answer_rows": "have an empty answer",
-        "bad_rows": "cannot be used",
+        "no_answer_rows": f"without an answer within data.max_length={settings.max_length}",
+        "dropped_long_rows": f"longer than data.max_length={settings.max_length}",
+        "empty_answer_rows": "with an empty answer",
+        "bad_rows": "that cannot be used",
     }
     why = "".join(f", {counts[name]} {text}" for name, text in lost.items() if counts[name])
     if not any(rows.values()):
@@ -151,7 +151,7 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
             raise UserError(f"{side}: leaves no row to {use}{why}; add rows, or raise data.max_length")
         if settings.heldout_fraction:
             raise UserError(
-                f"data.heldout_fraction: leaves no row to {use} ({sum(rows.values())} usable rows{why}; rows with the "
+                f"data.heldout_fraction: leaves no row to {use} ({counted(sum(rows.values()), 'usable row')}{why}; rows with the "
                 f"same prompt are held out together); got {settings.heldout_fraction}; change it, add rows, name rows "
                 f"to evaluate on in {HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )

@@ -67,4 +67,4 @@ def test_trained_rows_are_not_held_out_under_another_name(run_rows):
 def test_a_heldout_source_without_a_usable_row_is_refused(run_rows):
     write_rows(Path("test.jsonl"), [chat_row("word " * 600)])
     refusal = error(run_rows(ROWS, data__heldout_fraction=0, data__heldout_source="test.jsonl"))
-    assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 lost their answer")
+    assert refusal.startswith("data.heldout_source: leaves no row to evaluate on, 1 without an answer")

@@ -120,7 +120,11 @@ REFUSED = {
     "none to read": ("{]\n\n}\n", {"data__on_bad_row": "skip"}, "rows.jsonl:1: not JSON ("),
     "no rows": ("\n \n", {}, "data.source: rows.jsonl holds no rows"),
     "none trained": ('{"text": "a"}\n', {"data__heldout_fraction": 0.99}, "data.heldout_fraction: leaves no row to"),
-    "no answer left": (json.dumps(chat_row("word " * 99)) + "\n", {"data__max_length": 8}, "data.source: none of the"),
+    "no answer left": (
+        json.dumps(chat_row("word " * 99)) + "\n",
+        {"data__max_length": 8},
+        "data.source: none of 1 row is",
+    ),
     "all skipped": ('{"q": 1}\n' * 3, {"data__format": "alpaca", "data__on_bad_row": "skip"}, "data.source: none"),
     "deep tools": (
         json.dumps(chat_row())[:-1] + ', "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}\n",
