@@ -91,7 +91,7 @@ def _used_ids(tokenizer: "Tokenizer", directory: Path) -> set[int]:
     config, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     roles: dict[str, Any] = {}
     for file in (directory / "special_tokens_map.json", config):
-        roles |= _json_object(file) if file.exists() else {}
+        roles |= json_object(file) if file.exists() else {}
     source = template.read_text(encoding="utf-8") if template.exists() else str(roles.get("chat_template"))
     tokens = [roles[role] for role in roles if role in TEXT_ROLES or (role.endswith("_token") and role in source)]
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]

@@ -150,10 +150,11 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
             side = "data.source" if use == "train on" else HELDOUT_SOURCE
             raise UserError(f"{side}: leaves no row to {use}{why}; add rows, or raise data.max_length")
         if settings.heldout_fraction:
+            usable = counted(sum(rows.values()), "usable row")
             raise UserError(
-                f"data.heldout_fraction: leaves no row to {use} ({counted(sum(rows.values()), 'usable row')}{why}; rows with the "
-                f"same prompt are held out together); got {settings.heldout_fraction}; change it, add rows, name rows "
-                f"to evaluate on in {HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
+                f"data.heldout_fraction: leaves no row to {use} ({usable}{why}; rows with the same prompt are held out "
+                f"together); got {settings.heldout_fraction}; change it, add rows, name rows to evaluate on in "
+                f"{HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )
 
 
