@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.exceptions import InvalidArgumentError
 from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
@@ -309,6 +310,34 @@ def test_setting_every_key_deletes_no_comment(tmp_path: Path):
     for word in ("one", "other"):
         apply_overrides(path, [f"{key}={lists.get(key, word)}" for key in leaves(YAML(typ="safe").load(path))])
         assert re.findall("#.*", path.read_text()) == comments
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "my rows.jsonl",
+        "rows#1.jsonl",
+        "my rows #1.jsonl",
+        "a, b.jsonl",
+        "a=b.jsonl",
+        "a&b",
+        "~/a",
+        "a(1)[2]",
+        "größe.jsonl",
+    ],
+)
+def test_quotes_inside_the_shells_carry_any_path(path: str, tmp_path: Path):
+    """docs/data.md: `-S "data.source='my rows #1.jsonl'"`, and the same for `fit --set`."""
+    file = tmp_path / "params.yaml"
+    file.write_text((ROOT / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    apply_overrides(file, [f"data.source='{path}'"])
+    assert load_params(file).data.source == path
+    assert with_flags(PARAMS, [f"data.source='{path}'"]).data.source == path
+    if path != "my rows.jsonl":  # DVC takes a space without quotes.
+        with pytest.raises(InvalidArgumentError):
+            apply_overrides(file, [f"data.source={path}"])
+    apply_overrides(file, [f"data.source=[{{source: '{path}', weight: 2}}, {{source: b.jsonl}}]"])
+    assert [source.source for _, source in load_params(file).data.named_sources()] == [path, "b.jsonl"]
 
 
 def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -35,6 +35,9 @@ SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "nu
 """Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
 first model."""
 
+WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim")
+"""Columns of weights: bitsandbytes takes a weight of one column for a packed one."""
+
 INDEXED = "indexed_attention"
 """Type of the layers with an index of tokens: DeepSeek-V3.2, GLM-5 and others."""
 
@@ -149,8 +152,9 @@ def _impossible_size(config: PretrainedConfig) -> str | None:
     """The first impossible size; transformers finds some of these in the first step, and a trace finds none."""
     for size in (*SIZES, "num_key_value_heads", "head_dim"):
         for value in layer_settings(config, size):
-            if isinstance(value, int) and value < 1:
-                return f"{size} must be at least 1; got {value}"
+            least = 2 if size in WIDTHS else 1
+            if isinstance(value, int) and value < least:
+                return f"{size} must be at least {least}; got {value}"
     for key in ("hidden_act", "hidden_activation", "activation_function"):
         for value in layer_settings(config, key):
             if isinstance(value, str) and value not in ACT2CLS:

@@ -23,6 +23,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from lean_finetune.commands.fit import fit
+from lean_finetune.core.errors import DoesNotFit
 
 MOST_CPU_SECONDS = 60.0
 MOST_BYTES = 6 << 30
@@ -175,7 +176,7 @@ def try_fit(text: str, directory: Path) -> dict[str, Any]:
     if error is not None and not isinstance(error, SystemExit):
         return {**found, "end": "fault", "why": "".join(traceback.format_exception(error))[-3000:]}
     refusals = [line for line in lines if line.startswith("error: ")]
-    if result.exit_code == 0:
+    if result.exit_code in (0, DoesNotFit.exit_code):
         return {**found, "end": "answered" if peak < MOST_BYTES else "fault", "why": result.stdout[:80]}
     one_line = len(refusals) == 1 and len(refusals[0]) <= LONGEST_LINE and "MemoryError" not in refusals[0]
     return {**found, "end": "refused" if one_line and peak < MOST_BYTES else "fault", "why": " ".join(lines)[-600:]}
