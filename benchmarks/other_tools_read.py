@@ -19,11 +19,11 @@ NOT_THIS = re.compile(
     r"^(rl|beta|num_generations|reward_\w+|num_labels|processor_type|image_max_pixels|video_max_pixels|"
     r"pref_\w+|rlhf_type|teacher_model\w*|quantizer|qat|stage: (dpo|kto|ppo|rm)|finetuning_type: (freeze|oft)|"
     r"unfrozen_parameters|freeze_\w+|use_(galore|apollo|badam|adam_mini|muon|llama_pro|kt|\w+_loss)|relora|lisa_\w+|"
-    r"fp8|gptq|infer_backend|export_\w+|adapter_name_or_path|vit_\w+|aligner_lr|max_pixels|loss_type|lora_modules_to_save|modules_to_save)\b",
+    r"fp8|gptq|infer_backend|export_\w+|adapter_name_or_path|vit_\w+|aligner_lr|max_pixels|loss_type|lora_modules_to_save|modules_to_save|\s+vision_all_linear)\b",
     re.MULTILINE,
 )
 """Lines that name another kind of run: preferences, classification, images, a part of the weights, no training."""
-HARMLESS = re.compile(r"^\w+:\s*(false|null|0|\[\]|~|nll|#.*)?\s*(#.*)?$", re.IGNORECASE)
+HARMLESS = re.compile(r"^\s*\w+:\s*(false|null|0|\[\]|~|nll|#.*)?\s*(#.*)?$", re.IGNORECASE)
 ENVIRONMENT_OF_IMAGES = re.compile(
     r"\b(MAX_PIXELS|IMAGE_MAX_TOKEN_NUM|VIDEO_MAX_\w+|FPS_MAX_FRAMES|ENABLE_AUDIO_OUTPUT)="
 )
@@ -193,8 +193,21 @@ def _ms_swift(content: Content) -> Reading:
     )
 
 
+def _unsloth(content: Content) -> Reading:
+    training = content["training"]
+    lora = training.get("training_type", "lora") == "lora"
+    return Reading(
+        method=("qlora" if training.get("load_in_4bit", True) else "lora") if lora else "full",
+        precision="auto",
+        length=int(training.get("max_seq_length", 2048)),
+        rows=int(training.get("batch_size", 2)),
+        steps=int(training.get("gradient_accumulation_steps", 4)),
+    )
+
+
 READERS: tuple[tuple[str, Callable[[Content], bool], Callable[[Content], Reading]], ...] = (
     ("ms-swift", lambda c: bool({"swift", "tuner_type", "train_type"} & {*c}), _ms_swift),
+    ("Unsloth", lambda c: isinstance(c.get("training"), dict) and "model" in c, _unsloth),
     ("torchtune", lambda c: "optimizer" in c and isinstance(c.get("model"), dict), _torchtune),
     ("LLaMA-Factory v1", lambda c: isinstance(c.get("model"), str) and "micro_batch_size" in c, _llama_factory_v1),
     ("Axolotl", lambda c: "base_model" in c, _axolotl),

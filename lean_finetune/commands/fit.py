@@ -49,7 +49,12 @@ def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: st
 )
 @click.option("--set", "-S", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter: train.lora.rank=64.")
 @click.option("--params", type=PATH, help="A params.yaml to start from. Default: ./params.yaml if there is no --model.")
-@click.option("--from", "config", type=PATH, help="A configuration of LLaMA-Factory, Axolotl, TRL or torchtune.")
+@click.option(
+    "--from",
+    "config",
+    type=PATH,
+    help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, ms-swift or Unsloth.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
 def fit(

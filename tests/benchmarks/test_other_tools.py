@@ -14,6 +14,7 @@ from tests.commands.tool_configs import (
     SWIFT_YAML,
     TORCHTUNE,
     TRL,
+    UNSLOTH,
 )
 
 SAMPLES = {
@@ -25,6 +26,7 @@ SAMPLES = {
     "swift.sh": SWIFT_SHELL,
     "tune.yaml": TORCHTUNE,
     "trl.yaml": TRL,
+    "unsloth.yaml": UNSLOTH,
     "other.yaml": "gpu: 1\n",
     "other.sh": "echo\n",
 }
@@ -44,7 +46,7 @@ def test_a_second_reading_agrees_on_the_samples(directory: Path):
     assert counts.pop(("answered", "ms-swift")) == 2
     assert counts.pop(("refused", "must be a training configuration of Axolotl")) == 1
     assert counts.pop(("refused", "rl: only supervised fine-tuning is done here")) == 1
-    assert {verdict for verdict, _ in counts} == {"answered"} and set(counts.values()) == {1} and len(counts) == 5
+    assert {verdict for verdict, _ in counts} == {"answered"} and set(counts.values()) == {1} and len(counts) == 6
     assert all(bar.holds for bar in measured.bars)
 
 

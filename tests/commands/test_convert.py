@@ -22,6 +22,7 @@ from tests.commands.tool_configs import (
     SWIFT_YAML,
     TORCHTUNE,
     TRL,
+    UNSLOTH,
 )
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
@@ -105,6 +106,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "train.attention": "flash_attention_2",
             "train.weight_decay": 0.1,
             "train.lr": 1e-4,
+        },
+    ),
+    "Unsloth": (
+        UNSLOTH,
+        {
+            "model.name": "org/model",
+            "train.method": "qlora",
+            "train.optimizer": "adamw_8bit",
+            "train.lora.rank": 32,
+            "train.lora.targets": ["q_proj", "v_proj"],
+            "data.max_length": 1024,
+            "bucket.max_tokens": 1024,
+            "train.tokens_per_step": 4096,
+            "train.grad_ckpt": True,
+            "train.lr": 2e-4,
         },
     ),
     "torchtune": (
@@ -264,6 +280,7 @@ def test_what_is_not_done_here_is_said(text: str, expected: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (UNSLOTH, "auto"),
         (AXOLOTL.replace("bf16: auto", "bf16: false"), "fp16"),  # 8-bit weights: fp16 there.
         (AXOLOTL.replace("bf16: auto", "bf16: false").replace("load_in_8bit: true", ""), "fp32"),
         (AXOLOTL.replace("bf16: auto", "fp16: true\nbf16: false"), "fp16"),
@@ -312,6 +329,7 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (LLAMA_FACTORY + "image_max_pixels: 262144\n", "image_max_pixels: images are not counted here; remove it"),
         (SWIFT_YAML + "freeze_vit: true\n", "freeze_vit: images are not counted here"),
         (SWIFT_YAML.replace("tuner_type: lora", "tuner_type: boft"), "tuner_type: only lora and full are done here"),
+        (UNSLOTH + "  vision_all_linear: true\n", "lora.vision_all_linear: images are not counted here"),
         (SWIFT_YAML + "task_type: seq_cls\n", "task_type: only causal language models are trained here"),
         (TRL + "num_generations: 8\n", "num_generations: only supervised fine-tuning is done here"),
         (TRL + "bf16: true\nfp16: true\n", "fp16: must be one precision; got bf16 and fp16; remove one"),
@@ -324,7 +342,8 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         (
             "a: 1\n",
-            "must be a training configuration of Axolotl, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL;",
+            "must be a training configuration of Axolotl, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL, "
+            "Unsloth; got",
         ),
         ("- 1\n", "must be a mapping of keys"),
         ("", "must be a mapping of keys; got an empty file"),

@@ -7,9 +7,9 @@ from tests.conftest import ROOT
 
 INTRODUCTION = """# Names of parameters in other tools
 
-What LLaMA-Factory, Axolotl, TRL, torchtune and ms-swift call our parameters. `lean-finetune import config.yaml` writes
-them into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run ([command.md](command.md)). Values
-differ as well: the commands convert them.
+What LLaMA-Factory, Axolotl, TRL, torchtune, ms-swift and Unsloth call our parameters. `lean-finetune import
+config.yaml` writes them into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run
+([command.md](command.md)). Values differ as well: the commands convert them.
 
 The option `--set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`
 does not reach lean-finetune: DVC ends with exit code 255 and this message. It means that params.yaml has no such

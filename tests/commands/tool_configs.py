@@ -126,3 +126,17 @@ swift sft \\
     --max_length 8192 \\
     --deepspeed zero3 2>&1 | tee log
 """
+UNSLOTH = """
+model: org/model
+data:
+  dataset: org/rows
+training:
+  training_type: lora
+  max_seq_length: 1024
+  load_in_4bit: true
+  batch_size: 1
+  gradient_checkpointing: "unsloth"
+lora:
+  lora_r: 32
+  target_modules: "q_proj,v_proj"
+"""

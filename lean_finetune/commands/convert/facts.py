@@ -28,7 +28,7 @@ SHARDING = (
 def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, gpus: int, path: Path) -> None:
     """Set the parameters that several keys decide together."""
     values = converted.values
-    method = values["train.method"] = _method(facts, path)
+    method = values["train.method"] = _method(facts, table, path)
     if method == "full":
         for key in [key for key in values if key.startswith(("train.lora.", "train.quant."))]:
             del values[key]
@@ -58,13 +58,15 @@ def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, 
             )
 
 
-def _method(facts: Mapping[str, Any], path: Path) -> str:
+def _method(facts: Mapping[str, Any], table: Table, path: Path) -> str:
     """train.method."""
     component = str(facts.get("component", "")).rpartition(".")[2]
     adapter = facts.get("adapter", "full")
     if component.startswith(("qlora_", "lora_")):
         adapter = "lora"
     bits = 4 if component.startswith("qlora_") else facts.get("bits")
+    if adapter == "full" and table.get("bits_of_adapters"):
+        bits = None
     if adapter == "full" and bits is not None:
         raise UserError(f"{path}: weights in {bits} bits cannot be trained themselves; add an adapter (lora)")
     return METHOD_OF_BITS.get(int(bits), "lora") if bits is not None else str(adapter)
