@@ -103,7 +103,7 @@ def measure(quick: bool, directories: tuple[Path, ...]) -> Measured:
 
 
 OPTIONS = [click.Argument(["directories"], nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))]
-main = benchmark("other_tools", measure, OPTIONS)  # type: ignore[arg-type]
+main = benchmark("other_tools", measure, OPTIONS)
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import run_bounded
+from tests.processes import killed_after, run_bounded
 
 BEGINNING = """
 import os, signal, time
@@ -149,8 +149,11 @@ def test_output_that_cannot_be_written_is_no_success():
     """A full disk behind standard output, and exit code 0."""
     program = STAGE.replace("def work():", "def work():\n    print('result')")
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode and "No space left on device" in done.stderr
+        command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+        child = subprocess.Popen(command, cwd=ROOT, stdout=full, stderr=pipe, text=True, start_new_session=True)
+        with killed_after(child):
+            _, errors = child.communicate()
+    assert child.returncode and "No space left on device" in errors
 
 
 def test_importing_the_module_changes_no_signal_handler():

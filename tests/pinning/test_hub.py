@@ -71,7 +71,7 @@ def read() -> list[str] | str:
     """The first message of each pinned row, or the refusal."""
     try:
         blocks = read_blocks(read_json(Path("locks/data.json")), max_rows=1000, progress=lambda n: None)
-        return [row.value["messages"][0]["content"] for block in blocks for row in decode(block)]
+        return [(row.value or {})["messages"][0]["content"] for block in blocks for row in decode(block)]
     except UserError as error:
         return str(error)
 
