@@ -1,5 +1,6 @@
 """Columns that a row's format does not read. A column that changes the row's meaning is refused, others are listed."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -115,6 +116,8 @@ def _number(value: Any) -> float | None:
         return float(value) if isinstance(value, int | float | str) else None
     except ValueError:
         return None
+    except OverflowError:  # An integer of hundreds of digits.
+        return math.inf
 
 
 def without(row: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:

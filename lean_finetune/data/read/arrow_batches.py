@@ -36,6 +36,8 @@ def read_record_batches(file: BinaryIO, name: str, is_parquet: bool, block_bytes
             f"{name}: one batch of its rows needs more than {BATCH_BYTES >> 30} GiB of memory; write it again with "
             "fewer rows in a batch"
         ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{name}: the name of a column is not UTF-8 text; write the file again") from None
     except (pa.ArrowException, OSError) as error:
         kind = "Parquet" if is_parquet else "Arrow"
         raise UserError(f"{name}: is damaged or no {kind} file ({error}); write or download it again") from error
@@ -82,6 +84,23 @@ def _check(batch: pa.RecordBatch, name: str) -> None:
     except pa.ArrowInvalid as error:
         if "UTF8" not in str(error):
             raise
+        # What is behind the first such text was not validated.
+        fields = [
+            (column, _with_bytes(column_type)) for column, column_type in zip(names, batch.schema.types, strict=True)
+        ]
+        batch.cast(pa.schema(fields)).validate(full=True)
+
+
+def _with_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type with bytes for text, so that validation accepts text that is not UTF-8."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pa.binary() if pa.types.is_string(kind) else pa.large_binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        item = kind.value_field.with_type(_with_bytes(kind.value_type))
+        return pa.list_(item) if pa.types.is_list(kind) else pa.large_list(item)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+    return kind
 
 
 def _plain(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

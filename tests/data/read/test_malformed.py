@@ -60,6 +60,13 @@ def _bad_text() -> pa.Table:
     return pa.table({"text": pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"ok\xff\xfeok"))})
 
 
+def _bad_offsets() -> pa.Table:
+    """A text that is not UTF-8, and behind it one of negative length, which validation of text does not reach."""
+    offsets = pa.py_buffer(b"".join(k.to_bytes(4, "little", signed=True) for k in (0, 4, -9, 4)))
+    damaged = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"four"))
+    return _bad_text().append_column("damaged", damaged)
+
+
 def _long_row(start: bytes, separator: bytes, end: bytes) -> bytes:
     """A row of more than 64 MiB between two good ones."""
     return start + separator.join((GOOD, b'{"text": "' + b"x" * MAX_ROW_BYTES + b'"}', GOOD)) + end
@@ -174,6 +181,15 @@ BINARIES = {
     "no Arrow at all": _refused("r.arrow", b"ARROW1 and so on", NO_ARROW),
     "truncated Arrow file": _refused("r.arrow", lambda: arrow(_bad_text(), True)[:-30], NO_ARROW),
     "truncated Arrow stream": _refused("r.arrow", lambda: arrow(_bad_text(), False)[:-40], NO_ARROW),
+    "broken UTF-8 before bad offsets": _refused("r.arrow", lambda: arrow(_bad_offsets(), True), NO_ARROW),
+    "name of a column that is not UTF-8": _refused(
+        "r.arrow",
+        lambda: arrow(pa.table({"text": ["a"]}), True).replace(b"text", b"te\xff\xfe"),
+        ": the name of a column is not",
+    ),
+    "name of a Parquet column that is not UTF-8": _refused(
+        "r.parquet", lambda: parquet([{"text": "a"}]).replace(b"text", b"te\xff\xfe"), ": the name of a column is not"
+    ),
     "broken UTF-8 in Arrow": _faulty("r.arrow", lambda: arrow(_bad_text(), True), 2, 2, "not UTF-8 (byte 1)"),
     "broken UTF-8 in Parquet": _faulty("r.parquet", lambda: parquet(_bad_text()), 2, 2, "not UTF-8 (byte 1)"),
     "two Arrow columns of a name": _refused(

@@ -221,6 +221,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, BAD], "messages": [USER, ANSWER]},
         "data.columns={messages: chosen_messages}",
     ),
+    "huge-weight": (chat(USER, ANSWER, weight=10**999), "'weight' is 1000"),
     "orca": (chat(USER, ANSWER, system_prompt="S"), "data.columns={system: system_prompt}"),
     "chatglm": ({"prompt": "Q", "completion": "A", "history": [["q", "a"]]}, "'history' is part of the question"),
     "kwargs": (chat(USER, ANSWER, chat_template_kwargs={"enable_thinking": True}), "'chat_template_kwargs'"),
