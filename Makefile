@@ -3,6 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 NEWEST_VENV := .venv-newest
+OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
@@ -10,7 +11,7 @@ PYTHON_FILES := lean_finetune stages data/synth benchmarks tests
 # Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
 PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
-.PHONY: run test test-all test-newest format lint bench-quick compare plots docs clean
+.PHONY: run test test-all test-newest test-oldest format lint bench-quick compare plots docs clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -34,6 +35,14 @@ test-newest: $(NEWEST_VENV)/bin/python
 	$(NEWEST_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	$(NEWEST_VENV)/bin/python -m pip freeze --exclude-editable
 	PATH="$(abspath $(NEWEST_VENV)/bin):$$PATH" $(PYTEST) -m "not slow"
+
+# The fast tests on the oldest release that pyproject.toml allows of each dependency: before a release, or to lower its
+# bounds. pip cannot choose the oldest, so uv installs; torch comes with CUDA, 5 GB in all.
+test-oldest: $(OLDEST_VENV)/bin/python
+	$(OLDEST_VENV)/bin/python -m pip install --quiet uv
+	$(OLDEST_VENV)/bin/python -m uv pip install --quiet --python $(OLDEST_VENV)/bin/python --resolution lowest-direct -e ".[test]"
+	$(OLDEST_VENV)/bin/python -m pip freeze --exclude-editable
+	PATH="$(abspath $(OLDEST_VENV)/bin):$$PATH" $(PYTEST) -m "not slow"
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix $(PYTHON_FILES)
@@ -69,9 +78,9 @@ docs: $(VENV)/.installed
 	@echo build/site/index.html
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) scratch
+	rm -rf $(VENV) $(NEWEST_VENV) $(OLDEST_VENV) scratch
 
-$(VENV)/bin/python $(NEWEST_VENV)/bin/python:
+$(VENV)/bin/python $(NEWEST_VENV)/bin/python $(OLDEST_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(@D:/bin=)
 

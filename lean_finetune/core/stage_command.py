@@ -62,3 +62,11 @@ class StageCommand(click.Command):
             for line in error.details:
                 click.echo(f"  {line}", err=True)
             sys.exit(error.exit_code)
+        except MemoryError as error:  # Of Python, NumPy, Arrow or safetensors.
+            reason = escaped(" ".join(str(error).split())) or "no reason given"
+            click.echo(
+                f"error: this process got no more of the host's memory ({reason}); free some, or raise the limit "
+                "(ulimit -v), then rerun",
+                err=True,
+            )
+            sys.exit(1)

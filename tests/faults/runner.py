@@ -25,6 +25,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import psutil
+
 from tests.data.tokens.small_blocks import make_blocks_small
 from tests.processes import run_bounded
 
@@ -129,6 +131,14 @@ def become(request: dict[str, Any], output: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # As `lean_finetune.core.signals` sets it on import.
     if request["file_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
+    if request["memory_bytes"] is not None:
+        most = psutil.Process().memory_info().vms + request["memory_bytes"]
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if request["closed_output"]:
+        unread, into = os.pipe()
+        os.dup2(into, 1)
+        os.close(unread)
+        os.close(into)
     if request["unprivileged"]:
         drop_privileges()
     if request["at_change"] is not None or request["changes"] is not None:

@@ -34,6 +34,10 @@ class Fault:
     """File to which each change is logged."""
     file_bytes: int | None = None
     """RLIMIT_FSIZE of the run."""
+    memory_bytes: int | None = None
+    """RLIMIT_AS of the run, beyond what the process has when it starts."""
+    closed_output: bool = False
+    """Whether nobody reads standard output, as after `| head -1` has ended."""
     unprivileged: bool = False
     """Drop root's privilege to ignore permissions."""
 

@@ -20,7 +20,7 @@ from tests.faults.stage_run import Fault, Runner
 from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
 from tests.processes import run_bounded, wait_for
 
-STAGES = ("pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
+STAGES = ("pin_code", "pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")
 LINKS = "locks/watched-files"
 """Links to data files, which pin_data writes."""
 DISK_BYTES = 64 << 20

@@ -8,7 +8,13 @@ import pytest
 
 from tests.faults.outputs import state
 from tests.faults.stage_run import Fault
-from tests.faults.workspaces import changes_of, check_kept_or_new, check_rerun, put_old
+from tests.faults.workspaces import (
+    changes_of,
+    check_kept_or_new,
+    check_nothing_half_written,
+    check_rerun,
+    put_old,
+)
 
 
 @pytest.mark.slow
@@ -66,6 +72,32 @@ def test_a_second_tokenize_waits_for_the_first(runner, quick, tmp_path):
         assert ended.status == 0, ended.output
     assert "waiting for it to end" in ended.output
     check_rerun(runner, workspace, "tokenize", quick)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_stage_without_a_reader_of_its_output_succeeds(runner, finished, tmp_path):
+    """`dvc repro | head -1`: a broken pipe must not end a run."""
+    workspace = finished.copy(tmp_path / "work")
+    for stage in finished.states:
+        put_old(workspace, stage)
+        ended = runner.run(stage, workspace, Fault(closed_output=True))
+        assert ended.status == 0 and "Traceback" not in ended.output, f"{stage}: {ended.output}"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["pin_data", "pin_model", "tokenize", "bucket", "estimate", "evaluate"])
+@pytest.mark.parametrize("most_mib", [1, 3, 16])
+def test_a_memory_limit_is_one_line_or_no_limit(runner, finished, tmp_path, stage, most_mib):
+    """`ulimit -v`: a hang, a traceback or a half-written output, wherever memory runs out."""
+    workspace = finished.copy(tmp_path / "work")
+    old = put_old(workspace, stage)
+    ended = runner.run(stage, workspace, Fault(memory_bytes=most_mib << 20))
+    if ended.status > 0:
+        assert "Traceback" not in ended.output, ended.output
+    check_nothing_half_written(workspace, stage, old, finished)
+    check_rerun(runner, workspace, stage, finished)
 
 
 def wait_until_stopped(pid: int) -> None:

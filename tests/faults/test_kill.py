@@ -19,6 +19,7 @@ from tests.faults.workspaces import (
 
 SEED = 6
 KILLS = {
+    "pin_code": 4,
     "pin_data": 6,
     "pin_model": 6,
     "tokenize": 10,
@@ -76,7 +77,7 @@ def test_a_kill_between_two_changes_of_the_disk(runner, quick, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", ["pin_data", "pin_model", "tokenize", "bucket", "evaluate", "report"])
+@pytest.mark.parametrize("stage", ["pin_code", "pin_data", "pin_model", "tokenize", "bucket", "evaluate", "report"])
 def test_a_kill_between_any_two_changes_of_the_disk(runner, finished, tmp_path, stage):
     kill_at_changes(runner, finished, stage, tmp_path, None)
 
@@ -92,6 +93,6 @@ def test_a_kill_at_a_random_instant(runner, trained, tmp_path, stage):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, kills", KILLS.items(), ids=KILLS)
 def test_kills_at_random_instants(runner, finished, tmp_path, stage, kills):
-    """54 kills over all stages."""
+    """58 kills over all stages."""
     outputs = kill_at_instants(runner, finished, stage, tmp_path, kills)
     assert stage != "train" or any("train: resumed at optimizer step " in text for text in outputs)

@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ Tokenize = Callable[[RowBlock], BlockTokens]
 Result = tuple[RowBlock, BlockTokens]
 TokenizeBlocks = Callable[[Iterable[RowBlock]], Iterator[Result]]
 """Each block with its tokens, in the order of the blocks."""
+CHECK_SECONDS = 2.0
+"""How often the pool is checked while a block is waited for."""
 # So that no worker waits for a block while the oldest one is slow.
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
 # Threads that do not make a fork unsafe: jemalloc's, which pyarrow starts and which handles forks, and the one that
@@ -62,7 +65,12 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
                 executor.submit(os.getpid)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        yield partial(_map, lambda block: executor.submit(task, block), BLOCKS_IN_FLIGHT_PER_WORKER * workers)
+        yield partial(
+            _map,
+            lambda block: executor.submit(task, block),
+            lambda: _is_managed(executor),
+            BLOCKS_IN_FLIGHT_PER_WORKER * workers,
+        )
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
         if not was_frozen:
@@ -70,9 +78,12 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
 
 
 def _map(
-    submit: Callable[[RowBlock], "Future[BlockTokens]"], bound: int, blocks: Iterable[RowBlock]
+    submit: Callable[[RowBlock], "Future[BlockTokens]"],
+    is_managed: Callable[[], bool],
+    bound: int,
+    blocks: Iterable[RowBlock],
 ) -> Iterator[Result]:
-    """See `TokenizeBlocks`; at most `bound` blocks are in memory."""
+    """See `TokenizeBlocks`; at most `bound` blocks are in memory. `is_managed` is whether results can still come."""
     waiting: deque[tuple[RowBlock, Future[BlockTokens]]] = deque()
     unread = iter(blocks)
     try:
@@ -81,12 +92,25 @@ def _map(
             if not waiting:
                 return
             first, future = waiting.popleft()
+            while not future.done():
+                wait_for_futures([future], timeout=CHECK_SECONDS)
+                if not future.done() and not is_managed():
+                    raise BrokenProcessPool
             yield first, future.result()
     except BrokenProcessPool:
         raise UserError(
             "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
             "workers or run.data_pool=threads, then run again: finished shards are reused"
         ) from None
+
+
+def _is_managed(executor: Executor) -> bool:
+    """Whether the thread that hands out blocks and collects results runs.
+
+    Without memory for one more thread it ends, and Python's pool would wait forever.
+    """
+    manager = getattr(executor, "_executor_manager_thread", None)
+    return manager is None or manager.is_alive()
 
 
 def _processes(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int) -> Executor:

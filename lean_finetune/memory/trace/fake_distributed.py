@@ -196,7 +196,8 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     put(pipeline, "send_weights", lambda module, owner, world, device: None)
     put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)
     # DTensor derives shapes on separate fake tensors, which are not memory of the step.
-    put(ShardingPropagator, "_fake_mode_lock", _UncountedLock(trace))
+    shapes = "_propagate_tensor_meta_non_cached"
+    put(ShardingPropagator, shapes, _uncounted(trace, getattr(ShardingPropagator, shapes)))
     for name in GATHERING:
         put(_fsdp_param_group, name, _counted_as_sharding(trace, getattr(_fsdp_collectives, name)))
     put(_fsdp_param_group, "foreach_reduce", _counted_reduction(trace, _fsdp_collectives.foreach_reduce, away=away))
@@ -223,17 +224,14 @@ def _set_quant_state(layer: Any) -> None:
         layer.weight.quant_state = layer.quant_state
 
 
-class _UncountedLock:
-    """Replaces the lock that DTensor takes while it derives shapes: allocations under it are not counted."""
+def _uncounted(trace: MemoryTrace, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function whose allocations are not counted."""
 
-    def __init__(self, trace: MemoryTrace):
-        self._trace, self._open = trace, ExitStack()
+    def uncounted(*args: Any, **kwargs: Any) -> Any:
+        with trace.on_host():
+            return function(*args, **kwargs)
 
-    def __enter__(self) -> None:
-        self._open.enter_context(self._trace.on_host())
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
+    return uncounted
 
 
 def _counted_as_sharding(trace: MemoryTrace, function: Callable[..., Any]) -> Callable[..., Any]:
