@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dvc.exceptions import DvcException
+from dvc.utils.hydra import apply_overrides
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
@@ -153,6 +157,24 @@ def test_hostile_files_end_in_a_value_or_one_line(tmp_path: Path):
             check_refusal(text, value[:80])
 
 
+def test_hostile_values_that_dvc_writes_end_in_a_value_or_one_line(tmp_path: Path):
+    """`dvc exp run -S`: DVC parses a value by its own grammar, and writes it or refuses it."""
+    chosen, path, written = random.Random(29), tmp_path / "params.yaml", 0
+    shipped = [line for line in COMMON_PARAMS.read_text(encoding="utf-8").splitlines() if line.lstrip()[:1] != "#"]
+    keys = [*leaves(load_params(COMMON_PARAMS).model_dump())]
+    for value in [value for value in HOSTILE if len(value) < 10_000][::3]:
+        path.write_text("\n".join(shipped), encoding="utf-8")
+        quoted = chosen.choice([value, f"'{value}'", f"[{value}]", f"{{a: {value}}}"])
+        try:
+            apply_overrides(path, [f"{chosen.choice(keys)}={quoted}"])
+        except (DvcException, OmegaConfBaseException, HydraException, ValueError):  # DVC's own answer.
+            continue
+        written += 1
+        if (text := one_line(load_params, path)) is not None:
+            check_refusal(text, value[:80])
+    assert written > 10
+
+
 def converted_params(path: Path) -> None:
     """What `lean-finetune import` makes of a file."""
     converted = read_config_of_tool(path, gpus=1)
@@ -174,6 +196,13 @@ def test_hostile_configurations_of_other_tools_end_in_a_value_or_one_line(tmp_pa
             path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
             if (text := one_line(converted_params, path)) is not None:
                 check_refusal(text, value[:80])
+
+
+def test_variables_of_a_script_do_not_multiply_it(tmp_path: Path):
+    """`a=xx…` and `$a$a…`: a small script that is megabytes once its variables are replaced."""
+    (tmp_path / "run.sh").write_text(f"a={'x' * 200}\nswift sft --model {'$a' * 20_000}\n")
+    text = one_line(read_config_of_tool, tmp_path / "run.sh", 1)
+    assert text is not None and "must have at most" in text
 
 
 def test_a_file_that_ends_never_is_not_read_to_its_end():

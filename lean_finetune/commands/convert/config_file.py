@@ -69,7 +69,10 @@ def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str
 
 def _lines(text: str, path: Path) -> Iterator[list[str]]:
     """The words of each line without comments; a backslash at its end continues a line."""
-    for number, line in enumerate(_substituted(re.sub(r"\\[ \t]*\n", " ", text)).splitlines(), start=1):
+    text = _substituted(re.sub(r"\\[ \t]*\n", " ", text))
+    if len(text) > MOST_BYTES:
+        raise UserError(f"{path}: must have at most {MOST_BYTES} bytes, with its variables; name another")
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             words = [] if line.lstrip().startswith("#") else shlex.split(line)
         except ValueError as error:
