@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lean_finetune.data.format.example import ROLES, Message, RowFault
-from lean_finetune.data.format.roles import CALL, role_of
+from lean_finetune.data.format.roles import CALL, ROLE_NAMES, role_of
 from lean_finetune.data.format.row_values import is_given, parse_json, show
 from lean_finetune.data.format.turn_content import read_content
 from lean_finetune.data.format.turn_marks import pop_marks
@@ -17,6 +17,7 @@ KNOWN_KEYS = {
 }
 """Keys of a parsed message that we know. Others reach the template too, and are named once for each source."""
 _USUAL_KEYS = {"role", "content"}
+_SHAREGPT_KEYS = {"from", "value"}
 _CALL_KEYS = {"role", "content", "tool_calls"}
 _PAIR_KEYS = ("human", "assistant")
 _FUNCTION_KEYS = ("name", "arguments", "function")
@@ -67,7 +68,9 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     context: list[int] = []
     calls: list[int] = []
     for number, message in enumerate(given):
-        if not _is_plain(message):
+        if is_sharegpt and (plain := _plain_sharegpt(message)) is not None:
+            message = plain
+        elif not _is_plain(message):
             parsed = parse_message(message, f"{where} {number + 1}", role_key, text_key)
             message = parsed.message
             if parsed.is_context:
@@ -88,6 +91,15 @@ def _is_plain(message: Any) -> bool:
     if type(message) is not dict or message.keys() != _USUAL_KEYS:
         return False
     return type(message["content"]) is str and type(message["role"]) is str and message["role"] in ROLES
+
+
+def _plain_sharegpt(turn: Any) -> Message | None:
+    """The message of a turn of text without other keys, as most; None for another turn."""
+    if type(turn) is not dict or turn.keys() != _SHAREGPT_KEYS:
+        return None
+    sender, value = turn["from"], turn["value"]
+    role = ROLE_NAMES.get(sender) if type(sender) is str else None
+    return {"role": role, "content": value} if type(value) is str and role in ROLES else None
 
 
 def _pair(pair: Any, where: str) -> list[Any]:
