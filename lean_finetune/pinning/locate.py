@@ -10,7 +10,7 @@ from typing import Any
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, read_json, repo_root
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.config_file import CONFIG_FILE, refuse_adapter
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, CONFIG_FILE, refuse_adapter
 from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
 from lean_finetune.pinning.hub import HUB_ID, cached_file, download
 
@@ -204,4 +204,8 @@ def find_model(name: str, revision: str | None = None) -> Path:
             f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "
             f"name; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
         )
-    return download("model.name", name, "model", revision or "main", [CONFIG_FILE])
+    directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE])
+    if not (directory / CONFIG_FILE).is_file():
+        refuse_adapter(download("model.name", name, "model", revision or "main", [ADAPTER_CONFIG]), name)
+        raise UserError(f"model.name: {name} has no {CONFIG_FILE}; name a model that transformers saved")
+    return directory

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning import locate
 from lean_finetune.pinning.config_file import read_config_json
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.pinning.model_source import pin_model
@@ -96,3 +97,16 @@ def test_an_adapter_alone_names_its_base_model(tmp_path: Path):
         pin_model(str(tmp_path), None, tmp_path / "locks")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert find_model(str(tmp_path)) == tmp_path
+
+
+def test_an_adapter_on_the_hub_names_its_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`config.json is not JSON (No such file)` for a repository that has no config.json."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    monkeypatch.setattr(locate, "download", lambda parameter, name, kind, commit, paths: tmp_path)
+    with pytest.raises(
+        UserError, match="org/adapter is an adapter without a model; name its base model \\(org/base\\)"
+    ):
+        find_model("org/adapter")
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match="org/adapter has no config.json; name a model"):
+        find_model("org/adapter")
