@@ -104,7 +104,7 @@ def test_an_adapter_on_the_hub_names_its_base_model(tmp_path: Path, monkeypatch:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     monkeypatch.setattr(locate, "download", lambda parameter, name, kind, commit, paths: tmp_path)
     with pytest.raises(
-        UserError, match="org/adapter is an adapter without a model; name its base model \\(org/base\\)"
+        UserError, match=r"org/adapter is an adapter .* name its base model \(org/base\)"
     ):
         find_model("org/adapter")
     (tmp_path / "adapter_config.json").unlink()
