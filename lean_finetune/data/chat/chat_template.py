@@ -84,10 +84,11 @@ class ChatTemplate:
         """
         if self._omitted:
             self._check_shown(conversation)
-        if any(CLOSE in message["content"] for message in conversation.messages):
+        may_reason = any([len(message) > 2 or CLOSE in message["content"] for message in conversation.messages])
+        if may_reason:
             conversation = replace(conversation, messages=self._tags.moved(conversation))
         segments = self._segments(conversation)
-        if any(len(message) > 2 or "</think>" in message["content"] for message in conversation.messages):
+        if may_reason:
             self._check_reasoning(conversation, segments)
         return segments if self._ends is None else self._ends.apply(segments, conversation.messages[-1])
 

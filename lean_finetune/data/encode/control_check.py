@@ -14,6 +14,9 @@ from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, any_of
 from lean_finetune.data.chat.trained_segments import Segment
 from lean_finetune.data.encode.encoded_rows import EncodedRows
 
+_BETWEEN = "\0"
+"""Between the texts of rows, so that no control token is found in two of them."""
+
 
 class ControlCheck:
     """Finds the tokens added to a vocabulary in texts, in one pass of a regular expression, and in ids."""
@@ -40,6 +43,13 @@ class ControlCheck:
 
     def faults(self, rows: Sequence[Sequence[Segment]], encoded: EncodedRows) -> dict[int, str]:
         """The first control token that differs, by row; empty where all ids have the control tokens of the text."""
+        places = np.flatnonzero(self._is_control[encoded.ids])
+        made = encoded.ids[places]
+        if not self._is_joined:
+            # All rows at once, which is several times as fast as one by one.
+            text = _BETWEEN.join(["".join([text for text, _ in row]) for row in rows])
+            if LITERAL_START not in text and np.array_equal(made, self._ids_of(self._find(text))):
+                return {}
         wanted: list[str] = []
         ends = [0]
         cut = {}
@@ -49,13 +59,13 @@ class ControlCheck:
                 cut[number] = self._cut_token(row)
             wanted += found
             ends.append(len(wanted))
-        places = np.flatnonzero(self._is_control[encoded.ids])
-        made = encoded.ids[places]
         made_ends = np.searchsorted(places, encoded.offsets)
-        expected = np.fromiter(map(self._ids.__getitem__, wanted), np.int32, len(wanted))
-        if np.array_equal(made_ends, ends) and np.array_equal(made, expected):
+        if np.array_equal(made_ends, ends) and np.array_equal(made, self._ids_of(wanted)):
             return cut
         return cut | self._differences(wanted, ends, made, made_ends)
+
+    def _ids_of(self, tokens: list[str]) -> np.ndarray:
+        return np.fromiter(map(self._ids.__getitem__, tokens), np.int32, len(tokens))
 
     def _differences(
         self, wanted: list[str], ends: list[int], made: np.ndarray, made_ends: np.ndarray
