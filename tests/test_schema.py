@@ -241,6 +241,11 @@ def test_every_sharding_mode_is_accepted_for_several_gpus(sharding: str):
     assert with_flags(PARAMS, ["hardware.num_gpus=4", f"train.sharding={sharding}"]).train.sharding == sharding
 
 
+def test_hsdp_takes_groups_that_divide_the_gpus():
+    flags = ["hardware.num_gpus=4", "train.sharding=hsdp", "train.shard_group_gpus=2"]
+    assert with_flags(PARAMS, flags).train.shard_group_gpus == 2
+
+
 def test_a_revision_of_the_section_needs_one_hub_source():
     """Hub sources of a list inherit data.revision; local ones do not need it."""
     with_flags(PARAMS, ["data.revision=v1", "data.source=[{source: a.jsonl}, {source: hf://org/name}]"])

@@ -1,6 +1,8 @@
 """Refusals of stage train, before it loads and while it runs."""
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +17,12 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
-from lean_finetune.train.monitor.finite_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
+from lean_finetune.train.monitor.finite_checks import (
+    _in_any,
+    refuse_broken_weights,
+    refuse_dead_adapters,
+    refuse_non_finite,
+)
 from lean_finetune.train.process.training_device import (
     check_device,
     check_host,
@@ -166,3 +173,11 @@ def test_control_steps_are_measured_too():
     lengths = np.full(9, 8, np.int32)
     assert measured_steps(Plan.of(planned), lengths, chunked=False) == {0, 2, 4, 6, 8}
     assert measured_steps(Plan.of(planned[:1]), lengths, chunked=False) == {0}
+
+
+def test_what_one_process_finds_stops_all():
+    """The others would wait for it until the time limit."""
+    parallel: Any = Mock(size=2, same_parameters=True)
+    parallel.model.parameters.return_value = iter([torch.ones(1)])
+    parallel.sum_over_ranks = lambda flags: flags + torch.tensor([1.0, 0.0])
+    assert _in_any(parallel, [False, False]) == [True, False]
