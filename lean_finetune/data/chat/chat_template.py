@@ -24,7 +24,7 @@ from lean_finetune.data.chat.template_probes import (
     parts_of,
     reasoning_of,
 )
-from lean_finetune.data.chat.think_tags import CLOSE, ThinkTags
+from lean_finetune.data.chat.think_tags import ThinkTags, answer_texts, thoughts
 from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.chat.trained_segments import Segment, segments_of_spans, split_segments
 from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
@@ -84,7 +84,8 @@ class ChatTemplate:
         """
         if self._omitted:
             self._check_shown(conversation)
-        may_reason = any([len(message) > 2 or CLOSE in message["content"] for message in conversation.messages])
+        # A list comprehension, and one search for both tags, since every row comes here.
+        may_reason = any([len(message) > 2 or "think>" in message["content"] for message in conversation.messages])
         if may_reason:
             conversation = replace(conversation, messages=self._tags.moved(conversation))
         segments = self._segments(conversation)
@@ -176,6 +177,18 @@ class ChatTemplate:
         # From the last turn on: templates omit earlier reasoning, and two turns may have the same.
         for turn in reversed(self._wanted(conversation)):
             message = messages[turn]
+            for text in answer_texts(message["content"]) if "</think>" in message["content"] else ():
+                if full.find(text, 0, end) < 0:
+                    raise RowFault(
+                        f"the chat template does not show the text beside the <think> block of turn {turn + 1}; put "
+                        "the reasoning first, or set data.chat_template to a template that shows it"
+                    )
+            blocks = thoughts(message["content"])
+            if turn + 1 == len(messages) and len(blocks) > 1 and not all(text in full for text in blocks):
+                raise RowFault(
+                    f"turn {turn + 1} has several <think> blocks, and the chat template does not show all of them; "
+                    "join them, or remove the row"
+                )
             found = full.rfind(reasoning_of(message), 0, end)
             if found < 0 and turn + 1 == len(messages):
                 raise RowFault(

@@ -20,6 +20,8 @@ _USUAL_KEYS = {"role", "content"}
 _SHAREGPT_KEYS = {"from", "value"}
 _CALL_KEYS = {"role", "content", "tool_calls"}
 _PAIR_KEYS = ("human", "assistant")
+# Names that other formats give to the arguments of a call.
+_ARGUMENT_KEYS = ("parameters", "args", "kwargs", "input", "params", "argument")
 _FUNCTION_KEYS = ("name", "arguments", "function")
 
 
@@ -125,6 +127,8 @@ def parse_message(message: Any, where: str, role_key: str = "role", text_key: st
         raise RowFault(f"{where} must be an object with {role_key!r} and {text_key!r}, got {show(message)}; change it")
     role = role_of(message.get(role_key), role_key, where)
     refuse_media(message, where)
+    if role_key != "role" and message.get("content") is not None and message.get(text_key) is not None:
+        raise RowFault(f"{where} has both {text_key!r} and 'content'; keep one of them")
     names = {role_key: "role", text_key: "content"}
     parsed: Message = {
         names[key] if key in names else key: value for key, value in message.items() if value is not None
@@ -167,6 +171,8 @@ def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"{where} has a tool call without a name: {show(call)}; add it")
     arguments = function.get("arguments")
+    if arguments is None and (found := [key for key in _ARGUMENT_KEYS if is_given(function.get(key))]):
+        raise RowFault(f"{where}: the call of {function['name']} has {found[0]!r}; rename it 'arguments'")
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where} (arguments of {function['name']})") if arguments.strip() else {}

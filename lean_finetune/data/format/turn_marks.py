@@ -19,6 +19,8 @@ _MARK_WORDS = re.compile(
     r"(?:^|[^a-z])(?:masks?|masked|loss|losses|train|trained|training|trainable|weights?)(?:$|[^a-z])"
 )
 _WORD_STARTS = re.compile("(?<=[a-z])(?=[A-Z])")
+# In tables of text, such as CSV files, marks are words.
+_NO_WORDS, _YES_WORDS = ("0", "0.0", "false", "no"), ("1", "1.0", "true", "yes")
 
 
 def pop_marks(message: Message, role: str, where: str) -> bool:
@@ -81,12 +83,24 @@ def untrained_by_mask(mask: list[Any], messages: list[Message], context: frozens
 def looks_like_mark(key: str, value: Any) -> bool:
     """Whether an unknown key of a turn may say whether the turn is trained, such as `mask`."""
     values = value if isinstance(value, list) else [value]
-    return bool(values) and all(isinstance(one, bool | int | float) for one in values) and _names_mark(key)
+    return bool(values) and all(map(_may_mark, values)) and _names_mark(key)
 
 
 def looks_like_loss_mask(key: str, value: Any) -> bool:
     """Whether an unread column may say for each turn whether it is trained."""
     return type(value) is list and bool(value) and all(_switch(one) is not None for one in value) and _names_mark(key)
+
+
+def row_mark(value: Any) -> bool | None:
+    """Whether a mark of a complete row means yes, also as a word; None where it is no mark."""
+    if not isinstance(value, str):
+        return _switch(value)
+    word = value.strip().lower()
+    return word in _YES_WORDS if word in (*_YES_WORDS, *_NO_WORDS) else None
+
+
+def _may_mark(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or row_mark(value) is not None
 
 
 def _names_mark(key: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from lean_finetune.data.format.example import RowFault
 from lean_finetune.data.format.format_base import PREFERENCE_KEYS, SourceFormat, preference_remedy
 from lean_finetune.data.format.row_values import is_given, show
-from lean_finetune.data.format.turn_marks import LOSS_MASK, looks_like_loss_mask
+from lean_finetune.data.format.turn_marks import LOSS_MASK, looks_like_loss_mask, row_mark
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # False: the answer is a bad example (TRL's and LLaMA-Factory's names for KTO). A number under `label` is a class.
@@ -41,8 +41,11 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
     unread = [key for key, value in row.items() if key not in read and is_given(value)]
     for key in unread:
         if looks_like_loss_mask(key, row[key]):
-            remedy = f"name it as data.columns={{{LOSS_MASK}: {key}}} where 1 means trained, or {IGNORE}"
-            raise RowFault(f"{key!r} may say for each turn whether it is trained, and is not read; {remedy}")
+            remedy = f"name it as data.columns={{{LOSS_MASK}: {key}}} where 1 means trained"
+            if LOSS_MASK not in source.row_format.keys:
+                remedy = f"write the row as data.format=messages, which has {LOSS_MASK!r}"
+            rule = "may say for each turn whether it is trained, and is not read"
+            raise RowFault(f"{key!r} {rule}; {remedy}, or {IGNORE}")
     return [key for key in unread if key not in MEANINGFUL or not _agrees(key, row, source)]
 
 
@@ -89,11 +92,11 @@ def _is_trained(key: str, value: Any) -> bool:
 
     Raises RowFault if the row shall not be trained, or the mark's meaning is unknown.
     """
-    if not isinstance(value, bool | int | float) or value not in (0, 1):
+    if (mark := row_mark(value)) is None:
         return False
     if key == "mask":
         raise RowFault(f"{key!r} is {show(value)}, which may mean trained or not trained; remove the row, or {IGNORE}")
-    if bool(value) == (key == "masked"):
+    if mark == (key == "masked"):
         raise RowFault(f"{key!r} is {show(value)}: the row is marked as not trained; remove it, or {IGNORE}")
     return True
 

@@ -216,6 +216,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "untrained-row": (chat(USER, ANSWER, train=False), "'train' is false: the row is marked as not trained"),
     "mask-of-turns": (chat(USER, ANSWER, mask=[0, 1]), "data.columns={loss_mask: mask} where 1 means trained"),
     "turn_weights": (chat(USER, ANSWER, turn_weights=[0, 1]), "data.columns={loss_mask: turn_weights}"),
+    "untrained-row-as-text": (chat(USER, ANSWER, train="False"), "'train' is \"False\": the row is marked as not"),
+    "mask-of-a-pair": ({"instruction": "Q", "output": "A", "mask": [0, 1]}, "write the row as data.format=messages"),
+    "text-mask-of-a-turn": (chat(USER, {**ANSWER, "mask": "no"}), "rename the key 'train' where true means trained"),
+    "two-texts": ({"conversations": [HUMAN, {**GPT, "content": "B"}]}, "has both 'value' and 'content'; keep one"),
+    "parameters-of-a-call": (
+        chat(USER, {**ANSWER, "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}),
+        "messages 2: the call of f has 'parameters'; rename it 'arguments'",
+    ),
     "mask-of-a-turn": (chat(USER, {**ANSWER, "mask": False}), "rename the key 'train' where true means trained"),
     "v1-pair": (
         {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, BAD], "messages": [USER, ANSWER]},

@@ -88,9 +88,9 @@ def test_earlier_answers_without_their_think_block_are_found(open_template):
         "a<|im_end|>",
         "\n</think>\n\nb<|im_end|>",
     ]
-    assert trained(template.render(chat("q", "a", "r", "<think> b", reasoning_content="Hm."))) == [
+    assert trained(template.render(chat("q", "a", "r", "<think b", reasoning_content="Hm."))) == [
         "a<|im_end|>",
-        "Hm.\n</think>\n\n<think> b<|im_end|>",
+        "Hm.\n</think>\n\n<think b<|im_end|>",
     ]
 
 

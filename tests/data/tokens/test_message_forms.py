@@ -77,6 +77,36 @@ def test_two_think_blocks_are_refused(open_template):
         silent.render(chat("Q", TAGGED))
     with pytest.raises(RowFault, match="turn 2 has reasoning in 'reasoning_content' and in <think> tags of 'content'"):
         open_template(OWN_BLOCK).render(chat("Q", TAGGED, reasoning_content="Hm."))
+    with pytest.raises(RowFault, match="turn 2 begins with <think>, which nothing ends, and the chat template writes"):
+        open_template(OWN_BLOCK).render(chat("Q", "<think>Hm.", "R", "A"))
+    with pytest.raises(RowFault, match="turn 2 has <think> tags in 'reasoning_content', and the chat template writes"):
+        open_template(OWN_BLOCK).render(chat("Q", "A", reasoning_content="<think>Hm.</think>"))
+    assert trained(open_template(TURNS).render(chat("Q", "<think>Hm."))) == ["<think>Hm.<|im_end|>"]
+
+
+# As Qwen 3's: what stands before the last block is dropped, and the last thought is shown again.
+SPLIT = TURNS.replace(
+    "{{ m.content }}",
+    "{% if '</think>' in m.content and loop.last %}<think>"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1] }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}",
+)
+
+
+@pytest.mark.parametrize(
+    "answers, fault",
+    [
+        (["First. <think>Hm.</think>A"], "does not show the text beside the <think> block of turn 2"),
+        (["First. <think>Hm.</think>A", "R", "B"], "does not show the text beside the <think> block of turn 2"),
+        (["<think>Hm.</think><think>Oh.</think>A"], "turn 2 has several <think> blocks"),
+    ],
+)
+def test_text_that_a_template_drops_beside_a_think_block_is_refused(open_template, answers, fault):
+    template = open_template(SPLIT)
+    with pytest.raises(RowFault, match=fault):
+        template.render(chat("Q", *answers))
+    shown = chat("Q", "<think>Hm.</think>A", "R", "Hm.</think> B")
+    assert trained(template.render(shown)) == ["A<|im_end|>", "<think>Hm.</think> B<|im_end|>"]
+    assert trained(open_template(TURNS).render(chat("Q", *answers)))[0] == f"{answers[0]}<|im_end|>"
 
 
 @pytest.mark.parametrize(
