@@ -72,6 +72,9 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
             BLOCKS_IN_FLIGHT_PER_WORKER * workers,
         )
     finally:
+        if not _is_managed(executor):  # Nobody else ends them, and Python waits for them when it exits.
+            for process in (getattr(executor, "_processes", None) or {}).values():
+                process.kill()
         executor.shutdown(wait=True, cancel_futures=True)
         if not was_frozen:
             gc.unfreeze()
