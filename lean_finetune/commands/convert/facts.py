@@ -67,6 +67,10 @@ def _method(facts: Mapping[str, Any], table: Table, path: Path) -> str:
     bits = 4 if component.startswith("qlora_") else facts.get("bits")
     if adapter == "full" and table.get("bits_of_adapters"):
         bits = None
+    if adapter == "qlora":
+        if bits != 4:
+            raise UserError(f"{path}: adapter: qlora needs load_in_4bit: true, in {table['tool']} too; add it")
+        adapter = "lora"
     if adapter == "full" and bits is not None:
         raise UserError(f"{path}: weights in {bits} bits cannot be trained themselves; add an adapter (lora)")
     return METHOD_OF_BITS.get(int(bits), "lora") if bits is not None else str(adapter)
