@@ -91,6 +91,11 @@ def fit(
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     flags += _length_flags(p, length, usual=usual and converted is None)
     of_config = converted.flags() if converted else []
+    if converted is not None:  # Values of the command line that are wrong in themselves; the rest may be the file's.
+        with _usage_faults(True):
+            named = with_flags(p, [*flags, *sets], check=False).hardware.gpu.strip()
+            if named.lower() != "auto":
+                named_gpu(named)
     with _usage_faults(bool(flags or sets) and converted is None):
         flags += [*gpu_flags(p, gpus, [*of_config, *flags, *sets]), *sets]
         p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])

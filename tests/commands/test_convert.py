@@ -389,6 +389,13 @@ def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Pa
     assert content["from"]["unknown"] == ["some_new_key"]
 
 
+@pytest.mark.parametrize("option", [("--gpu", "NOPE"), ("--set", "train.lora.rank=many"), ("--set", "hardware.gpu=X")])
+def test_a_wrong_option_beside_a_configuration_is_a_wrong_command_line(tmp_path: Path, option: tuple[str, str]):
+    """Exit code 1, as if the configuration were wrong."""
+    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
+    assert option[1].split("=")[-1] in error(invoke(fit, "--from", str(tmp_path / "run.yaml"), *option), 2)
+
+
 def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Toy values left in the run, comments lost, or a file that `dvc exp run -S` cannot rewrite."""
     monkeypatch.chdir(tmp_path)
