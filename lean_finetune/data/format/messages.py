@@ -63,7 +63,7 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     first = given[0] if given and isinstance(given[0], dict) else {}
     if all(key in first for key in _PAIR_KEYS):
         first = {"role": "user"}
-        given = [turn for number, pair in enumerate(given) for turn in _pair(pair, f"{where} {number + 1}")]
+        given = [turn for number, pair in enumerate(given) for turn in _pair(pair, f"{where} {number + 1}", number)]
     is_sharegpt = first.get("role") is None and (first.get("from") is not None or where == "conversations")
     role_key, text_key = ("from", "value") if is_sharegpt else ("role", "content")
     messages: list[Message] = []
@@ -104,13 +104,17 @@ def _plain_sharegpt(turn: Any) -> Message | None:
     return {"role": role, "content": value} if type(value) is str and role in ROLES else None
 
 
-def _pair(pair: Any, where: str) -> list[Any]:
-    """The question and the answer of a pair; its other keys belong to the answer."""
+def _pair(pair: Any, where: str, number: int) -> list[Any]:
+    """The turns of a pair. Its other keys belong to the answer, but `system` of the first pair is a turn."""
     if not isinstance(pair, dict) or not all(key in pair for key in _PAIR_KEYS):
         raise RowFault(f"{where} must be an object with 'human' and 'assistant', got {show(pair)}; change it")
     others = {key: value for key, value in pair.items() if key not in _PAIR_KEYS}
     question, answer = ({"role": role, "content": pair[role]} for role in _PAIR_KEYS)
-    return [question, {**others, **answer}]
+    system = others.pop("system", None)
+    if number and is_given(system):
+        raise RowFault(f"{where} has 'system'; only the first pair can have one, in front of the conversation")
+    start = [{"role": "system", "content": system}] if is_given(system) else []
+    return [*start, question, {**others, **answer}]
 
 
 class _Parsed(NamedTuple):
@@ -171,7 +175,7 @@ def parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"{where} has a tool call without a name: {show(call)}; add it")
     arguments = function.get("arguments")
-    if arguments is None and (found := [key for key in _ARGUMENT_KEYS if is_given(function.get(key))]):
+    if arguments is None and (found := [key for key in _ARGUMENT_KEYS if is_given(function.get(key) or call.get(key))]):
         raise RowFault(f"{where}: the call of {function['name']} has {found[0]!r}; rename it 'arguments'")
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):

@@ -18,6 +18,7 @@ BAD = {**ANSWER, "content": "bad"}
 PLAIN = [chat_row(f"What is {n}?", f"{n}.") for n in range(40)]
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 ROLES = {"kunde": "user", "bot 7": "assistant"}
+PAIR = {"human": "q", "assistant": "a"}
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
@@ -100,6 +101,11 @@ HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
         {"conversation": [{"human": "Q", "assistant": "a"}, {"human": "R", "assistant": "A"}], "category": "Brain"},
         ["a", "A"],
         ["R"],
+    ),
+    "pairs-system": (
+        {"conversation": [{"system": "Sys.", "human": "Q", "assistant": "A"}, {"system": "", **PAIR}]},
+        ["A", "a"],
+        ["Sys."],
     ),
     "query-response": (
         {"query": "Q", "response": "A", "history": [["q", "a"]], "system": "Sys."},
@@ -219,6 +225,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "untrained-row-as-text": (chat(USER, ANSWER, train="False"), "'train' is \"False\": the row is marked as not"),
     "mask-of-a-pair": ({"instruction": "Q", "output": "A", "mask": [0, 1]}, "write the row as data.format=messages"),
     "text-mask-of-a-turn": (chat(USER, {**ANSWER, "mask": "no"}), "rename the key 'train' where true means trained"),
+    "system-of-a-later-pair": ({"conversation": [PAIR, {**PAIR, "system": "S"}]}, "conversation 2 has 'system'; only"),
     "two-texts": ({"conversations": [HUMAN, {**GPT, "content": "B"}]}, "has both 'value' and 'content'; keep one"),
     "parameters-of-a-call": (
         chat(USER, {**ANSWER, "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}),
