@@ -42,4 +42,4 @@ def _renamed(turn: Any, roles: Mapping[str, str]) -> Any:
     if not isinstance(turn, dict):
         return turn
     names = {key: turn[key] for key in ROLE_KEYS if isinstance(turn.get(key), str)}
-    return {**turn, **{key: roles.get(name, name) for key, name in names.items()}}
+    return {**turn, **{key: roles.get(name) or roles.get(name.strip().lower(), name) for key, name in names.items()}}

@@ -63,6 +63,15 @@ def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
     return value or []
 
 
+def list_or_nothing(text: str) -> list[Any]:
+    """The list of JSON text; empty if it is something else."""
+    try:
+        value = parse_json(text, "")
+    except RowFault:
+        return []
+    return value if isinstance(value, list) else []
+
+
 def parse_json(text: str, where: str) -> Any:
     """The value of JSON text inside a row. Raises RowFault if it is not JSON, or nested too deep."""
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lean_finetune.core.units import counted
 from lean_finetune.data.format.example import Message, RowFault
-from lean_finetune.data.format.row_values import is_given, show
+from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 
 LOSS_MASK = "loss_mask"
 """Column with 1 for each turn that is trained and 0 for every other."""
@@ -87,7 +87,9 @@ def looks_like_mark(key: str, value: Any) -> bool:
 
 
 def looks_like_loss_mask(key: str, value: Any) -> bool:
-    """Whether an unread column may say for each turn whether it is trained."""
+    """Whether an unread column, also as JSON text, may say for each turn whether it is trained."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and _names_mark(key):
+        value = list_or_nothing(value)
     return type(value) is list and bool(value) and all(_switch(one) is not None for one in value) and _names_mark(key)
 
 

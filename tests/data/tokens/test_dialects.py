@@ -81,7 +81,7 @@ HONOURED: dict[str, tuple[Any, list[str], list[str]]] = {
     "capital-roles": (chat({**USER, "role": "User"}, {**ANSWER, "role": "Assistant "}), ["A"], []),
     "chatgpt": ({"conversations": [{**HUMAN, "from": "Human"}, {**GPT, "from": "chatgpt"}]}, ["A"], []),
     "mapped-roles": (
-        (chat({**USER, "role": "kunde"}, {**ANSWER, "role": "bot 7"}), {"columns": {"roles": ROLES}}),
+        (chat({**USER, "role": "Kunde"}, {**ANSWER, "role": "bot 7"}), {"columns": {"roles": ROLES}}),
         ["A"],
         [],
     ),
@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mask-of-turns": (chat(USER, ANSWER, mask=[0, 1]), "data.columns={loss_mask: mask} where 1 means trained"),
     "turn_weights": (chat(USER, ANSWER, turn_weights=[0, 1]), "data.columns={loss_mask: turn_weights}"),
     "untrained-row-as-text": (chat(USER, ANSWER, train="False"), "'train' is \"False\": the row is marked as not"),
+    "mask-as-text": (chat(USER, ANSWER, mask="[0, 1]"), "data.columns={loss_mask: mask} where 1 means trained"),
     "mask-of-a-pair": ({"instruction": "Q", "output": "A", "mask": [0, 1]}, "write the row as data.format=messages"),
     "text-mask-of-a-turn": (chat(USER, {**ANSWER, "mask": "no"}), "rename the key 'train' where true means trained"),
     "system-of-a-later-pair": ({"conversation": [PAIR, {**PAIR, "system": "S"}]}, "conversation 2 has 'system'; only"),
