@@ -103,9 +103,7 @@ def test_an_adapter_on_the_hub_names_its_base_model(tmp_path: Path, monkeypatch:
     """`config.json is not JSON (No such file)` for a repository that has no config.json."""
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     monkeypatch.setattr(locate, "download", lambda parameter, name, kind, commit, paths: tmp_path)
-    with pytest.raises(
-        UserError, match=r"org/adapter is an adapter .* name its base model \(org/base\)"
-    ):
+    with pytest.raises(UserError, match=r"org/adapter is an adapter .* name its base model \(org/base\)"):
         find_model("org/adapter")
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="org/adapter has no config.json; name a model"):
