@@ -32,6 +32,7 @@ from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
+from lean_finetune.pinning.config_file import json_object
 
 PACKED_ATTRIBUTES = (
     *("quant_state", "blocksize", "quant_type", "bnb_quantized", "quant_storage", "module"),
@@ -159,6 +160,8 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     """
     options: dict[str, Any] = {"config_file_name": CONFIG_NAME, "_from_model_config": True}
     path = directory / GENERATION_CONFIG_NAME
+    if path.is_file():
+        json_object(path)
     try:
         config = GenerationConfig.from_pretrained(
             str(directory), local_files_only=True, **({} if path.is_file() else options)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.pinning.json_objects import MOST_BYTES, NotAnObject, read_object
 
 CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 IS_ADAPTER = "is an adapter without a model"
 NAME_BASE = "name its base model, or merge the two first: peft's merge_and_unload, then save_pretrained"
-MOST_BYTES = 4 << 20
 MOST_VALUES = 100_000
 MOST_LEVELS = 30
 MOST_ITEMS = 10_000
@@ -57,20 +57,12 @@ def refuse_adapter(directory: Path, name: str) -> None:
         raise UserError(f"model.name: {name} {IS_ADAPTER}; {NAME_BASE.replace(' base model', f' base model{of}')}")
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of limited size."""
+def json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of a model. Raises UserError if it has none, or more bytes."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        value = json.loads(text)
-    except (ValueError, OSError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else shortened(str(error))
-        raise UserError(f"model.name: {path} is not JSON ({why}); download or save it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"model.name: {path} must be a JSON object, got {type(value).__name__}")
-    return value
+        return read_object(path, most_bytes)
+    except NotAnObject as error:
+        raise UserError(f"model.name: {path} {error}; download or save it again") from None
 
 
 def _values(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

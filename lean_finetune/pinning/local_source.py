@@ -1,7 +1,6 @@
 """Pinning of local data: a file, a glob, a directory, or a folder written by `datasets.save_to_disk`."""
 
 import glob
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.file_formats import KNOWN_NAMES, file_kind, glob_base, is_documentation, is_hidden
 from lean_finetune.pinning.hub import DEFAULT_SPLIT
+from lean_finetune.pinning.json_objects import NotAnObject, read_object
 
 OUTPUTS = (
     *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
@@ -174,10 +174,10 @@ def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, s
 def _saved_list(parameter: str, path: Path, key: str) -> list[Any]:
     """A list in a JSON file written by save_to_disk."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{parameter}: {path} is not JSON ({error}); save the data set again") from error
-    if not isinstance(value, dict) or not isinstance(value.get(key), list):
+        value = read_object(path)
+    except NotAnObject as error:
+        raise UserError(f"{parameter}: {path} {error}; save the data set again") from None
+    if not isinstance(value.get(key), list):
         raise UserError(f"{parameter}: {path} has no list {key!r}; save the data set again with save_to_disk")
     return value[key]
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object, read_config_json
+from lean_finetune.pinning.json_objects import MOST_INDEX_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,7 +110,7 @@ def shard_names(directory: Path) -> list[str]:
     index = directory / INDEX
     if not index.exists():
         return [WEIGHTS]
-    weight_map = json_object(index).get("weight_map")
+    weight_map = json_object(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"model.name: {index} has no weight_map; save or download the model again")
     names = sorted({str(name) for name in weight_map.values()})

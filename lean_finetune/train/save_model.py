@@ -19,12 +19,13 @@ from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
-from lean_finetune.model.files.safetensors_files import SINGLE, FileTensor, LazyTensor, write_loaded
+from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, write_loaded
 from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
+from lean_finetune.pinning.model_checks import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 
 
@@ -66,7 +67,7 @@ def save_full(
     model.config.architectures = [type(model).__name__]
     without_quantisation(model.config).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
-    write_loaded(directory / SINGLE, _tensors_of(model, parallel or DataParallelModel(model)), others)
+    write_loaded(directory / WEIGHTS, _tensors_of(model, parallel or DataParallelModel(model)), others)
 
 
 def _tensors_of(model: PreTrainedModel, parallel: DataParallelModel) -> Mapping[str, torch.Tensor | LazyTensor]:

@@ -12,13 +12,16 @@ from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.json_objects import MOST_BYTES
 from tests.commands.tool_configs import LLAMA_FACTORY
 
 
-def import_data(tmp_path: Path, info: dict[str, Any], names: str, more: str = "", stage: str = "sft") -> Converted:
+def import_data(
+    tmp_path: Path, info: dict[str, Any] | str, names: str, more: str = "", stage: str = "sft"
+) -> Converted:
     """What becomes of a LLaMA-Factory configuration with these data sets."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data/dataset_info.json").write_text(info if isinstance(info, str) else json.dumps(info))
     (tmp_path / "data/rows.json").write_text("[]")
     (tmp_path / "examples").mkdir()
     text = LLAMA_FACTORY.replace("dataset: org/rows", f"dataset: {names}").replace("sft", stage) + more
@@ -78,3 +81,23 @@ def test_data_sets_that_cannot_be_read_here_are_refused_in_one_line(
     with pytest.raises(UserError) as caught:
         import_data(tmp_path, {"rows": entry}, "rows", stage=stage)
     assert str(caught.value).startswith(f"{tmp_path}/data/dataset_info.json: rows: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"rows": ' + "[" * 200_000 + "]" * 200_000 + "}", "is not JSON (nested too deeply)"),
+        ('{"rows": "' + "x" * MOST_BYTES + '"}', f"has more than {MOST_BYTES} bytes"),
+        ('{"rows": 1' + "0" * 5000 + "}", "is not JSON (Exceeds the limit"),
+        ("{", "is not JSON (Expecting property name"),
+        ("[]", "must be a JSON object; got list"),
+        ('{"rows": []}', "must describe data sets as LLaMA-Factory does"),
+        ("{}", "has no data set 'rows'"),
+    ],
+)
+def test_a_dataset_info_that_is_no_such_file_is_refused_in_one_line(text: str, fault: str, tmp_path: Path):
+    """A file of any size was read as a whole."""
+    with pytest.raises(UserError) as caught:
+        import_data(tmp_path, text, "rows")
+    assert fault in str(caught.value) and str(caught.value).startswith(f"{tmp_path}/data/dataset_info.json: ")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

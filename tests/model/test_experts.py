@@ -21,10 +21,11 @@ from lean_finetune.model.experts.expert_load import counting_rows, expert_load, 
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
 from lean_finetune.model.experts.router import router_parameters
-from lean_finetune.model.files.safetensors_files import SINGLE, model_tensors
+from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.pinning.model_checks import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -233,7 +234,7 @@ def test_experts_in_an_unknown_form_are_not_merged(saved, tmp_path):
     """A merged model with experts of the base, found out after training."""
     base = saved("Mixtral")
     tensors = {key.replace("w1", "w1_packed"): one.read() for key, one in model_tensors(base).items()}
-    save_file(tensors, tmp_path / SINGLE)
+    save_file(tensors, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"^train\.merge: the files of mixtral have .*gate_up_proj in a form"):
         refuse_merge(tmp_path, spec_of(method="qlora"), experts=False)
@@ -274,7 +275,7 @@ def test_merging_experts_needs_memory_for_one_expert(tmp_path):
     adapters = (tmp_path / "tuned/adapter_model.safetensors").stat().st_size
     meter = make_meter(CPU)
     with meter.window("merge"), meter.phase("merge"):
-        write_merged(tmp_path / "base", ["config.json", SINGLE], tmp_path / "tuned", spec, tmp_path / MERGED)
+        write_merged(tmp_path / "base", ["config.json", WEIGHTS], tmp_path / "tuned", spec, tmp_path / MERGED)
     one_expert = 4 * 64 * 64
     assert meter.result().peak_bytes_by_phase["merge"] < adapters + largest + 5 * one_expert < experts * one_expert
 

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.safetensors_files import (
     DTYPES,
-    INDEX,
-    SINGLE,
     TensorSpec,
     model_tensors,
     stored_tensors,
@@ -20,6 +18,7 @@ from lean_finetune.model.files.safetensors_files import (
     write_tensors,
 )
 from lean_finetune.model.load_model import load_base
+from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, shard_names
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 
@@ -74,7 +73,7 @@ def test_a_tensor_unlike_its_form_is_not_written(tmp_path: Path):
 
 def test_broken_files_are_refused(small_llama: Path, tmp_path: Path):
     """A truncated or forged file read past its end, or a type taken for another one."""
-    original = (small_llama / SINGLE).read_bytes()
+    original = (small_llama / WEIGHTS).read_bytes()
     for content, fault in (
         (original[:-1], SafetensorError),
         (original[:20], SafetensorError),
@@ -82,24 +81,35 @@ def test_broken_files_are_refused(small_llama: Path, tmp_path: Path):
         (original + b"x", SafetensorError),
         (original.replace(b'"BF16"', b'"F4_X"', 1), SafetensorError),
     ):
-        (tmp_path / SINGLE).write_bytes(content)
+        (tmp_path / WEIGHTS).write_bytes(content)
         with pytest.raises(fault):
             model_tensors(tmp_path)
     (tmp_path / "config.json").write_bytes((small_llama / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"model\.name: weights in .* cannot be loaded \(.*; replace the files"):
         load_base(tmp_path, spec_of(method="full"), CPU)
-    (tmp_path / SINGLE).unlink()
-    with pytest.raises(UserError, match=rf"cannot be loaded \(no file named {SINGLE} or {INDEX}\)"):
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=rf"cannot be loaded \(no file named {WEIGHTS} or {INDEX}\)"):
         load_base(tmp_path, spec_of(method="full"), CPU)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(UserError, match=r"cannot be loaded \(.*No such file"):
         load_base(tmp_path, spec_of(method="full"), CPU)
 
 
+def test_the_pinned_files_are_the_ones_that_are_read(tmp_path: Path):
+    """Of a directory with one file and an index, the index's files were pinned, and the other one was trained."""
+    write_loaded(tmp_path / WEIGHTS, {"a": torch.zeros(2)})
+    write_loaded(tmp_path / "model-1.safetensors", {"a": torch.ones(2)})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert {tensor.path.name for tensor in model_tensors(tmp_path).values()} == {*shard_names(tmp_path)}
+    (tmp_path / INDEX).write_text('{"weight_map": [1]}')
+    with pytest.raises(UserError, match="has no weight_map"):
+        model_tensors(tmp_path)
+
+
 def test_a_file_that_ends_while_it_is_read_is_told(small_llama: Path, tmp_path: Path):
     """The rest of a weight left uninitialised."""
-    (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes())
+    (tmp_path / WEIGHTS).write_bytes((small_llama / WEIGHTS).read_bytes())
     last = max(model_tensors(tmp_path).values(), key=lambda stored: stored.start)
-    (tmp_path / SINGLE).write_bytes((small_llama / SINGLE).read_bytes()[: last.start + 1])
+    (tmp_path / WEIGHTS).write_bytes((small_llama / WEIGHTS).read_bytes()[: last.start + 1])
     with pytest.raises(OSError, match="bytes too soon"):
         last.read()

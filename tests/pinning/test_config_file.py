@@ -54,9 +54,9 @@ def test_values_that_no_model_has_are_refused(change: dict[str, Any], message: s
         ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "is not JSON (nested too deeply)"),
         ('{"a":' * 50 + "1" + "}" * 50, "is nested more than 30 levels deep"),
         ("{", "is not JSON (Expecting property name"),
-        ("[]", "must be a JSON object, got list"),
+        ("[]", "must be a JSON object; got list"),
         ('{"a": ' + "9" * 5000 + "}", "is not JSON (Exceeds the limit"),
-        ('{"a": "' + "x" * (5 << 20) + '"}', "it has more than 4194304 bytes"),
+        ('{"a": "' + "x" * (17 << 20) + '"}', "has more than 16777216 bytes"),
         ("\0", "is not JSON"),
     ],
 )

@@ -148,7 +148,7 @@ DAMAGES = {
     "no model type": (edit("config.json", model_type=None), "config.json names no model_type"),
     "vocabulary": (edit("config.json", vocab_size=100), "but config.json has vocab_size 100"),
     "broken config": (overwrite("config.json", b"{"), "config.json is not JSON"),
-    "config list": (overwrite("config.json", b"[]"), "config.json must be a JSON object, got list"),
+    "config list": (overwrite("config.json", b"[]"), "config.json must be a JSON object; got list"),
     "broken special tokens": (overwrite("special_tokens_map.json", b"{"), "special_tokens_map.json is not JSON"),
     "special token list": (overwrite("special_tokens_map.json", b"[]"), "special_tokens_map.json must be a JSON ob"),
     "template in Latin-1": (overwrite("chat_template.jinja", b"{# \xe4 #}"), "chat_template.jinja is not UTF-8 text"),

@@ -1,12 +1,12 @@
 """Data sets of a LLaMA-Factory configuration, by its dataset_info.json, as entries of `data.source`."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.json_objects import NotAnObject, read_object
 
 FILE = "dataset_info.json"
 DEFAULT_COLUMNS = {
@@ -62,10 +62,8 @@ def check_kind(name: str, file: Path) -> None:
         UserError: it is of such a kind.
     """
     reasons: list[str] = []
-    with suppress(
-        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
-    ):  # read_sources names it.
-        entry = json.loads(file.read_text(encoding="utf-8"))[name]
+    with suppress(ValueError, LookupError, TypeError, AttributeError):  # read_sources names it.
+        entry = read_object(file)[name]
         columns = entry.get("columns") or {}
         reasons = [f"columns.{key}: {reason}" for key, reason in REFUSED_COLUMNS.items() if columns.get(key)]
         if entry.get("ranking"):
@@ -83,11 +81,11 @@ def read_sources(names: Sequence[str], file: Path, stage: str) -> tuple[list[dic
         UserError: an entry is missing, or says what cannot be done here.
     """
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
+        entries = read_object(file)
         found = [_source(entries[name], f"{file}: {name}", file.parent, stage) for name in names]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: must be a JSON file ({error}); correct it") from None
-    except (TypeError, AttributeError, RecursionError):
+    except NotAnObject as error:
+        raise UserError(f"{file}: {error}; correct it") from None
+    except (ValueError, TypeError, AttributeError):
         raise UserError(f"{file}: must describe data sets as LLaMA-Factory does; correct it") from None
     except KeyError as error:
         raise UserError(f"{file}: has no data set {error}, which the configuration names; add it") from None

@@ -47,7 +47,7 @@ class Prompter:
             UserError: the model has no chat template.
             RowFault: the template refuses the conversation, or the model cannot read it.
         """
-        return self._ids(self.rendering(self._rows.guard.protect(list(messages)), tools))
+        return self._ids(self.rendering(self._rows.guard.protect_messages(messages), tools))
 
     def rendering(self, messages: list[Message], tools: list[Any] | None = None) -> str:
         """The text of a conversation up to the start of the assistant's next turn; raises as `of_messages`."""

@@ -1,6 +1,5 @@
 """The files of a tuned model's directory, which strangers may have made: each is checked before anything uses it."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lean_finetune.model.files.safetensors_files import StoredTensor, stored_tensors
 from lean_finetune.pinning.hub import HUB_ID
-from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, shard_names
+from lean_finetune.pinning.json_objects import NotAnObject, read_object
+from lean_finetune.pinning.model_checks import shard_names
 
 AGAIN = "download or save it again"
-MOST_JSON_BYTES = 1 << 24
 BASE_ID = re.compile(rf"(?:{HUB_ID.pattern}|\w[\w.-]*)")
 """A hub id; old ones have no organisation."""
 REVISION = re.compile(r"\w[\w./-]*")
@@ -40,19 +39,12 @@ def fault(path: Path, what: str, remedy: str = AGAIN) -> UserError:
     return UserError(f"--model: {path} {what}; {remedy}")
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError if it is something else."""
+def object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError if it has none."""
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise fault(path, f"has {path.stat().st_size} bytes; at most {MOST_JSON_BYTES} are read")
-        value = json.loads(path.read_bytes())
-    except RecursionError:
-        raise fault(path, "is nested too deep") from None
-    except (OSError, ValueError) as error:
-        raise fault(path, f"is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise fault(path, f"must be a JSON object; got {type(value).__name__}")
-    return value
+        return read_object(path)
+    except NotAnObject as error:
+        raise fault(path, str(error)) from None
 
 
 class AdapterConfig(BaseModel):
@@ -87,7 +79,7 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
     Raises UserError if it is not a LoRA adapter in safetensors, or damaged.
     """
     path = directory / ADAPTER_CONFIG
-    adapter = read_object(path)
+    adapter = object_in(path)
     try:
         AdapterConfig.model_validate(adapter)
     except ValidationError as error:
@@ -136,9 +128,6 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 def check_weights(directory: Path) -> None:
     """Check the headers of a model's weight files. Raises UserError if one is missing or damaged."""
-    if not (directory / INDEX).is_file():
-        _tensors(directory / WEIGHTS)
-        return
     for name in shard_names(directory):
         _tensors(directory / name)
 

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from lean_finetune.commands.tuned.tuned_files import (
     check_weights,
     named_by_option,
+    object_in,
     read_adapter,
-    read_object,
 )
 from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
@@ -210,7 +210,7 @@ def _spec_in_training(file: Path) -> WeightsSpec:
         UserError: the file has something else.
     """
     try:
-        return TypeAdapter(WeightsSpec).validate_python(read_object(file))
+        return TypeAdapter(WeightsSpec).validate_python(object_in(file))
     except ValidationError:
         raise UserError(
             f"--model: {file}: must be as training wrote it; write it back, or remove it and set --bits"

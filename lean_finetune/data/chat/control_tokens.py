@@ -2,7 +2,7 @@
 
 import os.path
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +21,7 @@ NOT_OF_TEMPLATES = re.compile(f"[{TRAINED_START}-{_LITERAL_END}\ud800-\udfff]")
 WRITES_MARKS = "writes lone surrogates, or characters U+FDD0 to U+FDD3, which mark trained text here"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
+THINK_TAGS = ("<think>", "</think>")
 
 
 class Guard:
@@ -35,6 +36,7 @@ class Guard:
         self._literals = sorted({*control_tokens, *SENTINELS} - {""})
         self._number = {token: str(number) for number, token in enumerate(self._literals)}
         self._pattern = re.compile(any_of(self._literals))
+        self._in_answers = re.compile(any_of({*self._literals} - {*THINK_TAGS}))
         # Rows are searched as JSON, which escapes quotes and line ends in tokens.
         escaped = sorted(orjson.dumps(token)[1:-1] for token in self._literals)
         self._scans = [_scan(list(tokens)) for _, tokens in groupby(escaped, key=lambda token: token[0])]
@@ -63,6 +65,21 @@ class Guard:
             return {self._protect_text(key): self.protect(item) for key, item in value.items()}
         return value
 
+    def protect_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of messages with placeholders. Think tags in an answer stay: they are the model's own, special or not.
+
+        As characters they would differ from the tokens that the template writes around reasoning.
+        """
+        return [
+            {
+                self._protect_text(key): self._protect_text(value, self._in_answers)
+                if message.get("role") == "assistant" and isinstance(value, str)
+                else self.protect(value)
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
+
     def clean(self, text: str) -> str:
         """The text without lone surrogates."""
         if not text.isascii():
@@ -70,9 +87,11 @@ class Guard:
             self.surrogates += replaced
         return text
 
-    def _protect_text(self, text: str) -> str:
+    def _protect_text(self, text: str, pattern: re.Pattern[str] | None = None) -> str:
         text = self.clean(text)
-        text, found = self._pattern.subn(lambda match: f"{LITERAL_START}{self._number[match[0]]}{_LITERAL_END}", text)
+        text, found = (pattern or self._pattern).subn(
+            lambda match: f"{LITERAL_START}{self._number[match[0]]}{_LITERAL_END}", text
+        )
         self.control_tokens += found
         return text
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Set
 
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
+from lean_finetune.data.chat.control_tokens import THINK_TAGS
 from lean_finetune.data.chat.message_regions import REASONING_FIELDS
 from lean_finetune.data.format.example import Conversation, Message, RowFault
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE = THINK_TAGS
 # Some models' generation prompt has the tag that opens the block.
 _BLOCK = re.compile(rf"(?:{OPEN}|\A)((?:(?!{OPEN}).)*?){CLOSE}", re.DOTALL)
 _ASK, _ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -1,6 +1,5 @@
 """What the files of a tokenizer say about chats: its template and its special tokens."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.message_forms import in_its_form
 from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
+from lean_finetune.pinning.config_file import json_object
 
 
 def compile_own_template(directory: Path, date: str) -> CompiledTemplate:
@@ -51,22 +51,11 @@ def has_template(directory: Path) -> bool:
 
 def _template_of_config(file: Path) -> str | None:
     """The default chat template in tokenizer_config.json."""
-    template = _read_object(file).get("chat_template") if file.exists() else None
+    template = json_object(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a tokenizer."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"model.name: {file} is not JSON ({error}); download or save it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"model.name: {file} must be a JSON object; got {type(value).__name__}; download it again")
-    return value
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
@@ -75,7 +64,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
         if path.exists():
-            values = _read_object(path)
+            values = json_object(path)
             named |= {key: value for key, value in values.items() if value is not None}
     found = {}
     for key, value in named.items():

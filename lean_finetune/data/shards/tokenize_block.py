@@ -230,7 +230,8 @@ class BlockTokenizer:
         guard = self.tokenizer.guard
         if isinstance(example, Conversation):
             if not guard.is_clean((example.messages, example.tools)):
-                example = replace(example, messages=guard.protect(example.messages), tools=guard.protect(example.tools))
+                messages, tools = guard.protect_messages(example.messages), guard.protect(example.tools)
+                example = replace(example, messages=messages, tools=tools)
             segments = self.template.render(example)
             for segment in segments:
                 guard.check(segment.text)

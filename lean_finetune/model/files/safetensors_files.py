@@ -18,9 +18,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from lean_finetune.core import progress
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Name of a single weights file, and of the index of several."""
+from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, shard_names
 
 # In the order of safetensors' own writer: widest first, so that each tensor is aligned.
 DTYPES: Mapping[str, torch.dtype] = {
@@ -160,15 +158,13 @@ def model_tensors(directory: Path) -> dict[str, StoredTensor]:
     Raises:
         OSError: there are no such files, or they cannot be read.
         SafetensorError: a file is truncated, or its header is invalid.
-        ValueError: the index is invalid, or a file has a type that PyTorch does not have.
+        UserError: the index is damaged.
+        ValueError: a file has a type that PyTorch does not have.
     """
-    if (directory / SINGLE).is_file():
-        return stored_tensors(directory / SINGLE)
-    if not (directory / INDEX).is_file():
-        raise OSError(f"no file named {SINGLE} or {INDEX}")
-    files = json.loads((directory / INDEX).read_bytes())["weight_map"].values()
+    if not any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
+        raise OSError(f"no file named {WEIGHTS} or {INDEX}")
     found: dict[str, StoredTensor] = {}
-    for name in sorted(set(files)):
+    for name in shard_names(directory):  # As pinned.
         found.update(stored_tensors(directory / name))
     return found
 

@@ -28,6 +28,9 @@ PIPELINE_COLUMNS = {"supervised_tokens", "padded_tokens", "micro_batches"}
 ON_DEVICE = (LIVE, PEAK, RESERVED)
 RECORD = "record a snapshot of PyTorch's allocator over some steps; `lean-finetune snapshot --help` says how"
 
+MOST_BYTES = 1 << 28
+"""About a million steps."""
+
 Row = dict[str, float | None]
 
 
@@ -39,6 +42,8 @@ def read_recorded(path: Path) -> list[Row]:
     """
     rows: list[Row] = []
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{path}: a curve must have at most {MOST_BYTES} bytes; got {path.stat().st_size}; cut it")
         with open(path, newline="", encoding="utf-8") as file:
             lines = csv.reader(file, strict=True)
             header = [name.strip() for name in next(lines, [])]

@@ -17,6 +17,11 @@ TEMPLATES = Path(__file__).parent / "templates"
 LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# As Kimi K2's: a block of its own, with the reasoning of a separate key.
+OWN_BLOCK = TURNS.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+)
 MISTRAL = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
 
 

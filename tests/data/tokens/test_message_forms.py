@@ -6,7 +6,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE
-from tests.data.tokens.families import ASK, TURNS, chat, trained, turn
+from tests.data.tokens.families import ASK, OWN_BLOCK, TURNS, chat, trained, turn
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é", "n": None}}}
 CALLED = '<call>f{"x": "é", "n": null}<|im_end|>'
@@ -47,11 +47,6 @@ def test_a_template_for_parts_gets_parts(open_template, content):
     assert trained(template.render(chat("Q", "A", "R", "B"))) == ["A<|im_end|>", "B<|im_end|>"]
 
 
-# As Kimi K2's: a block of its own, with the reasoning of a separate key.
-OWN_BLOCK = TURNS.replace(
-    "{{ m.content }}",
-    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
-)
 TAGGED = "<think>\nHm.\n</think>\n\nA"
 
 

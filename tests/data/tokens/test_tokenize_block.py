@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.chat.control_tokens import THINK_TAGS
 from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.block_tokens import BlockTokens, token_schema
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from tests.data.tokens.built import byte_level, save, sentencepiece
-from tests.data.tokens.common import DATE, chat_row, decoder, spans_of
+from tests.data.tokens.common import ANSWER, DATE, USER, chat_row, decoder, spans_of
+from tests.data.tokens.families import ASK, OWN_BLOCK, TURNS
 
 ROWS = [chat_row(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(70)]
 SETTINGS: dict[str, Any] = {
@@ -230,3 +233,29 @@ def test_a_row_whose_trained_text_ends_inside_a_control_token_is_refused(style, 
     assert reject.line == 12
     assert reject.reason.startswith(f"the control token {token!r} of its text is not one token of its ids: a generat")
     assert counted(made) == {"rows": 3, "bad_rows": 1}
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_think_tags_of_answers_are_tokens_and_those_of_others_are_text(tiny_dir, tmp_path, is_special):
+    """Where they are special tokens, an answer's own tags were trained as characters, beside the template's tokens."""
+    tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(tag, special=is_special, normalized=False) for tag in THINK_TAGS])
+    save(tokenizer, tmp_path, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tags = [tokenizer.token_to_id(tag) for tag in THINK_TAGS]
+    asked = "What is <think>?" if is_special else "What?"
+    written, tagged = "<think>Hm.</think>A<|im_end|>", chat_row(asked, "<think>\nHm.\n</think>\n\nA")
+    for template in (OWN_BLOCK + ASK, TURNS + ASK):
+        tokens = worker_of(tmp_path, chat_template=template)(block_of([tagged]))
+        assert counted(tokens) == {"rows": 1, **({"control_tokens_as_text": 1} if is_special else {})}
+        [row] = both_sides(tokens)
+        [(start, end)] = spans_of(row)
+        text = written if template == OWN_BLOCK + ASK else tagged["messages"][1]["content"] + "<|im_end|>"
+        assert decoder(tmp_path)(row["input_ids"][start:end]) == text
+        assert [number for number in row["input_ids"] if number in tags] == tags
+    reasons = [
+        chat_row("Q", "<think>Hm.</think><think>Oh.</think>A"),
+        {"messages": [USER, {**ANSWER, "reasoning_content": "<think>Hm.</think>"}]},
+        {"messages": [USER, {**ANSWER, "content": tagged["messages"][1]["content"], "reasoning_content": "Hm."}]},
+    ]
+    refused = worker_of(tmp_path, chat_template=OWN_BLOCK + ASK)(block_of(reasons))
+    assert counted(refused) == {"rows": 3, "bad_rows": 3}
