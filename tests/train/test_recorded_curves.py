@@ -1,5 +1,6 @@
 """Recorded curves: those of other tools are read by documented names, and a bad file is refused with its line."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lean_finetune.core.units import GIB
 from lean_finetune.memory.growth import PEAK, Growth
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from lean_finetune.train.monitor.growth_advice import usual_causes
-from lean_finetune.train.monitor.recorded_curves import PIPELINE_COLUMNS, explained, read_recorded
+from lean_finetune.train.monitor.recorded_curves import MOST_BYTES, PIPELINE_COLUMNS, explained, read_recorded
 
 
 def written(path: Path, text: str) -> Path:
@@ -98,6 +99,14 @@ def test_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, message: s
 def test_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"none\.csv: must be a CSV file that can be read; No such file"):
         read_recorded(tmp_path / "none.csv")
+
+
+def test_a_curve_of_any_size_is_not_read(tmp_path: Path):
+    """Lines without an end took all memory."""
+    path = written(tmp_path / "curve.csv", "step,rss_bytes\n")
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(UserError, match=rf"curve\.csv: a curve must have at most {MOST_BYTES} bytes; got {MOST_BYTES + 1}"):
+        read_recorded(path)
 
 
 def test_the_command_explains_and_trains_nothing(tmp_path: Path):
