@@ -105,7 +105,7 @@ def test_a_curve_of_any_size_is_not_read(tmp_path: Path):
     """Lines without an end took all memory."""
     path = written(tmp_path / "curve.csv", "step,rss_bytes\n")
     os.truncate(path, MOST_BYTES + 1)
-    with pytest.raises(UserError, match=rf"curve\.csv: a curve must have at most {MOST_BYTES} bytes; got {MOST_BYTES + 1}"):
+    with pytest.raises(UserError, match=rf"curve\.csv: a curve must have at most {MOST_BYTES} bytes; got"):
         read_recorded(path)
 
 
