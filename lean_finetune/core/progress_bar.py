@@ -6,6 +6,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+tqdm.monitor_interval = 0  # Its thread lowers `miniters`, which is 1 here; without memory for a thread it warns.
 LOG_SECONDS = 10.0
 """Least time between two lines where standard error is no terminal."""
 
@@ -31,7 +32,8 @@ def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
 
     In a log it has no bar, and nothing is written if the work takes less than `LOG_SECONDS`.
     """
+    options["miniters"] = 1
     if not sys.stderr.isatty():
         options["bar_format"] = options.get("bar_format", "{l_bar}{r_bar}").replace("{bar:6}", "{percentage:.0f}%")
-        options |= {"file": _Lines(sys.stderr), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS, "miniters": 1}
+        options |= {"file": _Lines(sys.stderr), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS}
     return tqdm(iterable, **options)

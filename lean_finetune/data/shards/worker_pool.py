@@ -54,30 +54,31 @@ def open_pool(tokenize: Tokenize, make: Callable[[], Tokenize], workers: int, ki
         executor, task = _processes(tokenize, make, workers), _work_in_process
     else:
         executor, task = ThreadPoolExecutor(workers, "", _start, (make,)), _work
-    try:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of any thread, also of those that a fork is safe with.
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            # The first task starts the workers, before a progress bar starts a thread. Signals are blocked until the
-            # workers have their own handlers.
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
-            try:
-                executor.submit(os.getpid)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        yield partial(
-            _map,
-            lambda block: executor.submit(task, block),
-            lambda: _is_managed(executor),
-            BLOCKS_IN_FLIGHT_PER_WORKER * workers,
-        )
-    finally:
-        if not _is_managed(executor):  # Nobody else ends them, and Python waits for them when it exits.
-            for process in (getattr(executor, "_processes", None) or {}).values():
-                process.kill()
-        executor.shutdown(wait=True, cancel_futures=True)
-        if not was_frozen:
-            gc.unfreeze()
+    with _without_manager_traceback(executor):
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of any thread, also of those that a fork is safe with.
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                # The first task starts the workers, before other threads start. Signals are blocked until the workers
+                # have their own handlers.
+                blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+                try:
+                    executor.submit(os.getpid)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            yield partial(
+                _map,
+                lambda block: executor.submit(task, block),
+                lambda: _is_managed(executor),
+                BLOCKS_IN_FLIGHT_PER_WORKER * workers,
+            )
+        finally:
+            if not _is_managed(executor):  # Nobody else ends them, and Python waits for them when it exits.
+                for process in (getattr(executor, "_processes", None) or {}).values():
+                    process.kill()
+            executor.shutdown(wait=True, cancel_futures=True)
+            if not was_frozen:
+                gc.unfreeze()
 
 
 def _map(
@@ -105,6 +106,22 @@ def _map(
             "run.data_workers: a worker of tokenize was killed, most often because memory ran out; set fewer "
             "workers or run.data_pool=threads, then run again: finished shards are reused"
         ) from None
+
+
+@contextmanager
+def _without_manager_traceback(executor: Executor) -> Iterator[None]:
+    """Let no traceback be printed if the executor's manager thread fails: `_map` then raises the error of the user."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.thread is not getattr(executor, "_executor_manager_thread", None):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _is_managed(executor: Executor) -> bool:

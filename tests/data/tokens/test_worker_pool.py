@@ -4,14 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.shards import worker_pool
 from lean_finetune.data.shards.worker_pool import is_safe_to_fork, open_pool
 from tests.conftest import ROOT
 from tests.data.tokens.standin import make_byte_tokenizer, text_blocks, tokenize_bytes
@@ -42,6 +45,24 @@ def test_a_killed_worker_is_reported_in_one_line():
         open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as tokenize,
     ):
         list(tokenize([*blocks[:3], deadly, *blocks[4:]]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pool_without_memory_for_a_thread_ends_with_one_error(monkeypatch, capfd):
+    """Python printed the traceback of its pool's thread above the error."""
+
+    def start_thread(_: Queue) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Queue, "_start_thread", start_thread)
+    monkeypatch.setattr(worker_pool, "CHECK_SECONDS", 0.05)
+    before = threading.excepthook
+    with (
+        pytest.raises(UserError, match="run.data_workers: a worker of tokenize was killed"),
+        open_pool(tokenize_bytes, make_byte_tokenizer, 2, "processes") as tokenize_blocks,
+    ):
+        list(tokenize_blocks(text_blocks(4)))
+    assert capfd.readouterr() == ("", "") and threading.excepthook is before
 
 
 def test_a_process_with_another_thread_is_not_forked():
