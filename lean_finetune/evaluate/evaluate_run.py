@@ -36,7 +36,7 @@ def run_stage(
         click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)
     base = model_directory(lock)
-    verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
+    read = verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
@@ -76,6 +76,7 @@ def run_stage(
         merged=p.evaluate.merged,
         tasks=tasks,
     )
+    read.refuse_change()
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
     figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}

@@ -171,13 +171,40 @@ def read_tokenizer_lock(path: Path) -> dict[str, Any]:
     return lock
 
 
-def verify_files(directory: Path, files: Mapping[str, str]) -> None:
+def file_version(path: Path) -> tuple[int, ...]:
+    """What changes with a file's content; empty if it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class VerifiedFiles:
+    """Files that had their pinned hashes, and the version of each before it was hashed."""
+
+    versions: Mapping[Path, tuple[int, ...]]
+
+    def refuse_change(self) -> None:
+        """Raise ModelFault if a file changed since, so that what was read of it may be another one's."""
+        for path, version in self.versions.items():
+            if file_version(path) != version:
+                raise ModelFault(f"{path} changed while it was read", "run `dvc repro` again")
+
+
+NO_FILES = VerifiedFiles({})
+
+
+def verify_files(directory: Path, files: Mapping[str, str]) -> VerifiedFiles:
     """Compare files with their pinned hashes, sha256 or git blob ids by name.
 
     Raises ModelFault if a file is missing or changed.
     """
+    versions = {}
     for name in sorted(files):
         path = directory / name
+        versions[path] = file_version(path)
         try:
             digest = file_digest(path, new_digest(files[name], path.stat().st_size))
         except OSError as error:
@@ -186,6 +213,7 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> None:
             ) from error
         if digest != files[name]:
             raise ModelFault(f"{path} changed since it was pinned", "run `dvc repro` again")
+    return VerifiedFiles(versions)
 
 
 def find_model(name: str, revision: str | None = None) -> Path:

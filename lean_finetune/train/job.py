@@ -25,7 +25,7 @@ from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.row_limits import refuse_divided_rows
-from lean_finetune.pinning.locate import ModelFault, model_directory, verify_files
+from lean_finetune.pinning.locate import NO_FILES, ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
@@ -148,9 +148,10 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     refuse_fused(spec.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
     if params.train.merge:
         refuse_merge(directory, spec, experts=spec.lora_experts == "all")
+    base_files = NO_FILES
     if world.local_rank == 0:  # All processes of a node read the same files.
         with remedies_of_node(world):
-            verify_files(directory, lock["files"])
+            base_files = verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, spec, paths)
     layout = ParallelLayout.from_params(params)
     refuse_divided_rows(config, layout.context)
@@ -158,6 +159,7 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     predicted = read_json(paths.estimate)
     return TrainJob(
         model_directory=directory,
+        base_files=base_files,
         plan=plan,
         rows=rows,
         heldout=TokenRows(paths.tokens, "heldout"),

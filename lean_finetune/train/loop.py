@@ -139,6 +139,7 @@ class Trainer:
         job = self.job
         with self.monitor.phase(LOAD), host_peak() as load_host:
             parallel = load_parallel(job.model_directory, job.model_spec, job.world, job.sharing, job.device)
+            job.base_files.refuse_change()
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))
                 if job.plan.flat:

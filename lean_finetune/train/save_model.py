@@ -24,7 +24,7 @@ from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
-from lean_finetune.pinning.locate import CHAT_TEMPLATE
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, VerifiedFiles
 from lean_finetune.pinning.model_checks import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 
@@ -43,6 +43,8 @@ class Base:
     """Names of the tokenizer's files in `directory`."""
     chat_template: Path | None
     """Chat template used in training; None = the tokenizer's."""
+    read: VerifiedFiles = NO_FILES
+    """Files in `directory` that saving reads, which must not change before it ends."""
 
     def copy_tokenizer(self, out: Path) -> None:
         """Copy the tokenizer to `out`, with the chat template used in training."""
@@ -113,7 +115,7 @@ def save_tuned(
         merge: names of the base's files if the merged model is written.
 
     Raises:
-        UserError: the disk refused.
+        UserError: the disk refused, or the base changed.
     """
     model = parallel.model
     if not isinstance(model, PeftModel):
@@ -138,3 +140,4 @@ def save_tuned(
         except SafetensorError as error:
             raise UserError(f"{out}: cannot be written ({error}); free space, then rerun") from error
         base.copy_tokenizer(directory)
+        base.read.refuse_change()

@@ -1,6 +1,7 @@
 """The stage as a user runs it: base against tuned model for every method, one line for each fault."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lean_finetune.core.atomic_files import write_json
+from lean_finetune.evaluate import evaluate_run
 from lean_finetune.evaluate.base_and_tuned import ModelOutputs, evaluate_models
 from lean_finetune.evaluate.evaluation_metrics import evaluate_metrics
 from lean_finetune.model.load_model import load_base
@@ -94,6 +96,17 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
     assert set(lines[0]) == {"family", "prompt", "expected", "base", "base_correct", "tuned", "tuned_correct"}
     assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
     assert {path: path.read_bytes() for path in written} == written
+
+
+def test_a_base_that_changes_during_the_stage_is_refused(place, tokens_dir, locks_dir, base_dir, adapter, monkeypatch):
+    def evaluate_changing(*given, **options):
+        os.utime(base_dir / "config.json")
+        return evaluate_models(*given, **options)
+
+    monkeypatch.setattr(evaluate_run, "evaluate_models", evaluate_changing)
+    line = error(evaluate(tokens_dir, locks_dir, adapter))
+    assert line.endswith("config.json changed while it was read; run `dvc repro` again")
+    assert not Path("data/evaluate").exists()
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])

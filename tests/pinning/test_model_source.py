@@ -89,6 +89,17 @@ def test_a_changed_file_is_refused_before_use(pin, own):
         verify_files(own, read_json(Path("locks/tokenizer.json"))["files"])
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(pin, own):
+    """Other weights than the pinned ones, in a run that says otherwise."""
+    pin("own")
+    read = verify_files(own, read_json(Path("locks/model.json"))["files"])
+    read.refuse_change()
+    path = own / "config.json"
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match="config.json changed while it was read; run `dvc repro` again"):
+        read.refuse_change()
+
+
 def test_a_sharded_model_is_pinned_with_its_index_and_no_other_file(pin, own):
     (own / "model.safetensors").rename(own / "model-00001-of-00002.safetensors")
     save_file({"extra": np.zeros(4, np.float32)}, own / "model-00002-of-00002.safetensors")

@@ -1,5 +1,6 @@
 """The loop over a real plan: neither the layout of rows nor the place of updates changes a loss."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,16 @@ import numpy as np
 import pytest
 
 from benchmarks.estimate_cpu import save_small
+from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.sharding_modes import load_parallel
+from lean_finetune.pinning.locate import verify_files
+from lean_finetune.pinning.model_checks import WEIGHTS
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import refuse_other_ranks
 from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.training_step import StepSpec
+from lean_finetune.train import loop
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -51,6 +57,21 @@ def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, toke
         chosen = replace(optim, offload=place)  # type: ignore[arg-type]
         found.append(losses(small_llama, tokens, plan, step_spec=spec, optim_spec=chosen, **full))
     assert found[0] == found[1] == found[2] and found[0][0] > 1
+
+
+def test_a_base_that_changes_while_it_is_loaded_is_refused(small_llama: Path, tokens, monkeypatch):
+    """It had its pinned hashes before loading, which takes minutes for a large model."""
+    weights = small_llama / WEIGHTS
+    files = verify_files(small_llama, {WEIGHTS: sha256_file(weights)})
+    job = make_job(small_llama, tokens, two_micro_batches(tokens, flat=False), base_files=files)
+
+    def load(*given: Any) -> Any:
+        os.utime(weights)
+        return load_parallel(*given)
+
+    monkeypatch.setattr(loop, "load_parallel", load)
+    with pytest.raises(UserError, match=f"{WEIGHTS} changed while it was read; run `dvc repro` again"):
+        train(job, make_meter(CPU))
 
 
 def test_a_packed_run_has_the_losses_of_the_padded_run(small_llama: Path, tokens):

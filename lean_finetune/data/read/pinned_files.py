@@ -16,7 +16,7 @@ import pyarrow as pa
 from lean_finetune.core.atomic_files import READ_BLOCK_BYTES
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.hub import hub_errors, open_stream
-from lean_finetune.pinning.locate import DataFile, new_digest
+from lean_finetune.pinning.locate import DataFile, file_version, new_digest
 
 Progress = Callable[[int], Any]
 
@@ -37,15 +37,6 @@ def open_local(path: Path, name: str) -> io.FileIO:
             f"{name}: cannot be read any more ({error.strerror}); put it back or run `dvc repro` again"
         ) from error
     return stream
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    """What changes with a file's content; empty if it is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class PinnedBytes(io.RawIOBase):
@@ -108,7 +99,7 @@ class PinnedBytes(io.RawIOBase):
         Raises UserError if the file differs from what was pinned.
         """
         if self._file.path is not None:
-            self._hashed = _version(self._file.path)
+            self._hashed = file_version(self._file.path)
         while self.read(READ_BLOCK_BYTES):
             pass
         if self._digest.hexdigest() == self._file.digest:
@@ -122,7 +113,7 @@ class PinnedBytes(io.RawIOBase):
 
     def refuse_change(self, path: Path) -> None:
         """Raise UserError unless `path` is the file that was hashed, unchanged since then."""
-        if _version(path) != self._hashed:
+        if file_version(path) != self._hashed:
             raise UserError(_CHANGED.format(self._file.name))
 
 
