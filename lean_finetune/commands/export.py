@@ -96,6 +96,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if modelfile_text is not None:
             (directory / "Modelfile").write_text(modelfile_text, encoding="utf-8")
+        tuned.refuse_change()
 
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:

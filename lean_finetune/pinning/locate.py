@@ -181,23 +181,28 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class VerifiedFiles:
-    """Files that had their pinned hashes, and the version of each before it was hashed."""
+class FileVersions:
+    """The versions of files before they were read."""
 
     versions: Mapping[Path, tuple[int, ...]]
 
-    def refuse_change(self) -> None:
+    def refuse_change(self, remedy: str = "run `dvc repro` again") -> None:
         """Raise ModelFault if a file changed since, so that what was read of it may be another one's."""
         for path, version in self.versions.items():
             if file_version(path) != version:
-                raise ModelFault(f"{path} changed while it was read", "run `dvc repro` again")
+                raise ModelFault(f"{path} changed while it was read", remedy)
 
 
-NO_FILES = VerifiedFiles({})
+NO_FILES = FileVersions({})
 
 
-def verify_files(directory: Path, files: Mapping[str, str]) -> VerifiedFiles:
-    """Compare files with their pinned hashes, sha256 or git blob ids by name.
+def versions_in(directory: Path) -> FileVersions:
+    """The versions of all entries of a directory; of none if there is no directory."""
+    return FileVersions({path: file_version(path) for path in directory.glob("*")})
+
+
+def verify_files(directory: Path, files: Mapping[str, str]) -> FileVersions:
+    """Compare files with their pinned hashes, sha256 or git blob ids by name; the result is their versions.
 
     Raises ModelFault if a file is missing or changed.
     """
@@ -213,7 +218,7 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> VerifiedFiles:
             ) from error
         if digest != files[name]:
             raise ModelFault(f"{path} changed since it was pinned", "run `dvc repro` again")
-    return VerifiedFiles(versions)
+    return FileVersions(versions)
 
 
 def find_model(name: str, revision: str | None = None) -> Path:

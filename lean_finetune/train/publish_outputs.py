@@ -8,7 +8,7 @@ from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
 from lean_finetune.pinning.descriptions import describe_data, describe_model
-from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, VerifiedFiles, model_address, verify_files
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions, model_address, verify_files
 from lean_finetune.train.callbacks.callback import curve_columns
 from lean_finetune.train.job import Paths
 from lean_finetune.train.save_model import Base, save_tuned
@@ -69,7 +69,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
     if job.world.is_first:
         read = verify_files(job.model_directory, tokenizer_files)
         if params.train.merge or not job.model_spec.adapted:
-            read = VerifiedFiles({**read.versions, **job.base_files.versions})
+            read = FileVersions({**read.versions, **job.base_files.versions})
     template = paths.tokens / CHAT_TEMPLATE
     base = Base(
         address=model_address(lock),

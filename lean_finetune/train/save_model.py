@@ -24,7 +24,7 @@ from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
-from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, VerifiedFiles
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
 from lean_finetune.pinning.model_checks import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 
@@ -43,7 +43,7 @@ class Base:
     """Names of the tokenizer's files in `directory`."""
     chat_template: Path | None
     """Chat template used in training; None = the tokenizer's."""
-    read: VerifiedFiles = NO_FILES
+    read: FileVersions = NO_FILES
     """Files in `directory` that saving reads, which must not change before it ends."""
 
     def copy_tokenizer(self, out: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.pinning.locate import NO_FILES, VerifiedFiles
+from lean_finetune.pinning.locate import NO_FILES, FileVersions
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload
@@ -61,7 +61,7 @@ class TrainJob:
     """Peak tensor memory predicted by stage estimate, for callbacks."""
     predicted_duration: str | None = None
     """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
-    base_files: VerifiedFiles = NO_FILES
+    base_files: FileVersions = NO_FILES
     """Files of the base model, in the process that verified them."""
     note: str | None = None
     """A line for the user about the learning rate."""

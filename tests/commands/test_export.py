@@ -1,6 +1,7 @@
 """`lean-finetune export`: a tuned model that other libraries load with the same answers, on disk and on the hub."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.export import export, vllm_adapter_line
+from lean_finetune.commands.export import export, vllm_adapter_line, write_export
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.ollama import modelfile, role_frames
 from lean_finetune.commands.tuned.tuned_model import find_tuned
+from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.pinning.hub_server import COMMIT, serve, use_hub
+from tests.small_model import CPU
 from tests.workspace import error, invoke
 
 WEIGHTS = "model.safetensors"
@@ -122,6 +125,20 @@ def test_push_uploads_what_was_written_with_the_pinned_base(
         invoke(export, str(tmp_path / "new"), *TUNED, str(adapter), "--what", "adapter", "--push", "me/tuned"), 2
     )
     assert refusal.startswith("--push: the adapter's base is the local directory") and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+def test_a_model_that_is_replaced_while_it_is_read_is_refused(what: str, adapter: Path, tmp_path: Path):
+    """`dvc repro` replaces data/tuned meanwhile: weights of one run with the config of another."""
+    directory = Path(shutil.copytree(adapter, tmp_path / "tuned"))
+    tuned = find_tuned(directory, "16")
+    shutil.copytree(adapter, tmp_path / "new")
+    directory.rename(tmp_path / "old")
+    (tmp_path / "new").rename(directory)
+    for use in (lambda: tuned.load(CPU), lambda: write_export(tuned, tmp_path / "out", what, "mine")):
+        with pytest.raises(UserError, match=r"^--model: .* changed while it was read; run the command again$"):
+            use()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_with_files_is_not_replaced(adapter: Path, tmp_path: Path):

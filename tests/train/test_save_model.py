@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, VerifiedFiles, model_address
+from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, FileVersions, model_address
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.processes import run_bounded
@@ -114,7 +114,7 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
         known = base_of(TINY_DIRECTORY, *tokenizer_files)
         base = replace(known, address=model_address(lock), chat_template=template)
         merge = ["config.json", "model.safetensors"] if method == "lora" else None
-        changed = VerifiedFiles({TINY_DIRECTORY / "tokenizer.json": (0,)})
+        changed = FileVersions({TINY_DIRECTORY / "tokenizer.json": (0,)})
         with pytest.raises(UserError, match="tokenizer.json changed while it was read"):
             save_tuned(DataParallelModel(model), replace(base, read=changed), tmp_path / name, spec, merge)
         assert not (tmp_path / name).exists()

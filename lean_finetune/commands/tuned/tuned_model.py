@@ -32,7 +32,7 @@ from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
 from lean_finetune.pinning.hub import download, list_files
-from lean_finetune.pinning.locate import CONFIG_FILE
+from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
 from lean_finetune.pinning.model_checks import INDEX, shard_names
 from lean_finetune.pinning.model_source import CONFIG_FILES
 
@@ -55,16 +55,25 @@ class TunedModel:
     reason: str
     """Why the base is stored as `spec` says."""
     config: PretrainedConfig
+    read: FileVersions
+    """The files of `directory` and `base`, before any was read."""
+
+    def refuse_change(self) -> None:
+        """Raise UserError if a file was replaced meanwhile: what was read may be of two models."""
+        with named_by_option():
+            self.read.refuse_change("run the command again")
 
     def load(self, device: torch.device) -> nn.Module:
         """The model, ready to answer.
 
         Raises:
-            UserError: weights are missing or do not fit.
+            UserError: weights are missing, do not fit, or changed.
         """
         with named_by_option():
-            model = load_base(self.base, self.spec, device, generation_attention(self.config))
-            return model.eval() if self.adapter is None else load_adapter(model, self.directory, self.spec).eval()
+            base = load_base(self.base, self.spec, device, generation_attention(self.config))
+            model = base if self.adapter is None else load_adapter(base, self.directory, self.spec)
+        self.refuse_change()
+        return model.eval()
 
     @property
     def base_name(self) -> str:
@@ -168,15 +177,19 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     Raises:
         UserError: there is no model, or its base is gone.
     """
+    read = versions_in(directory)
     if (directory / ADAPTER_CONFIG).is_file():
         adapter = read_adapter(directory)
         spec, reason = _adapter_spec(directory, bits)
         base = base_directory(adapter)
+        read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
             config = read_config(base)
             check_weights(base)
             read_generation_config(base)
-        return TunedModel(directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=config)
+        return TunedModel(
+            directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=config, read=read
+        )
     if not (directory / CONFIG_FILE).is_file():
         raise UsageFault(
             f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}; name the "
@@ -190,7 +203,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         check_weights(directory)
         read_generation_config(directory)
     return TunedModel(
-        directory=directory, adapter=None, base=directory, spec=spec, reason="a full model", config=config
+        directory=directory, adapter=None, base=directory, spec=spec, reason="a full model", config=config, read=read
     )
 
 
