@@ -11,6 +11,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import click  # noqa: E402
@@ -57,8 +58,9 @@ def main(
     p = read_params()
     data, tokenizer = read_json(data_lock), read_tokenizer_lock(tokenizer_lock)
     directory = tokenizer_directory(read_json(model_lock))
-    verify_files(directory, tokenizer["files"])
-    job = prepare_job(p.data, "tokenizers" if merge else p.run.tokenizer_engine, data, tokenizer, directory)
+    files = verify_files(directory, tokenizer["files"])
+    engine = "tokenizers" if merge else p.run.tokenizer_engine
+    job = replace(prepare_job(p.data, engine, data, tokenizer, directory), tokenizer_files=files)
     if chosen is not None:
         notes = tokenize_part(job, p.run, chosen, out, _note)
     elif merge:

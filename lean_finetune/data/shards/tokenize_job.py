@@ -24,7 +24,7 @@ from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.descriptions import is_heldout_source
-from lean_finetune.pinning.locate import template_file
+from lean_finetune.pinning.locate import NO_FILES, FileVersions, template_file
 
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""
@@ -58,6 +58,8 @@ class TokenizeJob:
     """By RowBlock.file."""
     inputs: Mapping[str, str]
     """See `token_inputs`."""
+    tokenizer_files: FileVersions = NO_FILES
+    """The pinned files that workers read again."""
 
     @property
     def key(self) -> str:

@@ -21,6 +21,7 @@ from lean_finetune.data.shards.shard_files import Shard, discard_all, finished_s
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
+from lean_finetune.pinning.locate import ModelFault
 
 Notify = Callable[[str], None]
 ALL_SHARDS = TokenizePart(number=0, of=1)
@@ -74,7 +75,13 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tup
                 yield block, made
 
         blocks = read_blocks(job.data_lock, max_rows=job.max_rows, progress=bar.update)
-        return make_shards(root, job.key, part, blocks, checked)
+        made = make_shards(root, job.key, part, blocks, checked)
+    try:
+        job.tokenizer_files.refuse_change()
+    except ModelFault:
+        discard_all(root)
+        raise
+    return made
 
 
 def make_shards(

@@ -4,12 +4,15 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
+from lean_finetune.data.shards import tokenize_run
+from lean_finetune.data.shards.tokenize_run import make_shards
 from stages.tokenize import main as tokenize
 from tests.data.tokens.common import chat_row, contents, conversation, decoder, meta, read_tokens, spans_of
 from tests.workspace import error, invoke, run_module, write_rows
@@ -157,6 +160,23 @@ def test_a_refusal_leaves_the_last_tokens_unchanged(run):
     write_rows(source, ROWS[1:])
     assert error(invoke(tokenize)) == "rows.jsonl: changed since it was pinned; run `dvc repro` again"
     assert snapshot() == before
+
+
+def test_a_tokenizer_that_changes_meanwhile_is_refused_and_its_shards_are_made_again(run, tiny_dir, monkeypatch):
+    """Workers may read it later than the stage that compared it with its pinned hash."""
+    shutil.copytree(tiny_dir, "own")
+
+    def make(*given):
+        made = make_shards(*given)
+        os.utime("own/tokenizer.json")
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_run, "make_shards", make)
+        line = error(run(write_rows(Path("rows.jsonl"), ROWS), model__name="own"))
+    assert line == "model.name: own/tokenizer.json changed while it was read; run `dvc repro` again"
+    assert not OUT.exists() and not list(Path("scratch").rglob("*.json"))
+    assert invoke(tokenize).exit_code == 0
 
 
 def test_a_template_file_is_pinned_with_the_rows(run, tmp_path):
