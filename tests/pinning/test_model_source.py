@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
-from lean_finetune.pinning.model_checks import read_stop_ids
+from lean_finetune.pinning.model_checks import read_stop_ids, shard_names
 from stages.pin import main
 from tests.processes import run_bounded
 from tests.workspace import error, invoke, lay_out
@@ -125,6 +125,16 @@ def remove(name):
 def resize_weights(change):
     weights = "model.safetensors"
     return lambda own: (own / weights).write_bytes(change((own / weights).read_bytes()))
+
+
+def test_the_index_of_a_huge_model_is_read(tmp_path):
+    """That of a model of 700 B parameters was refused, because other JSON files of models are small."""
+    names = {
+        f"model.layers.{n // 400}.mlp.experts.{n % 400}.gate_proj.weight_scale_inv": n % 90 for n in range(150_000)
+    }
+    weight_map = {name: f"model-{shard:05}-of-00090.safetensors" for name, shard in names.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert len(shard_names(tmp_path)) == 90
 
 
 def edit(name, **values):
