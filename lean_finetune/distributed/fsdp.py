@@ -4,9 +4,9 @@ FSDP2 gathers a decoder layer just before it computes. Optimizers see the local 
 optimizer that updates value by value works.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -42,6 +43,15 @@ class _Root(nn.Module):
 
     def forward(self, compute: Callable[[nn.Module], Result]) -> Result:
         return compute(self.model)
+
+
+class _NoGradientsOfIntegers(TorchFunctionMode):
+    """Makes shards of packed weights: torch 2.11 lets every shard require gradients before it asks the weight."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+        if func is torch.Tensor.requires_grad_ and not args[0].is_floating_point():
+            return func(args[0], False)
+        return func(*args, **(kwargs or {}))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -114,11 +124,12 @@ class ShardedModel(DataParallelModel):
             broadcast_weights(module, device)
             return module if shards is None else shards.divide(module)
 
-        for layer in layers:
-            fully_shard(send(layer), mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-        # The root (embedding, last norm, head) stays gathered from forward to backward, which begins with it.
-        root = _Root(send(model))
-        self._root = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+        with _NoGradientsOfIntegers():
+            for layer in layers:
+                fully_shard(send(layer), mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+            # The root (embedding, last norm, head) stays gathered from forward to backward, which begins with it.
+            root = _Root(send(model))
+            self._root = fully_shard(root, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         modules = cast(nn.Module, self._root).modules()
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
         for module in self._fsdp_modules:  # Sum, not mean: losses are divided by the step's tokens already.

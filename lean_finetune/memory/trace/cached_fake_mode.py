@@ -36,6 +36,9 @@ class CachedFakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         """The result of one operation."""
+        if func is torch.ops.aten.split.Tensor and not args[0].numel():
+            func, args = _without_split_size(*args, **(kwargs or {}))
+            kwargs = None
         try:
             key, tensors = cache_key(self, func, args, kwargs or {})
         except NotCacheable:
@@ -58,6 +61,13 @@ class CachedFakeMode(FakeTensorMode):
             return recipe_of(out, tensors)
         except NotCacheable:
             return None
+
+
+def _without_split_size(tensor: torch.Tensor, size: int, dim: int = 0) -> tuple[OpOverload, tuple]:
+    """The same as aten.split.Tensor for a tensor without values: torch 2.11 ends with an IndexError in its own."""
+    length = tensor.shape[dim]
+    sizes = [min(size, length - start) for start in range(0, length, max(1, size))] or [0]
+    return torch.ops.aten.split_with_sizes.default, (tensor, sizes, dim)
 
 
 def _changes_more(func: OpOverload, metadata_changed: bool) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from packaging.version import parse
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, __version__
 
 from lean_finetune.core.errors import UserError
 
@@ -20,6 +21,8 @@ DEPEND_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where code reads a value, or where the shape of a result depends on values: the tokens of one expert."""
 UNTRACEABLE = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
 """Raised for operations without a shape function."""
+UNREAD_LAYERDROP = "5.23.0"
+"""Release of transformers whose OPT and BioGPT draw no random number for a `layerdrop` of 0; 5.17.0 compares it."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -40,7 +43,7 @@ def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
     except DEPEND_ON_VALUES as error:
         raise UserError(
             f"model.name: the step of {config.model_type} reads values of tensors ({_place_in_model(error)}: {error}), "
-            "which do not exist before training, so its memory is not known; choose another model"
+            f"which do not exist before training, so its memory is not known; {_remedy(config)}"
         ) from None
     except UNTRACEABLE as error:
         raise UserError(
@@ -56,6 +59,13 @@ def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
         ) from None
     finally:
         torch_log.setLevel(level)
+
+
+def _remedy(config: PretrainedConfig) -> str:
+    """Another model, or the release of transformers that computes this one without reading values."""
+    if getattr(config, "layerdrop", None) == 0 and parse(__version__) < parse(UNREAD_LAYERDROP):
+        return f"install transformers {UNREAD_LAYERDROP} ({__version__} here), or choose another model"
+    return "choose another model"
 
 
 def _place_in_model(error: Exception) -> str | None:
