@@ -80,14 +80,19 @@ def as_nccl() -> Iterator[None]:
     replaced = {
         "all_reduce": all_reduce,
         "broadcast": broadcast,
-        "all_gather_single": gather,
-        "reduce_scatter_single": scatter,
+        _existing("all_gather_single", "all_gather_into_tensor"): gather,
+        _existing("reduce_scatter_single", "reduce_scatter_tensor"): scatter,
         "all_to_all_single": exchange,
     }
     with ExitStack() as stack:
         for name, collective in replaced.items():
             stack.enter_context(patch.object(dist, name, collective))
         yield
+
+
+def _existing(name: str, before: str) -> str:
+    """The collective's name in this torch; until 2.11 FSDP2 called it by another one."""
+    return name if hasattr(dist, name) else before
 
 
 def shared_setting(mode: str, gpus: int, steps: str, context: int = 1, tensor: int = 1, **changes: Any) -> Setting:
