@@ -49,7 +49,7 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     ("arguments", "wrong"),
     [
         (["fitt"], "'fitt'"),
-        (["--lenght"], "'--lenght'"),
+        (["--lenght"], "--lenght"),
         (["fit", "nonsense"], "(nonsense)"),
         (["fit", "--length", "0"], "'--length'"),
         (["generate"], "'PROMPTS'"),

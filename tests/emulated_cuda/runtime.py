@@ -46,6 +46,7 @@ def fake_runtime(capability: tuple[int, int]) -> Iterator[None]:
     values: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_lazy_call": lambda *args, **kwargs: None,

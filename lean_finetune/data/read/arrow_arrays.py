@@ -1,6 +1,7 @@
 """Conversion between numpy and Arrow without pandas.
 
-`pa.array` and `to_numpy` import pandas wherever it is installed, which costs 40 MB in each process.
+`pa.array` and `to_numpy` import pandas wherever it is installed, which costs 40 MB in each process. So does
+`to_pandas_dtype` in older releases of pyarrow.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ def from_numpy(values: np.ndarray, kind: pa.DataType) -> pa.Array:
     if pa.types.is_boolean(kind):
         packed = np.packbits(values, bitorder="little")
     else:
-        packed = np.ascontiguousarray(values, kind.to_pandas_dtype())
+        packed = np.ascontiguousarray(values, to_numpy(pa.nulls(0, kind)).dtype)
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
 
 
