@@ -17,7 +17,7 @@ from collections.abc import Collection
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import any_of
 from lean_finetune.data.chat.message_regions import MessageRegions, Region, common_prefix
-from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.format.example import Conversation, Message, RowFault
 
 TAIL_CHARACTERS = 256
 
@@ -47,7 +47,7 @@ class TurnFinder:
     def spans(self, conversation: Conversation, full: str, turns: list[int]) -> list[tuple[int, int]]:
         """The spans of assistant turns in the full rendering, as ranges of characters, each with its end-of-turn token.
 
-        Raises RowFault if a turn cannot be located.
+        Raises RowFault if a turn cannot be located, or other messages stand between its parts.
         """
         regions = MessageRegions(self._template, conversation, conversation.messages, full)
         spans: list[tuple[int, int]] = []
@@ -58,10 +58,7 @@ class TurnFinder:
             end = None if start is None else self._end(conversation, regions, turn, start)
             end = None if start is None or end is None else self._first_eos(regions, turn, start, end)
             if start is None or end is None or not done <= start < end:
-                raise RowFault(
-                    f"the chat template renders turn {turn + 1} in a way that its tokens cannot be located; put "
-                    "generation marks into a copy of the template and name it in data.chat_template"
-                )
+                raise _not_located(conversation.messages[turn], regions, turn)
             spans.append((start, end))
             done = end
         return spans
@@ -88,11 +85,14 @@ class TurnFinder:
         return shown[1] + ahead
 
     def _shared(self, prompt: str, text: str) -> int:
-        """How much of a prompt a text begins with; a part of it ends behind a blank or an added token."""
+        """How much of a prompt a text begins with; a part of it ends behind a blank, or where an added token does.
+
+        It may also end before such a token: Apertus continues an answer behind tool results, without the prompt's header.
+        """
         same = common_prefix(prompt, text)
         if same == len(prompt):
             return same
-        ends = [match.end() for match in self._added.finditer(prompt) if match.end() <= same]
+        ends = [place for match in self._added.finditer(prompt) for place in match.span() if place <= same]
         blank = len(prompt[:same]) - len(re.split(r"\s", prompt[:same])[-1])
         return max([blank, *ends])
 
@@ -108,7 +108,9 @@ class TurnFinder:
         own = regions[turn]
         if own is None:
             return None
-        limit = _next_shown(regions, turn)
+        limit = _next_shown(regions, turn, own)
+        if limit < own[1]:
+            return None
         if upto is not None and stop is not None:
             there = MessageRegions(self._template, conversation, messages, upto)[turn]
             tail = upto[there[1] : stop[1]] if there is not None else ""
@@ -170,7 +172,25 @@ def _last_shown(regions: MessageRegions, turn: int) -> tuple[int | None, Region]
     return None, (0, 0)
 
 
-def _next_shown(regions: MessageRegions, turn: int) -> int:
-    """Where the region of the next message after a turn begins, of those that are shown; the text's end without one."""
+def _next_shown(regions: MessageRegions, turn: int, own: Region) -> int:
+    """Where the region of the next message after a turn begins, of those shown behind the start of the turn's `own`.
+
+    The text's end without one.
+    """
     later = (regions[number] for number in range(turn + 1, regions.count))
-    return next((region[0] for region in later if region is not None), len(regions.text))
+    return next((region[0] for region in later if region is not None and region[0] >= own[0]), len(regions.text))
+
+
+def _not_located(message: Message, regions: MessageRegions, turn: int) -> RowFault:
+    """The fault of a turn, which is `message`, without a span."""
+    remedy = "put generation marks into a copy of the template and name it in data.chat_template"
+    own = regions[turn]
+    for number in range(turn + 1, regions.count) if own else ():
+        other = regions[number]
+        if other and own[0] <= other[0] < own[1]:
+            parts = "remove the text beside its calls, " if message["content"] and "tool_calls" in message else ""
+            return RowFault(
+                f"the chat template writes turn {number + 1} between parts of turn {turn + 1}, so that these are not "
+                f"one piece of text; {parts}set its weight to 0, or {remedy}"
+            )
+    return RowFault(f"the chat template renders turn {turn + 1} in a way that its tokens cannot be located; {remedy}")

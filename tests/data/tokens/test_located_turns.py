@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.example import Conversation
+from lean_finetune.data.format.example import Conversation, RowFault
 from tests.data.tokens.common import DATE, encode_one, row_tokenizer
 from tests.data.tokens.families import chat, trained, turn
 
@@ -137,3 +137,51 @@ def test_a_span_does_not_start_inside_a_tag_that_is_no_token(open_template):
         "a<|im_end|>",
         "b<|im_end|>",
     ]
+
+
+# As Apertus': an answer goes on behind the results in one list, and only the generation prompt has a header there.
+APERTUS = (
+    "{%- set ns = namespace(open=false, results=false) -%}{%- for m in messages -%}"
+    "{%- if ns.results and m.role != 'tool' -%}]{%- set ns.results = false -%}{%- endif -%}"
+    "{%- if m.role == 'user' -%}{%- if ns.open -%}<|end|>{%- set ns.open = false -%}{%- endif -%}"
+    "<|user|>{{ m.content }}<|end|>"
+    "{%- elif m.role == 'assistant' -%}{%- if not ns.open -%}<|answer|>{%- set ns.open = true -%}{%- endif -%}"
+    "{{ m.content }}{% for c in m.tool_calls or () %}<|call|>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}<|called|>{% endfor %}"
+    "{%- else -%}{{ ', ' if ns.results else '[' }}{{ m.content }}{%- set ns.results = true -%}{%- endif -%}"
+    "{%- endfor -%}{%- if ns.results -%}]{%- endif -%}{%- if add_generation_prompt -%}<|answer|>{%- endif -%}"
+)
+APERTUS_TOKENS = ("<|user|>", "<|answer|>", "<|call|>", "<|called|>", "<|end|>")
+ASK, RESULT = turn("user", "q"), turn("tool", "r")
+
+
+def test_an_answer_that_goes_on_behind_results_without_a_header_is_found(open_template):
+    """Its span begins where the text leaves the generation prompt: at a control token, or at the answer."""
+    template = open_template(APERTUS, APERTUS_TOKENS, eos="<|end|>")
+    answers = [CALLING.messages[1], RESULT, RESULT, turn("assistant", "", tool_calls=[CALL]), RESULT]
+    messages = [ASK, *answers, turn("assistant", "]a"), ASK, turn("assistant", "b")]
+    call = '<|call|>f{"x": 1}<|called|>'
+    segments = template.render(Conversation(messages=messages, tools=None))
+    assert trained(segments) == [call, call, "]a<|end|>", "b<|end|>"]
+    assert f"<|answer|>{call}[r, r]{call}[r]]a<|end|>" in "".join(text for text, _ in segments)
+
+
+@pytest.mark.parametrize("end", ["<|called|>", "<|end|>"])
+def test_a_turn_whose_parts_stand_around_its_results_is_refused(end, open_template):
+    """As Gemma 4 writes text beside calls. Whatever token ends the text, the results are not trained."""
+    source = (
+        "{%- for m in messages -%}{%- if m.role == 'user' -%}<|user|>{{ m.content }}<|end|>"
+        "{%- elif m.role == 'assistant' -%}<|answer|>{% for c in m.tool_calls or () %}<|call|>"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{%- if m.tool_calls -%}{%- for r in messages[loop.index:] -%}"
+        "{%- if r.role == 'tool' -%}[{{ r.content }}]{%- endif -%}{%- endfor -%}{{ m.content }}END"
+        "{%- else -%}{{ m.content }}<|end|>{%- endif -%}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|answer|>{%- endif -%}"
+    ).replace("END", end)
+    template = open_template(source, APERTUS_TOKENS, eos="<|end|>")
+    spoken = turn("assistant", "text", tool_calls=[CALL])
+    for results in ([RESULT], [RESULT, RESULT]):
+        messages = [ASK, spoken, *results, turn("assistant", "a")]
+        with pytest.raises(RowFault, match=r"writes turn 3 between parts of turn 2, .*; remove the text beside its"):
+            template.render(Conversation(messages=messages, tools=None))
+        untrained = Conversation(messages=messages, tools=None, context=frozenset({1}))
+        assert trained(template.render(untrained)) == ["a<|end|>"]
