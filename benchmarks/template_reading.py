@@ -1,19 +1,34 @@
-"""An independent reading of a row's tokens: what is trained is found in the decoded text, not in the template."""
+"""An independent reading of a row's tokens: what is trained is found in the decoded text, not in the template.
+
+The text itself is compared with what transformers renders.
+"""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, datetime
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from lean_finetune.data.format.example import Conversation, Message
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-WORDS = {"user": "zqp", "system": "zqp", "tool": "zqp"}
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What templates raise for rows that they do not support."""
+DATE = date(2024, 7, 26)
+"""Today, for templates that write it."""
+
+
+class _Today(datetime):
+    @classmethod
+    def now(cls, tz: Any = None) -> "_Today":
+        return cls(DATE.year, DATE.month, DATE.day)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +64,12 @@ def read_row(conversation: Conversation, ids: Sequence[int], spans: Sequence[int
     return ReadRow(conversation=conversation, ids=ids, pieces=pieces)
 
 
-def fault_of(
-    row: ReadRow, template: str, named: Mapping[str, Any], tokenizer: Tokenizer, header: str, has_marks: bool
-) -> str | None:
+def fault_of(row: ReadRow, renderings: Sequence[str], tokenizer: Tokenizer, header: str, has_marks: bool) -> str | None:
     """The first rule that the row breaks; None if it breaks none.
 
     Args:
         row: the tokens to read.
-        template: its source.
-        named: its variables, such as eos_token.
+        renderings: the texts that may be the row's; if there are none, the text is not compared.
         tokenizer: the one that made the ids.
         header: control token that must not begin a span; empty for none.
         has_marks: whether the template's author marked what is trained; then only the last span must end a turn.
@@ -68,7 +80,7 @@ def fault_of(
         _tokens_fault(row, pattern, control, tokenizer),
         _span_fault(row, pattern, header, has_marks),
         _words_fault(row) if "zqp" in row.text else _texts_fault(row),
-        _text_fault(row, template, named, pattern),
+        _text_fault(row, renderings, pattern),
     )
     return next((fault for fault in faults if fault), None)
 
@@ -161,23 +173,44 @@ def _order_fault(row: ReadRow) -> str | None:
     return None
 
 
-def _text_fault(row: ReadRow, template: str, named: Mapping[str, Any], pattern: re.Pattern[str]) -> str | None:
-    """The text against transformers' rendering; templates that write today's date are not compared."""
-    if "strftime_now" in template:
-        return None
-    conversation = row.conversation
-    renderings: list[str] = []
-    for messages in _variants(conversation.messages):
-        try:
-            made: Any = render_jinja_template([messages], tools=conversation.tools, chat_template=template, **named)
-        except Exception:  # noqa: BLE001, S112 - a template of others may raise anything
-            continue
-        renderings += made[0]
+def _text_fault(row: ReadRow, renderings: Sequence[str], pattern: re.Pattern[str]) -> str | None:
+    """The text against transformers' renderings."""
     # data.end_of_turn appends an end where the template writes none.
     shown = row.text.removesuffix(_last(pattern, row.text))
     if renderings and not any(text.startswith(shown.rstrip()) for text in renderings):
         return "the text is not transformers' rendering"
     return None
+
+
+def renderings_of(conversation: Conversation, template: str, named: Mapping[str, Any]) -> list[str]:
+    """What transformers renders of a conversation in each form that templates ask for; empty where all are refused."""
+    variants = (replace(conversation, messages=messages) for messages in _variants(conversation.messages))
+    made = (rendered(template, variant, named) for variant in variants)
+    return [one[0] for one in made if one is not None]
+
+
+def rendered(
+    template: str, conversation: Conversation, named: Mapping[str, Any], **options: Any
+) -> tuple[str, list[tuple[int, int]]] | None:
+    """What transformers renders, and the ranges inside generation marks if `options` ask for them.
+
+    None where the template refuses the conversation.
+
+    Args:
+        template: its source.
+        conversation: its messages and tools.
+        named: variables of the template, such as eos_token.
+        options: of `render_jinja_template`.
+    """
+    with mock.patch.object(chat_template_utils, "datetime", _Today):
+        try:
+            made: Any = chat_template_utils.render_jinja_template(
+                [conversation.messages], tools=conversation.tools, chat_template=template, **named, **options
+            )
+        except REFUSALS:
+            return None
+    [text], ranges = made
+    return text, ranges[0] if ranges else []
 
 
 def _variants(messages: list[Message]) -> list[list[Message]]:
@@ -220,8 +253,3 @@ def as_row(conversation: Conversation) -> dict[str, Any]:
         for number, message in enumerate(conversation.messages)
     ]
     return {"messages": messages} | ({"tools": conversation.tools} if conversation.tools else {})
-
-
-def without_context(conversation: Conversation) -> Conversation:
-    """The conversation with every turn trained."""
-    return replace(conversation, context=frozenset())

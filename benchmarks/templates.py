@@ -4,7 +4,8 @@
 tokenizer that has the template's control tokens. Rows are synthetic ones with tools, reasoning and several turns, and
 the first ones of the files. "wrong" is decided by reading the decoded tokens, without the code that made them: every
 answer is in a trained span, no text of others is, spans begin and end at control tokens, and ids have the text's
-control tokens. Where X_training.jinja lies beside X.jinja, its generation marks are compared with the spans of X.
+control tokens. The text is compared with transformers' rendering; "not compared" counts the right rows of which it
+makes none. Where X_training.jinja lies beside X.jinja, its generation marks are compared with the spans of X.
 --quick: 5 rows of each file instead of 50.
 """
 
@@ -19,10 +20,9 @@ from typing import Any
 import click
 import orjson
 from tokenizers import AddedToken, Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from benchmarks.harness import Measured, at_least, at_most, benchmark
-from benchmarks.template_reading import as_row, fault_of, first_control, read_row
+from benchmarks.template_reading import DATE, as_row, fault_of, first_control, read_row, rendered, renderings_of
 from benchmarks.template_rows import public_rows, synthetic_rows
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.tokenizer_files import read_special_tokens
@@ -33,7 +33,6 @@ from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettin
 
 TINY = Path("lean_finetune/tiny")
 ROWS_OF_A_FILE, QUICK_ROWS_OF_A_FILE = 50, 5
-DATE = "2024-07-26"
 CONTROL = re.compile(
     r"<\|[^<>|\s{}'+]{1,40}\|>|<｜[^<>｜\s{}'+]{1,40}｜>|<\|[a-z_]{2,20}>|<[a-z_]{2,20}\|>"
     r"|\[/?[A-Z_]{3,30}\]|\[\|[a-z]{2,20}\|\]|<SPECIAL_\d+>|\]~!?b[\[\]]|\[e~\["
@@ -43,6 +42,9 @@ CONTROL = re.compile(
 PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>|</?minimax:tool_call>")
 """Tokens that are added to vocabularies without being called special."""
 EOS, BOS = "</s>", "<s>"
+NOT_COMPARED = "not compared"
+"""Right rows that transformers refuses in every form, so that their text was not compared with its rendering."""
+KINDS = ("right", NOT_COMPARED, "refused", "wrong", "marks differ")
 
 
 def measure(quick: bool, directories: Sequence[Path], rows: Sequence[Path]) -> Measured:
@@ -55,12 +57,13 @@ def measure(quick: bool, directories: Sequence[Path], rows: Sequence[Path]) -> M
     results = [_row(path, given) for path in paths]
     reasons = Counter(reason for result in results for reason in result.pop("reasons"))
     table = [{"template": name, **result} for name, result in ((one.pop("template"), one) for one in results)]
-    total = {key: sum(row[key] for row in table) for key in ("right", "refused", "wrong", "marks differ")}
+    total = {key: sum(row[key] for row in table) for key in KINDS}
     summary = [{"template": "all", "loads": f"{sum(r['loads'] == 'yes' for r in table)} of {len(table)}", **total}]
     summary += [{"template": f"refused: {reason}", "refused": number} for reason, number in reasons.most_common()]
     bars = [
         at_least("templates", len(table), 1),
         at_most("rows trained wrongly", total["wrong"], 0),
+        at_most("right rows whose text was not compared", total[NOT_COMPARED], 0),
         at_most("rows whose spans are not those of the marked template", total["marks differ"], 0),
     ]
     return Measured(rows=[*table, *summary], bars=bars)
@@ -78,6 +81,8 @@ def _row(path: Path, given: Sequence[tuple[str, Conversation]]) -> dict[str, Any
             counts[kind] += 1
             if kind == "refused":
                 reasons.append(detail)
+            elif kind == "right":
+                counts[NOT_COMPARED] += detail == NOT_COMPARED
             elif kind != "right":
                 first = first or f"{name}: {detail}"
             if kind == "unloaded":
@@ -86,7 +91,7 @@ def _row(path: Path, given: Sequence[tuple[str, Conversation]]) -> dict[str, Any
                 break
     return (
         found
-        | {kind: counts[kind] for kind in ("right", "refused", "wrong", "marks differ")}
+        | {kind: counts[kind] for kind in KINDS}
         | {
             "first fault": first or None,
             "reasons": reasons,
@@ -95,7 +100,7 @@ def _row(path: Path, given: Sequence[tuple[str, Conversation]]) -> dict[str, Any
 
 
 Outcome = tuple[str, str]
-"""(right, refused, wrong, marks differ or unloaded; the reason)."""
+"""(right, refused, wrong, marks differ or unloaded; the reason, or `NOT_COMPARED`)."""
 
 
 def outcomes(path: Path, given: Sequence[Conversation], place: Path) -> Iterator[Outcome]:
@@ -117,18 +122,19 @@ def outcomes(path: Path, given: Sequence[Conversation], place: Path) -> Iterator
         if isinstance(result, str):
             ours = (
                 " although transformers renders it"
-                if "refuses the row" in result and _rendered(source, conversation, named)
+                if "refuses the row" in result and rendered(source, conversation, named)
                 else ""
             )
             yield "refused", _reason(result) + ours
             continue
         row = read_row(conversation, *result, tokenizer)
-        if fault := fault_of(row, source, named, tokenizer, header, has_marks):
+        renderings = renderings_of(conversation, source, named)
+        if fault := fault_of(row, renderings, tokenizer, header, has_marks):
             yield "wrong", fault
         elif marks and (fault := _marks_fault(row.pieces, conversation, marks, named)):
             yield "marks differ", fault
         else:
-            yield "right", ""
+            yield "right", "" if renderings else NOT_COMPARED
 
 
 def tokenize(
@@ -141,7 +147,7 @@ def tokenize(
         ignore_columns=(),
         files=1,
         chat_template="tokenizer",
-        template_date=DATE,
+        template_date=DATE.isoformat(),
         train_on="assistant",
         end_of_turn="auto",
         stop_ids=stop_ids,
@@ -193,33 +199,20 @@ def save_tokenizer(place: Path, source: str) -> tuple[Tokenizer, tuple[int, ...]
 
 def _renderings(source: str) -> Iterable[str]:
     """The template's renderings of the synthetic rows, where transformers renders them."""
+    named = {"bos_token": BOS, "eos_token": EOS}
     for _, conversation in synthetic_rows():
         if any("<|im_end|>" in message["content"] for message in conversation.messages):
             continue
         for prompt in (False, True):
-            yield from _rendered(
-                source, conversation, {"bos_token": BOS, "eos_token": EOS}, add_generation_prompt=prompt
-            )
-
-
-def _rendered(source: str, conversation: Conversation, named: Mapping[str, Any], **options: Any) -> list[str]:
-    """What transformers renders; empty where it refuses."""
-    try:
-        made: Any = render_jinja_template(
-            [conversation.messages], tools=conversation.tools, chat_template=source, **named, **options
-        )
-    except Exception:  # noqa: BLE001 - a template of others may raise anything
-        return []
-    return list(made[0])
+            if made := rendered(source, conversation, named, add_generation_prompt=prompt):
+                yield made[0]
 
 
 def _generation_prompt(source: str, named: Mapping[str, Any]) -> str:
     """What the template adds before an answer; empty where it adds nothing or refuses a lone question."""
     question = Conversation(messages=[{"role": "user", "content": "Q"}], tools=None)
-    texts = [
-        text for prompt in (False, True) for text in _rendered(source, question, named, add_generation_prompt=prompt)
-    ]
-    return texts[1].removeprefix(texts[0]) if len(texts) == 2 and texts[1].startswith(texts[0]) else ""
+    without, prompt = (rendered(source, question, named, add_generation_prompt=asked) for asked in (False, True))
+    return prompt[0].removeprefix(without[0]) if without and prompt and prompt[0].startswith(without[0]) else ""
 
 
 def _marks_fault(
@@ -252,17 +245,10 @@ def _marks_fault(
 
 def _marks(conversation: Conversation, source: str, named: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     """The rendering, and the ranges inside its marks, those that touch as one; nothing where the template refuses."""
-    try:
-        made: Any = render_jinja_template(
-            [conversation.messages],
-            tools=conversation.tools,
-            chat_template=source,
-            return_assistant_tokens_mask=True,
-            **named,
-        )
-    except Exception:  # noqa: BLE001 - a template of others may raise anything
+    made = rendered(source, conversation, named, return_assistant_tokens_mask=True)
+    if made is None:
         return "", []
-    [text], [ranges] = made
+    text, ranges = made
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and start == joined[-1][1]:

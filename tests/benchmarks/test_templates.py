@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import templates
-from benchmarks.template_reading import fault_of, read_row
+from benchmarks.template_reading import fault_of, read_row, renderings_of
 from benchmarks.template_rows import synthetic_rows
 from lean_finetune.core.errors import UserError
 from tests.data.tokens.families import ASK, TURNS
@@ -50,6 +50,27 @@ def test_marks_around_other_text_break_a_bar(tmp_path):
     assert "rows whose spans are not those of the marked template" in failed(
         templates.measure(quick=True, directories=[folder], rows=[])
     )
+
+
+REFUSED = "{{ raise_exception('no') if lipsum is defined }}"  # Defined in transformers' environment only.
+DATED = "{{ strftime_now('%d %b %Y') }}"
+
+
+@pytest.mark.parametrize("start, bars", [(DATED, []), (REFUSED, ["right rows whose text was not compared"])])
+def test_right_rows_whose_text_is_not_compared_are_counted(start, bars, tmp_path):
+    """A date is compared, though transformers writes today's."""
+    measured = templates.measure(quick=True, directories=[write(tmp_path, chat=start + TURNS + ASK)], rows=[])
+    right = measured.rows[0]["right"]
+    assert failed(measured) == bars and right > 5 and measured.rows[0]["not compared"] == (right if bars else 0)
+
+
+def test_only_refusals_of_templates_are_passed_over(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.render_jinja_template", broken)
+    with pytest.raises(OSError, match="no such file"):
+        renderings_of(dict(synthetic_rows())["two turns"], TURNS, {})
 
 
 def test_a_directory_without_templates_is_refused(tmp_path):
@@ -105,5 +126,5 @@ def test_a_control_token_in_pieces_is_found(chatml):
 
 def _fault(conversation, ids, spans, tokenizer: Tokenizer) -> str | None:
     row = read_row(conversation, ids, spans, tokenizer)
-    named = {"eos_token": "<|im_end|>"}
-    return fault_of(row, TURNS + ASK, named, tokenizer, "<|im_start|>", has_marks=False)
+    renderings = renderings_of(conversation, TURNS + ASK, {"eos_token": "<|im_end|>"})
+    return fault_of(row, renderings, tokenizer, "<|im_start|>", has_marks=False)

@@ -8,7 +8,7 @@ Some templates render messages differently when others follow: Qwen3 removes ear
 what the model sees, so the turn is then found in it by what stands around the messages' own texts (see
 `MessageRegions`). The turn starts behind as much of the generation prompt as the full rendering has there, and ends
 behind the token that ends Q, or the first control token where there is another one. No boundary lies inside a token
-that was added to the vocabulary.
+that was added to the vocabulary. A turn is refused if another message stands between its parts.
 """
 
 import re
@@ -87,7 +87,7 @@ class TurnFinder:
     def _shared(self, prompt: str, text: str) -> int:
         """How much of a prompt a text begins with; a part of it ends behind a blank, or where an added token does.
 
-        It may also end before such a token: Apertus continues an answer behind tool results, without the prompt's header.
+        Or before one: Apertus continues an answer behind tool results without the header that the prompt has.
         """
         same = common_prefix(prompt, text)
         if same == len(prompt):
@@ -184,10 +184,10 @@ def _next_shown(regions: MessageRegions, turn: int, own: Region) -> int:
 def _not_located(message: Message, regions: MessageRegions, turn: int) -> RowFault:
     """The fault of a turn, which is `message`, without a span."""
     remedy = "put generation marks into a copy of the template and name it in data.chat_template"
-    own = regions[turn]
-    for number in range(turn + 1, regions.count) if own else ():
+    own = regions[turn] or (0, 0)
+    for number in range(turn + 1, regions.count):
         other = regions[number]
-        if other and own[0] <= other[0] < own[1]:
+        if other is not None and own[0] <= other[0] < own[1]:
             parts = "remove the text beside its calls, " if message["content"] and "tool_calls" in message else ""
             return RowFault(
                 f"the chat template writes turn {number + 1} between parts of turn {turn + 1}, so that these are not "

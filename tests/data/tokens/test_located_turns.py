@@ -172,7 +172,8 @@ def test_a_turn_whose_parts_stand_around_its_results_is_refused(end, open_templa
     source = (
         "{%- for m in messages -%}{%- if m.role == 'user' -%}<|user|>{{ m.content }}<|end|>"
         "{%- elif m.role == 'assistant' -%}<|answer|>{% for c in m.tool_calls or () %}<|call|>"
-        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{%- if m.tool_calls -%}{%- for r in messages[loop.index:] -%}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{%- if m.tool_calls -%}{%- for r in messages[loop.index:] -%}"
         "{%- if r.role == 'tool' -%}[{{ r.content }}]{%- endif -%}{%- endfor -%}{{ m.content }}END"
         "{%- else -%}{{ m.content }}<|end|>{%- endif -%}{%- endif -%}{%- endfor -%}"
         "{%- if add_generation_prompt -%}<|answer|>{%- endif -%}"
