@@ -7,7 +7,7 @@ OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
-PYTHON_FILES := lean_finetune stages data/synth benchmarks tests
+PYTHON_FILES := cuda_memory lean_finetune stages data/synth benchmarks tests
 # Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
 PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
+from cuda_memory.exact_replay import ExactReplay, replay_exactly
+from cuda_memory.recorded_state import expands, settings_of
+from cuda_memory.recording import Recording
+from cuda_memory.snapshot_file import read_snapshot
+from cuda_memory.tables import read_table
+from cuda_memory.what_if import replay_requests, requests_of
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.recording.exact_replay import ExactReplay, replay_exactly
-from lean_finetune.memory.recording.recorded_state import expands, settings_of
-from lean_finetune.memory.recording.recording import Recording
-from lean_finetune.memory.recording.snapshot_file import read_snapshot
-from lean_finetune.memory.recording.tables import read_table
-from lean_finetune.memory.recording.what_if import replay_requests, requests_of
 
 SOURCES = Path("benchmarks/facts/cuda_traces.csv")
 SUFFIXES: Mapping[str, Callable[[Path], tuple[Recording, ...]]] = {

@@ -39,8 +39,8 @@ from transformers import (
 )
 
 from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
+from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
-from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.gptq_step import trace_gptq
 from benchmarks.specs import llama, model_spec
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of

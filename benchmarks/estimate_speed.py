@@ -15,10 +15,10 @@ import torch
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import llama, model_spec
 from lean_finetune.config.field_types import Method
+from lean_finetune.memory.advice.plan_memory import replay_plan
 from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
-from lean_finetune.memory.allocator.plan_memory import replay_plan
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import predict_explained

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 from benchmarks.estimate_facts import ALL_OF_LLAMA, Fact, T4Source, read_facts
 from benchmarks.specs import model_spec
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
-from lean_finetune.core.units import MIB
+from cuda_memory.units import MIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.trace.cuda_kernels import target_of
 

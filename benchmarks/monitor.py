@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
 from benchmarks.specs import Trainer, llama, model_spec, padded, random_batch
-from lean_finetune.memory.growth import classify
+from cuda_memory.growth import classify
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due

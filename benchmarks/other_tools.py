@@ -15,6 +15,7 @@ import click
 
 from benchmarks.harness import Measured, at_least, at_most, benchmark
 from benchmarks.other_tools_read import Reading, another_kind, read_again
+from cuda_memory.units import round_up
 from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.commands.convert.facts import LENGTH, PAD_MULTIPLE
 from lean_finetune.commands.convert.read_config import read_config_of_tool
@@ -22,7 +23,6 @@ from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import round_up
 
 SKIPPED = {".git", ".github", "node_modules", "docs"}
 STARTS_SWIFT = re.compile(r"^[^#\n]*\b(swift|megatron) \w+", re.MULTILINE)

@@ -7,13 +7,13 @@ of GPUs. It prints the table of docs/several-machines.md.
 
 from collections.abc import Iterator
 
+from cuda_memory.gpus import GIGA, GPUS
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.advice.fit_run import workload_of
 from lean_finetune.memory.advice.step_cost import step_seconds
 from lean_finetune.memory.advice.traffic import traffic_of
-from lean_finetune.memory.gpus import GIGA, GPUS
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model

@@ -13,9 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.specs import llama, model_spec, padded
-from lean_finetune.core.units import GIB
-from lean_finetune.memory.allocator.plan_memory import ALLOCATORS
-from lean_finetune.memory.allocator.replay import Replay, replay
+from cuda_memory.units import GIB
+from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.setting import Setting

@@ -1,7 +1,11 @@
 """The command `lean-finetune`, which works in any directory without a pipeline."""
 
+from typing import Any
+
 import click
 
+from cuda_memory.command import one_line_usage_errors
+from cuda_memory.snapshot import snapshot
 from lean_finetune.commands.chat import chat
 from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.explain import explain
@@ -10,8 +14,7 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.preset import preset
-from lean_finetune.commands.snapshot import snapshot
-from lean_finetune.core.stage_command import one_line_usage_errors
+from lean_finetune.core.stage_command import one_line_after_signals
 
 
 class CommandGroup(click.Group):
@@ -23,6 +26,11 @@ class CommandGroup(click.Group):
             return super().parse_args(ctx, args)
         with one_line_usage_errors(ctx):
             return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. After a signal, print one line and exit with 128 + its number."""
+        with one_line_after_signals():
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

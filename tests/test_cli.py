@@ -28,7 +28,7 @@ def test_fit_params_yaml_has_every_key_of_params_yaml():
 def test_the_wheel_has_only_the_library_and_answers_in_an_empty_directory(tmp_path: Path, small_llama: Path):
     """Top-level packages `stages`, `data` and `benchmarks` in site-packages, or a file that was left out."""
     source = tmp_path / "source"
-    for package in ("lean_finetune", "stages", "benchmarks"):
+    for package in ("cuda_memory", "lean_finetune", "stages", "benchmarks"):
         shutil.copytree(ROOT / package, source / package)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -38,7 +38,11 @@ def test_the_wheel_has_only_the_library_and_answers_in_an_empty_directory(tmp_pa
     installed, empty = tmp_path / "installed", tmp_path / "empty"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"lean_finetune"}
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {
+        "cuda_memory",
+        "lean_finetune",
+    }
+    assert (installed / "cuda_memory/page/style.css").is_file()
     shipped = {path.name for path in (ROOT / "lean_finetune/other_tools").iterdir()}
     assert {path.name for path in (installed / "lean_finetune/other_tools").iterdir()} == shipped
     empty.mkdir()

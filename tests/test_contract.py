@@ -2,12 +2,13 @@
 
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.pinning.code import code_hashes
+from lean_finetune.pinning.code import NO_DATA, code_hashes
 from stages.code import ENTRIES
 
 ROOT = Path(__file__).parents[1]
@@ -15,8 +16,14 @@ STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 PINNED = [stage for stage in STAGES if stage != "pin_code"]
 MOST_LINES_OF_ENTRY = 100
 UNPINNED = {
+    "cuda_memory/__main__.py",
+    "cuda_memory/contradictions.py",
+    "cuda_memory/labelled_text.py",
+    "cuda_memory/tables.py",
+    "cuda_memory/snapshot.py",
+    "cuda_memory/snapshot_text.py",
+    "cuda_memory/page/snapshot_page.py",
     "lean_finetune/cli.py",
-    "lean_finetune/core/labelled_text.py",
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/fit_run.py",
     "lean_finetune/report/compare_experiments.py",
@@ -25,9 +32,21 @@ UNPINNED = {
     "lean_finetune/train/monitor/recorded_curves.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
-UNPINNED_PACKAGES = tuple(
-    f"lean_finetune/{name}/" for name in ("commands", "other_tools", "presets", "memory/recording", "memory/diagnosis")
-)
+UNPINNED_PACKAGES = tuple(f"lean_finetune/{name}/" for name in ("commands", "other_tools", "presets"))
+LIBRARY = ("cuda_memory", "lean_finetune")
+
+
+def library_files() -> Iterator[Path]:
+    """The files of the wheel."""
+    for name in LIBRARY:
+        for path in (ROOT / name).rglob("*"):
+            parts = path.relative_to(ROOT).parts
+            if (
+                path.is_file()
+                and path.suffix != ".pyc"
+                and not any(Path(part).match(no) for part in parts for no in NO_DATA)
+            ):
+                yield path
 
 
 def entry_of(stage: str) -> str:
@@ -45,7 +64,7 @@ def test_a_stage_depends_on_its_pinned_code(stage: str):
 
 
 def test_pin_code_depends_on_all_code():
-    assert STAGES["pin_code"]["deps"] == ["lean_finetune", "stages"]
+    assert STAGES["pin_code"]["deps"] == [*LIBRARY, "stages"]
     assert {entry_of(stage).removeprefix("stages.") for stage in PINNED} == set(ENTRIES)
 
 
@@ -59,8 +78,7 @@ def test_an_entry_is_short_and_imports_no_other(entry: str):
 def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
     """A module that no stage imports is dead; a data file in no hash leaves stale results after an edit."""
     pinned = {path for entry in ENTRIES for path in code_hashes(f"stages.{entry}")}
-    library = [path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    names = {path.relative_to(ROOT).as_posix() for path in library if path.name != "__init__.py"}
+    names = {path.relative_to(ROOT).as_posix() for path in library_files() if path.name != "__init__.py"}
     model = {name for name in names if name.startswith("lean_finetune/tiny/")}  # Pinned as a model.
     commands = {name for name in names if name.startswith(UNPINNED_PACKAGES)}
     assert names - pinned - model - commands == UNPINNED
@@ -75,11 +93,10 @@ def test_every_data_file_of_the_library_is_in_the_wheel():
         for pattern in patterns
         for path in (ROOT / package.replace(".", "/")).glob(pattern)
     }
-    files = {path for path in (ROOT / "lean_finetune").rglob("*") if path.is_file()}
-    assert {path for path in files if path.suffix not in (".py", ".pyc")} == found
+    assert {path for path in library_files() if path.suffix != ".py"} == found
 
 
 def test_packages_are_empty():
     """Code in __init__.py would be in no hash."""
-    packages = [path for name in ("lean_finetune", "stages") for path in (ROOT / name).rglob("__init__.py")]
+    packages = [path for name in (*LIBRARY, "stages") for path in (ROOT / name).rglob("__init__.py")]
     assert [str(path) for path in packages if path.read_text().strip()] == []

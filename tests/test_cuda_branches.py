@@ -33,7 +33,7 @@ def branches(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_branch_that_only_cuda_takes_is_listed_with_its_proof():
     """Code for GPUs that nobody knows to be unproven; or a proof of code that is gone."""
-    files = [path for name in ("lean_finetune", "stages") for path in (ROOT / name).rglob("*.py")]
+    files = [path for name in ("cuda_memory", "lean_finetune", "stages") for path in (ROOT / name).rglob("*.py")]
     found = {
         (path.relative_to(ROOT).as_posix().removeprefix("lean_finetune/"), name)
         for path in files

@@ -1,6 +1,9 @@
-"""Imports go one way: a package imports those above it in this list, never one below."""
+"""Imports go one way: a package imports those above it in this list, never one below; modules import in no circle."""
 
 import ast
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -10,23 +13,59 @@ PACKAGES = """
 core config pinning
 data/read data/format data/chat data/encode data/shards
 plan model/attention model/experts model/files model model/merge step/offload step distributed
-memory memory/trace memory/predict memory/allocator memory/recording memory/diagnosis memory/advice memory/estimate
+memory memory/trace memory/predict memory/advice memory/estimate
 train/monitor train/oom train/process train/checkpoint train/callbacks train
 evaluate report commands/tuned commands/convert commands
 """.split()
 MOST_MODULES = 15
+CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks")
+CIRCLES = {
+    ("lean_finetune/config/rule.py", "lean_finetune/config/schema.py"),
+    ("lean_finetune/config/train_schema.py", "lean_finetune/config/schema.py"),
+    ("lean_finetune/evaluate/harness_model.py", "lean_finetune/evaluate/harness_tasks.py"),
+    ("cuda_memory/partial_release.py", "cuda_memory/caching_allocator.py"),
+}
+"""Imports that close a circle: the importing module and the imported one. This list may only shrink."""
 
 
-def imported_packages(path: Path) -> set[str]:
-    """The packages that a module imports from."""
+@cache
+def imported_names(path: Path) -> tuple[str, ...]:
+    """Dotted names that a module imports, also inside functions and for types only."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    folders = [name.split(".")[1:] for name in names if name.startswith(f"{PACKAGE}.")]
+    return tuple(names)
+
+
+def imported_packages(path: Path) -> set[str]:
+    """The packages of lean_finetune that a module imports from."""
+    folders = [name.split(".")[1:] for name in imported_names(path) if name.startswith(f"{PACKAGE}.")]
     return {next(package for n in (2, 1) if (package := "/".join(parts[:n])) in PACKAGES) for parts in folders}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The project's files that each of them imports."""
+    paths = [path for name in CODE for path in (ROOT / name).rglob("*.py") if "build" not in path.parts]
+    files = {path.relative_to(ROOT).as_posix() for path in paths}
+    graph: dict[str, set[str]] = {}
+    for path in paths:
+        names = imported_names(path)  # `from a import b`: b is a module, or something in a.
+        found = {f"{dotted.replace('.', '/')}.py" for name in names for dotted in (name, name.rpartition(".")[0])}
+        graph[path.relative_to(ROOT).as_posix()] = found & files
+    return graph
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """The files that one imports, directly or not."""
+    found, pending = set[str](), [start]
+    while pending:
+        new = graph[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
 
 
 def test_no_package_imports_one_below_it():
@@ -44,3 +83,24 @@ def test_every_module_is_in_a_small_package():
     assert found - {"."} - parents == set(PACKAGES)
     sizes = {package: len(list((ROOT / PACKAGE / package).glob("[!_]*.py"))) for package in PACKAGES}
     assert max(sizes.values()) <= MOST_MODULES, sizes
+
+
+def test_cuda_memory_needs_only_numpy_and_click():
+    """A package for users of other tools that installs PyTorch, or that imports lean_finetune."""
+    allowed = {*sys.stdlib_module_names, "click", "cuda_memory", "numpy"}
+    paths = [path for path in (ROOT / "cuda_memory").rglob("*.py") if "build" not in path.parts]
+    found = {(path.name, name) for path in paths for name in imported_names(path)}
+    assert len(paths) > 10 and {(path, name) for path, name in found if name.partition(".")[0] not in allowed} == set()
+
+
+def test_modules_import_in_no_circle():
+    """Two modules that import each other are one: neither can be read or tested alone."""
+    graph = import_graph()
+    closing = {(file, other) for file, other in CIRCLES if other in graph[file] and file in reached(graph, other)}
+    assert CIRCLES - closing == set(), "no circle any more: remove it from the list"
+    for file, other in CIRCLES:
+        graph[file].remove(other)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"each is imported by the next: {' > '.join(error.args[1])}") from None

@@ -19,10 +19,10 @@ import torch
 from benchmarks.cuda_ops import autocast_step, plain_step, qlora_step
 from benchmarks.cuda_ops.traced_step import Allocation, trace_phases
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
+from cuda_memory.recording import Recording
+from cuda_memory.snapshot_file import read_snapshot
+from cuda_memory.tables import read_table
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.recording.recording import Recording
-from lean_finetune.memory.recording.snapshot_file import read_snapshot
-from lean_finetune.memory.recording.tables import read_table
 
 EXPLAINED_PERCENT = 99.0
 WORST_PEAK_PERCENT = 0.1

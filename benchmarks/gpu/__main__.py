@@ -29,10 +29,10 @@ from benchmarks.gpu import memory, speed
 from benchmarks.gpu.cases import FIRST, Case, MemoryCase, TrlCase, fake_cases, gpu_cases
 from benchmarks.gpu.fake_cuda import FAKE_GPU, NOT_PROVEN
 from benchmarks.harness import RESULTS, Row, commit, format_table, machine, versions
+from cuda_memory.gpus import Device
+from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import atomic_path, read_json, write_json
-from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.gpus import Device
 
 RESULTS_FILE = "gpu.json"
 PREDICTORS = 4

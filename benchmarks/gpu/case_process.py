@@ -17,7 +17,7 @@ from benchmarks.gpu import loading, memory, speed
 from benchmarks.gpu.cases import Case, LoadCase, MemoryCase, SpeedCase, fake_cases, gpu_cases
 from benchmarks.gpu.fake_cuda import fake_cuda
 from benchmarks.harness import Row
-from lean_finetune.memory.gpus import Device
+from cuda_memory.gpus import Device
 from lean_finetune.train.monitor.measured_peak import CudaMeter
 
 GPU_TESTS = (

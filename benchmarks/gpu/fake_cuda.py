@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lean_finetune.core.units import GIB, MIB, round_up
-from lean_finetune.memory.gpus import Device
+from cuda_memory.gpus import Device
+from cuda_memory.units import GIB, MIB, round_up
 
 FAKE_GPU = Device(name="fake GPU", kind="cuda", memory_bytes=8 * GIB, compute_capability=(9, 0))
 NOT_PROVEN = (

@@ -17,8 +17,8 @@ from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_most
 from benchmarks.specs import Trainer, random_batch
-from lean_finetune.memory.allocator.replay import replay
-from lean_finetune.memory.gpus import Device
+from cuda_memory.gpus import Device
+from lean_finetune.memory.advice.plan_memory import replay
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.trace.cuda_kernels import target_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.harness import RESULTS, Row
 from benchmarks.models.depth import LAYERS, METHODS, PATTERNS
+from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import read_json, write_text
-from lean_finetune.core.units import GIB
 
 PAGE = Path("docs/models.md")
 CHECKS: Mapping[str, str] = {

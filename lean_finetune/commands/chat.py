@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cuda_memory.units import counted
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.core.units import counted
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter

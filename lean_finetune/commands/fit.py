@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 import click
 
+from cuda_memory.gpus import GPUS, gpu_names, named_gpu
+from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import PARAMS_FILE, load_params
@@ -19,8 +21,6 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.core.units import GIB, round_up
-from lean_finetune.memory.gpus import GPUS, named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 """Parameters of a usual run."""
 PATH = click.Path(path_type=Path)
-
-
-def gpu_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Known GPUs, for the shell's completion."""
-    return [gpu.name for gpu in GPUS if gpu.name.lower().startswith(incomplete.lower())]
 
 
 @click.command(cls=StageCommand)

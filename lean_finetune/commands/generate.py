@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cuda_memory.units import counted
 from lean_finetune.commands.chat import BITS, MODEL, NEW_TOKENS, note
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.core.units import counted
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter

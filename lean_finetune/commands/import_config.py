@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.labelled_text import labelled
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.commands.params_file import change_params
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.core.labelled_text import labelled
 from lean_finetune.core.stage_command import StageCommand
 
 

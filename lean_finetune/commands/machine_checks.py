@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cuda_memory.gpus import BF16_CAPABILITY
+from cuda_memory.units import GIB, readable_size
 from lean_finetune.core.memory_limits import free_host_bytes, memory_limits
-from lean_finetune.core.units import GIB, readable_size
-from lean_finetune.memory.gpus import BF16_CAPABILITY
 
 OLDEST_PYTHON = (3, 11)
 LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 2 * GIB, 40 * GIB

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator
 
+from cuda_memory.units import round_up
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.core.units import round_up
 
 
 def padded_max_length(params: Params) -> int:

@@ -1,7 +1,6 @@
 """Atomic writes of files and directories: a killed run or a full disk never leaves partial output."""
 
 import csv
-import errno
 import hashlib
 import json
 import os
@@ -10,18 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.errors import UserError, write_errors
 from lean_finetune.core import progress
-from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.signals import defer_signals
 
 READ_BLOCK_BYTES = 1 << 20
-REMEDIES: Mapping[int | None, str] = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change permissions or write elsewhere"),
-    errno.ENOENT: "do not remove files while a stage runs",
-}
-"""Remedies of errors that writing raises."""
 FIGURES = "figures.json"
 """A stage's file of all its figures, in its output directory. metrics/ has only those that compare runs."""
 
@@ -83,18 +76,6 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); delete it and run `dvc repro`") from None
-
-
-@contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turn an `OSError` (disk full, no permission) into a `UserError` that names the path."""
-    try:
-        yield
-    except OSError as error:
-        reason, remedy = error.strerror or str(error), REMEDIES.get(error.errno, "correct that")
-        # The error is often about another file: one that is read, or one inside the directory.
-        where = "" if error.filename is None or str(error.filename) == str(path) else f": {error.filename}"
-        raise UserError(f"{path}: cannot be written ({reason}{where}); {remedy}, then rerun") from error
 
 
 @contextmanager

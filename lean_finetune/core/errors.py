@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from cuda_memory.errors import UsageFault as UsageFault
+from cuda_memory.errors import UserError, escaped
 from lean_finetune.core import signals
 from lean_finetune.core.dvc_leftovers import restore_metrics
 
@@ -18,34 +20,6 @@ LONGEST_VALUE = 80
 """Characters of a value in a message."""
 
 
-class UserError(Exception):
-    """An error in the input, the parameters or the machine.
-
-    The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
-    """
-
-    exit_code = 1
-    """Of the process that ends with this error."""
-
-    def __init__(self, message: str, *details: str):
-        """`details` are further lines for what does not fit in one."""
-        super().__init__(message)
-        self.details = details
-
-    @classmethod
-    def of_code(cls, exit_code: int, message: str, *details: str) -> "UserError":
-        """An error with the exit code of another one."""
-        error = UserError(message, *details)
-        error.exit_code = exit_code
-        return error
-
-
-class UsageFault(UserError):
-    """An option or argument of the command line has a value that cannot be."""
-
-    exit_code = 2  # As for errors that click finds.
-
-
 class DoesNotFit(UserError):
     """The run needs more memory than there is: by the prediction, by what is free, or because memory ran out."""
 
@@ -55,11 +29,6 @@ class DoesNotFit(UserError):
 def shortened(text: str, most: int = LONGEST_VALUE) -> str:
     """A value for a message, of at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def escaped(text: str) -> str:
-    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def one_line(text: str) -> str:

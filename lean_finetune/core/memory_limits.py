@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from lean_finetune.core.units import readable_size
+from cuda_memory.units import readable_size
 
 FILESYSTEM = Path("/")
 UNLIMITED_BYTES = 1 << 60

@@ -7,23 +7,24 @@ from typing import Any
 
 import click
 
+from cuda_memory.command import OneLineCommand
 from lean_finetune.core import signals
 from lean_finetune.core.dvc_leftovers import override_remedy, remove_outdated_metrics, restore_metrics
-from lean_finetune.core.errors import UsageFault, UserError, escaped, stopped_line
+from lean_finetune.core.errors import stopped_line
 
 
 @contextmanager
-def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
-    """Print an error in the command line as one line on standard error and exit with code 2."""
+def one_line_after_signals() -> Iterator[None]:
+    """Print one line and exit with 128 + its number after a signal that stops this process."""
     try:
-        yield
-    except click.UsageError as error:
-        message = escaped(" ".join(error.format_message().split()).removesuffix("."))
-        click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
-        ctx.exit(UsageFault.exit_code)
+        with signals.raised():
+            yield
+    except signals.Interrupted as ending:
+        click.echo(stopped_line(ending), err=True)
+        sys.exit(ending.exit_code)
 
 
-class StageCommand(click.Command):
+class StageCommand(OneLineCommand):
     """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,30 +44,11 @@ class StageCommand(click.Command):
                 signals.end_soon(code or 0)
             raise
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line. Exit with 2 and one line if it is wrong."""
-        with one_line_usage_errors(ctx):
-            return super().parse_args(ctx, args)
+    def remedy(self, message: str) -> str:
+        """How to undo overrides that DVC left in params.yaml."""
+        return override_remedy(message)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, and with 128 + its number after a signal."""
-        try:
-            with signals.raised():
-                return super().invoke(ctx)
-        except signals.Interrupted as ending:
-            click.echo(stopped_line(ending), err=True)
-            sys.exit(ending.exit_code)
-        except UserError as error:
-            message = escaped(" ".join(str(error).split()))
-            click.echo(f"error: {message}{override_remedy(message)}", err=True)
-            for line in error.details:
-                click.echo(f"  {line}", err=True)
-            sys.exit(error.exit_code)
-        except MemoryError as error:  # Of Python, NumPy, Arrow or safetensors.
-            reason = escaped(" ".join(str(error).split())) or "no reason given"
-            click.echo(
-                f"error: this process got no more of the host's memory ({reason}); free some, or raise the limit "
-                "(ulimit -v), then rerun",
-                err=True,
-            )
-            sys.exit(1)
+        with one_line_after_signals():
+            return super().invoke(ctx)

@@ -4,9 +4,9 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
+from cuda_memory.gpus import Device, named_gpu
 from lean_finetune.config.field_types import AnyPrecision, Precision
 from lean_finetune.core.memory_limits import host_limit_bytes
-from lean_finetune.memory.gpus import Device, named_gpu
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts

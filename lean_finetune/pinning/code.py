@@ -10,7 +10,9 @@ from lean_finetune.core.atomic_files import sha256_file, sha256_json
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parent
-PACKAGES = (PACKAGE.name, "stages")
+PACKAGES = ("cuda_memory", PACKAGE.name, "stages")
+NO_DATA = ("cuda_memory/README.md", "cuda_memory/pyproject.toml", "build", "*.egg-info", "__pycache__")
+"""Files and directories beside the code that it does not read."""
 
 
 def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
@@ -61,7 +63,9 @@ def _imported_names(source: bytes) -> list[str]:
 def _package_data(package: Path) -> Iterator[Path]:
     """Files of a package that are not Python, also in its directories that are not packages."""
     for path in package.iterdir():
-        if path.is_dir() and path.name != "__pycache__" and not (path / "__init__.py").exists():
+        if any(map(path.match, NO_DATA)):
+            continue
+        if path.is_dir() and not (path / "__init__.py").exists():
             yield from (file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
         elif path.is_file() and path.suffix != ".py":
             yield path

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cuda_memory.units import round_up
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import round_up
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.bucketed import cheapest_splits, even_splits
 from lean_finetune.plan.optimizer_steps import Steps

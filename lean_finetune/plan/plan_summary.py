@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lean_finetune.core.units import counted
+from cuda_memory.units import counted
 from lean_finetune.plan.batch_plan import Plan, sums_between
 
 FEW_STEPS = 20

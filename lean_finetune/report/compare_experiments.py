@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cuda_memory.page.html import visible
 from lean_finetune.report.own_stages import WORKSPACE, hashes_in_cache, lock_of, own_files
-from lean_finetune.report.visible_text import visible
 
 NAME = "Experiment"
 STATE = "state"

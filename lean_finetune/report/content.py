@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lean_finetune.core.units import GIB, counted, readable_size
+from cuda_memory.page.html import Table
+from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs
 from lean_finetune.report.row_samples import shortened
@@ -27,13 +28,6 @@ DROPPED = {
     "bad_rows": "could not be used",
     "duplicate_rows": "repeated another row",
 }
-
-
-class Table(NamedTuple):
-    """A table; every column but the first holds figures or short texts."""
-
-    header: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
 
 
 class Result(NamedTuple):

@@ -9,13 +9,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from cuda_memory.page.charts import figure
+from cuda_memory.page.html import Html, Table, document, table, visible
 from lean_finetune.pinning.descriptions import describe_data, describe_model
 from lean_finetune.report import content
-from lean_finetune.report.charts import swatch
-from lean_finetune.report.content import Table
 from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
-from lean_finetune.report.visible_text import visible
 
 TEMPLATES = Path(__file__).with_name("templates")
 PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
@@ -24,8 +23,18 @@ PLAIN = re.compile(r"[\w./@+-]+(:[\w./@+-]+)*")
 
 def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Return the page; `parameters` are the run's by dotted name, `metrics` the report's figures."""
-    return rendered(
-        "report.html",
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: type(value)(visible(value)) if isinstance(value, str) else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    body = environment.get_template("report.html").render(
+        table=table,
+        figure=figure,
         model=describe_model(inputs.model),
         data=describe_data(inputs.data),
         inputs=inputs,
@@ -36,19 +45,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         command=command(parameters),
         locks=locks_table(inputs),
     )
-
-
-def rendered(template: str, **values: Any) -> str:
-    """Return a page: a template in which every value is escaped, and shown as `visible` does."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=lambda value: type(value)(visible(value)) if isinstance(value, str) else value,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(swatch=swatch, **values)
+    return document(f"Fine-tuning report: {describe_model(inputs.model)}", Html(body))
 
 
 def command(parameters: Mapping[str, Any]) -> str:

@@ -1,13 +1,17 @@
 """Write report.md: the report for terminals."""
 
+import re
 from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
+from cuda_memory.page.html import Table, visible
 from lean_finetune.report import content
-from lean_finetune.report.content import NOT_EVALUATED, Table
+from lean_finetune.report.content import NOT_EVALUATED
 from lean_finetune.report.report_inputs import Inputs
-from lean_finetune.report.visible_text import markdown_text, visible
+
+MARKUP = re.compile(r"[\\`<>\[\]|&]")
+"""Characters with which Markdown begins images, links, HTML, entities, code and cells."""
 
 
 def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
@@ -18,6 +22,11 @@ def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mappin
     sections += ["## What was trained", _table(content.run_table(inputs, parameters))]
     sections += [*_memory(inputs, metrics), *_loss(inputs), *_answers(inputs)]
     return "\n\n".join(sections) + "\n"
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as one line of Markdown that shows it: no images, links, HTML or cells."""
+    return MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split())))
 
 
 def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> list[str]:

@@ -1,31 +1,41 @@
 """The pictures of report.html, each with its legend."""
 
-from collections.abc import Sequence
 from statistics import fmean
-from typing import NamedTuple
 
-from markupsafe import Markup
-
-from lean_finetune.core.units import GIB, reading_unit
-from lean_finetune.report.charts import Bar, Line, area_chart, bar_chart, line_chart
-from lean_finetune.report.colors import CATEGORY_COLORS, SERIES_COLORS
+from cuda_memory.page.charts import (
+    SERIES_COLORS,
+    SWITCH_LEGEND,
+    Bar,
+    Line,
+    Picture,
+    area_chart,
+    bar_chart,
+    memory_lines,
+    step_lines,
+)
+from cuda_memory.units import GIB, reading_unit
 from lean_finetune.report.content import plan_note, size, switches
 from lean_finetune.report.report_figures import CPU
 from lean_finetune.report.report_inputs import Inputs, in_order
 
 CAPACITY_TIMES = 5
 """Most times the predicted peak at which the capacity is drawn."""
-SWITCH_LEGEND = {"saves": "needs less", "current": "this run", "costs": "needs more, or the same"}
-
-
-class Picture(NamedTuple):
-    """A chart with its caption."""
-
-    title: str
-    svg: Markup
-    legend: list[tuple[str, str]]
-    """Colour and name of each series."""
-    note: str = ""
+CATEGORY_COLORS = {
+    "weights": "#4c78a8",
+    "quantisation_state": "#8fb8de",
+    "adapters": "#2a9d8f",
+    "optimizer": "#8a6bbe",
+    "gradients": "#c05a9a",
+    "workspace": "#8d8d8d",
+    "sharding": "#5f7f7f",
+    "inputs": "#a9a13c",
+    "activations": "#e08a3c",
+    "logits": "#d1495b",
+    "activation_gradients": "#e6c229",
+    "update": "#9a6b4f",
+    "kv_cache": "#5aa86a",
+}
+"""Colour of each category of memory, from the most persistent to the most temporary."""
 
 
 def pictures(inputs: Inputs) -> dict[str, Picture]:
@@ -111,28 +121,6 @@ def _reserved(inputs: Inputs) -> Picture:
     return memory_lines("Predicted memory of the plan, step by step", lines, plan_note(inputs))
 
 
-def memory_lines(title: str, lines: Sequence[tuple[str, str, Sequence[tuple[int, float]]]], note: str) -> Picture:
-    """Bytes over optimizer steps in their best unit; name, series and points of each line."""
-    divisor, unit = reading_unit(round(max(count for *_, points in lines for _, count in points)))
-    drawn = [
-        Line(
-            name=name,
-            color=SERIES_COLORS[series],
-            points=[(step, count / divisor) for step, count in points],
-            dashed=series == "predicted",
-            dots=series == "measured",
-        )
-        for name, series, points in lines
-    ]
-    return _lines(f"{title}, {unit}", drawn, note)
-
-
-def _lines(title: str, lines: Sequence[Line], note: str = "", *, from_zero: bool = True) -> Picture:
-    """A chart of lines over optimizer steps."""
-    legend = [(line.color, line.name) for line in lines if line.points]
-    return Picture(title, line_chart(lines, title=title, x_label="optimizer step", from_zero=from_zero), legend, note)
-
-
 def _curve(inputs: Inputs, column: str) -> list[tuple[int, float]]:
     """Steps and values of a column of the curves, without empty cells."""
     return [(int(record["step"]), float(record[column])) for record in inputs.curves if record[column]]
@@ -145,7 +133,7 @@ def _loss(inputs: Inputs) -> Picture:
         Line(name="training", color=SERIES_COLORS["training"], points=training, reduce=fmean),
         Line(name="held out", color=SERIES_COLORS["heldout"], points=heldout, dots=True, reduce=fmean),
     ]
-    return _lines("Loss, nats per trained token", lines, from_zero=False)
+    return step_lines("Loss, nats per trained token", lines, from_zero=False)
 
 
 def _timeline(inputs: Inputs) -> Picture:

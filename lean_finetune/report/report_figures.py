@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from lean_finetune.report.report_inputs import Inputs, in_order
 
 CPU = "cpu"

@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cuda_memory.units import readable_size
 from lean_finetune.config.field_types import CompressActivations, OffloadActivations
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import readable_size
 from lean_finetune.step.activation_compression import compress, decompress
 from lean_finetune.step.offload.state_file import DiskFault
 

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import counted
 from lean_finetune.plan.arrow_files import open_batches, read_column
 
 Split = Literal["train", "heldout"]

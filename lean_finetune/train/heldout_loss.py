@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from lean_finetune.core.units import round_up
+from cuda_memory.units import round_up
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of
 from lean_finetune.step.data_parallel import DataParallelModel

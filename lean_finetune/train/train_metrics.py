@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lean_finetune.core.units import GIB
-from lean_finetune.memory.growth import classify
+from cuda_memory.growth import classify
+from cuda_memory.units import GIB
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.estimate_sharded import Case, cases, predicted
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from tests.conftest import ROOT
 
 ROWS = json.loads((ROOT / "benchmarks/results/estimate_sharded.json").read_text())["rows"]

@@ -32,11 +32,11 @@ from benchmarks.gpu.cases import (
 from benchmarks.gpu.fake_cuda import FAKE_GPU, fake_cuda
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import random_model
-from lean_finetune.core.units import GIB
+from cuda_memory.snapshot_pickle import read_plain_pickle
+from cuda_memory.units import GIB
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.recording.snapshot_pickle import read_plain_pickle
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.train.monitor.measured_peak import CpuMeter, CudaMeter
 from tests.conftest import ROOT

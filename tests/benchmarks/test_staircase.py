@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.staircase import draw, staircase
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cuda_memory.labelled_text import COLUMNS
 from lean_finetune.commands import machine_checks
 from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.machine_checks import (
@@ -21,7 +22,6 @@ from lean_finetune.commands.machine_checks import (
     check_memory,
     check_packages,
 )
-from lean_finetune.core.labelled_text import COLUMNS
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.workspace import invoke

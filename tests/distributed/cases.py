@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from cuda_memory.units import round_up
 from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.core.units import round_up
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.estimate_cpu import save_small
+from cuda_memory.units import MIB
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.core.units import MIB
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from lean_finetune.step.offload.state_file import DiskPlace
 from tests.distributed.cases import Case, learn

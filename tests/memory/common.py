@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 from benchmarks.specs import joined  # noqa: F401 - for the tests
 from benchmarks.specs import llama as large_llama
 from benchmarks.specs import padded as shape  # noqa: F401
+from cuda_memory.gpus import BF16_CAPABILITY, Device, context_of
+from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import sha256_file
-from lean_finetune.core.units import MIB
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
-from lean_finetune.memory.gpus import BF16_CAPABILITY, Device, context_of
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan

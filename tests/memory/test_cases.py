@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig
 
 from benchmarks.specs import llama
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu

@@ -6,14 +6,14 @@ from itertools import chain
 import psutil
 import pytest
 
+from cuda_memory.gpus import GPUS, PCIE_5, gpu_row
+from cuda_memory.units import GIB
 from lean_finetune.commands.fit import fit
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.memory_limits import MemoryLimit
-from lean_finetune.core.units import GIB
 from lean_finetune.memory import devices
 from lean_finetune.memory.advice.step_cost import ranking_speed
 from lean_finetune.memory.devices import cpu_device, precision_on, resolve_gpu
-from lean_finetune.memory.gpus import GPUS, PCIE_5, gpu_row
 from tests.conftest import ROOT
 from tests.workspace import invoke, lay_out
 

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from cuda_memory.labelled_text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.commands.fit import COMMON_PARAMS, fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.core.labelled_text import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.memory.advice.fit_run import FitRun, fit_run
 from tests.memory.common import card_for
 from tests.pinning.hub_server import serve, use_hub

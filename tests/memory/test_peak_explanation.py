@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, explain, predict_explained, trace_origins
 from lean_finetune.memory.trace.allocation_origins import EXISTING

@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lean_finetune.core.units import GIB, MIB, readable_size
+from cuda_memory.gpus import context_of
+from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.verdict import judge, other_segments
-from lean_finetune.memory.allocator.plan_memory import (
+from lean_finetune.memory.advice.plan_memory import (
     MAX_MICRO_BATCHES,
     MIN_MICRO_BATCHES,
     PlanMemory,
+    replay,
     replay_plan,
     replay_steps,
     sample_steps,
 )
-from lean_finetune.memory.allocator.replay import replay
-from lean_finetune.memory.gpus import context_of
+from lean_finetune.memory.advice.verdict import judge, other_segments
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import trace_origins
 from lean_finetune.memory.predict.traced_shapes import traced_steps

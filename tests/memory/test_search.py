@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cuda_memory.units import MIB
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import MIB
 from lean_finetune.memory.advice import largest_that_fits, search, search_space
 from lean_finetune.memory.advice.fit_run import workload_of
 from lean_finetune.memory.advice.largest_that_fits import Largest, largest_fitting, longest_row, smallest_gpu

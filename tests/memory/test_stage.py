@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cuda_memory.units import GIB
 from lean_finetune.config.schema import Bucket
-from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.one_change_sweep import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main

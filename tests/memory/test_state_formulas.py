@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.models.small import tiny_config
+from cuda_memory.units import GIB
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.offloaded_states import host_lines, host_state_bytes
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import (

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cuda_memory.gpus import GPUS
 from lean_finetune.memory.advice.step_cost import (
     ARITHMETIC_SHARE,
     RANKED_AS,
@@ -15,7 +16,6 @@ from lean_finetune.memory.advice.step_cost import (
 )
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.gpus import GPUS
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from tests.memory.common import LLAMA_3_1_8B

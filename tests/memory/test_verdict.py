@@ -2,10 +2,10 @@
 
 import pytest
 
-from lean_finetune.core.units import GIB, MIB
+from cuda_memory.gpus import Device
+from cuda_memory.units import GIB, MIB
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.verdict import Verdict, judge
-from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.memory_trace import Peak
 from tests.memory.common import card, joined, setting_of, shape

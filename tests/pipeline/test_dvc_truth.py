@@ -118,7 +118,7 @@ def test_another_gpu_or_number_of_threads_does_not_retrain(clone: Clone, flag: s
 @pytest.mark.slow
 def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: Clone):
     """A comment in a module that all stages import must not retrain."""
-    errors = clone.root / "lean_finetune/core/errors.py"
+    errors = clone.root / "cuda_memory/errors.py"
     errors.write_text(errors.read_text().replace("class UserError", "# A comment.\nclass UserError"))
     assert stages_run(clone.dvc("repro")) == ["pin_code"]
     markdown = clone.root / "lean_finetune/report/markdown_page.py"
@@ -130,7 +130,7 @@ def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: C
 def test_a_temporary_run_uses_the_code_of_its_copy(clone: Clone):
     """The installed package is another checkout, whose code an experiment must not run."""
     before = clone.json("metrics/estimate.json")["peak_gib_predicted"]
-    units = clone.root / "lean_finetune/core/units.py"
+    units = clone.root / "cuda_memory/units.py"
     units.write_text(units.read_text().replace("GIB = 2**30", "GIB = 2**29"))
     commit_all(clone)
     try:

@@ -8,9 +8,9 @@ import pytest
 from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
+from cuda_memory.page.charts import TEXT, Bar, Line, bar_chart, line_chart
 from lean_finetune.report import html_page
-from lean_finetune.report.charts import Bar, Line, bar_chart, line_chart
-from lean_finetune.report.colors import CATEGORY_COLORS, TEXT
+from lean_finetune.report.pictures import CATEGORY_COLORS
 from stages.report import main
 from tests.report.browser import look, needs_chromium
 from tests.report.conftest import GENERATION, GPU, curves, write_inputs

@@ -11,8 +11,9 @@ from dvc_render.html import render_html
 from dvc_render.vega import VegaRenderer
 from ruamel.yaml import YAML
 
-from lean_finetune.core.units import GIB, reading_unit
-from lean_finetune.report.colors import CATEGORY_COLORS, SERIES_COLORS
+from cuda_memory.page.charts import SERIES_COLORS
+from cuda_memory.units import GIB, reading_unit
+from lean_finetune.report.pictures import CATEGORY_COLORS
 from lean_finetune.report.plots_page import plots_with_data, write_template
 from tests.conftest import ROOT
 from tests.report.browser import look, needs_chromium

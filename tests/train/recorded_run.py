@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.memory.snapshots import Dictionary, Snapshot, frame
+from tests.cuda_memory.snapshots import Dictionary, Snapshot, frame
 
 WRAPPERS = 4
 """Frames of PyTorch's dispatch mode between an operation and its caller."""

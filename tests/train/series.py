@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.allocator.caching_allocator import CachingAllocator
+from cuda_memory.caching_allocator import CachingAllocator
+from cuda_memory.units import GIB, MIB
 
 STEPS = 365
 LEVEL = 10.0 * GIB

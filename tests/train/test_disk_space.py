@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cuda_memory.units import MIB
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import MIB
 from lean_finetune.train.checkpoint.disk_space import DiskSpace
 from tests.train.interrupted import Breaking, finish, small_job
 

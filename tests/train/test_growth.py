@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.growth import CONFIDENCE, LEAST_STEPS, classify
+from cuda_memory.growth import CONFIDENCE, LEAST_STEPS, classify
+from cuda_memory.units import GIB, MIB
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due, growth_line
 from tests.conftest import ROOT
 from tests.train.series import LEAK, LEVEL, NO_LEAK, STEPS, lengths, rows_of, staircase

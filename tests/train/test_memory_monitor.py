@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from cuda_memory.growth import CONFIDENCE, classify
+from cuda_memory.units import MIB
 from lean_finetune.core.process_status import STATUS
-from lean_finetune.core.units import MIB
-from lean_finetune.memory.growth import CONFIDENCE, classify
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.callbacks.registry import CALLBACKS
 from lean_finetune.train.loop import train

@@ -12,10 +12,10 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
+from cuda_memory.analysis import analyse
+from cuda_memory.snapshot_file import read_snapshot
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
-from lean_finetune.memory.diagnosis.analysis import analyse
-from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_snapshot import FIRST_STEPS, FIRST_STEPS_FILE, OOM_FILE, MemorySnapshots

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.core.units import MIB
 from stages.bucket import main as bucket
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_memory.units import GIB
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.core.units import GIB
 from lean_finetune.train.callbacks.callback import RunInfo
 from lean_finetune.train.callbacks.progress_bar import ProgressBar
 from lean_finetune.train.callbacks.slow_steps import WINDOW, SlowSteps

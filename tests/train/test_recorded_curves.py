@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cuda_memory.growth import PEAK, Growth
+from cuda_memory.units import GIB
 from lean_finetune.commands.explain import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import GIB
-from lean_finetune.memory.growth import PEAK, Growth
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from lean_finetune.train.monitor.growth_advice import usual_causes
 from lean_finetune.train.monitor.recorded_curves import MOST_BYTES, PIPELINE_COLUMNS, explained, read_recorded

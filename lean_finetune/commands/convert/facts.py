@@ -6,10 +6,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.units import round_up
 from lean_finetune.commands.convert.converted import Converted
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import round_up
 
 LENGTH, PAD_MULTIPLE = 4096, 8
 """Row length where a configuration has none, and the padding of fit_params.yaml."""

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
+from cuda_memory.units import readable_size
 from lean_finetune.commands.tuned.tuned_files import (
     check_weights,
     named_by_option,
@@ -20,7 +21,6 @@ from lean_finetune.commands.tuned.tuned_files import (
 from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.core.units import readable_size
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, largest_fitting
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers

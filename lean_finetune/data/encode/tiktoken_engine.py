@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lean_finetune.core.units import counted
+from cuda_memory.units import counted
 from lean_finetune.data.chat.control_tokens import TRAINED_START, any_of
 from lean_finetune.data.encode.tokenizers_engine import EncodedTexts, Engine
 

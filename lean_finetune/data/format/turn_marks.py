@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from lean_finetune.core.units import counted
+from cuda_memory.units import counted
 from lean_finetune.data.format.example import Message, RowFault
 from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cuda_memory.units import counted
 from lean_finetune.config.data_schema import HELDOUT_SOURCE
 from lean_finetune.core.atomic_files import (
     FIGURES,
@@ -17,7 +18,6 @@ from lean_finetune.core.atomic_files import (
     write_text,
 )
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import counted
 from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS
 from lean_finetune.data.shards.merge_shards import LocatedShard, SourceTotals, Totals, merge
 from lean_finetune.data.shards.tokenize_job import TokenizeJob

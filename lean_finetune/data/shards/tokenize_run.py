@@ -7,12 +7,12 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from cuda_memory.units import counted
 from lean_finetune.config.schema import Run
 from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.core.units import counted
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
 from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, write_manifest

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from cuda_memory.gpus import GIGA, Device
+from cuda_memory.units import round_up
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import round_up
 from lean_finetune.memory.advice.largest_that_fits import Limits, find_limits
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import step_seconds, tokens_per_second
 from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, host_ram_bytes, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.compiled_layers import headroom_percent, memory_note, refuse_compiled
 from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
-from lean_finetune.memory.gpus import BF16_CAPABILITY, GPUS, Device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.model.model_config import row_loop

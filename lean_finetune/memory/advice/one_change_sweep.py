@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from cuda_memory.units import GIB
 from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cuda_memory.units import GIB
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.core.units import GIB
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch, set_options

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from cuda_memory.gpus import GIGA, GPUS, Device, Speed
+from cuda_memory.units import readable_times
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.core.units import readable_times
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.gpus import GIGA, GPUS, Device, Speed
 from lean_finetune.memory.predict.offloaded_states import disk_bytes, offloaded_state_bytes
 from lean_finetune.memory.predict.process_memory import processes_per_host
 from lean_finetune.memory.predict.setting import Setting

@@ -8,9 +8,10 @@ many as a reduction.
 
 from dataclasses import dataclass, replace
 
+from cuda_memory.gpus import GIGA, Device
+from cuda_memory.units import readable_size
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
-from lean_finetune.core.units import readable_size
 from lean_finetune.distributed.replicated import layer_of
 from lean_finetune.memory.advice.step_cost import (
     DURATION_RANGE,
@@ -19,7 +20,6 @@ from lean_finetune.memory.advice.step_cost import (
     tensor_parallel_bytes,
 )
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.gpus import GIGA, Device
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS

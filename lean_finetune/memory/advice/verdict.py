@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from cuda_memory.gpus import Device
+from cuda_memory.units import counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import Precision
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.units import counted, readable_size
+from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.allocator.plan_memory import ALLOCATORS, PlanMemory
-from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.compiled_layers import headroom_percent
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.cuda_kernels import target_of

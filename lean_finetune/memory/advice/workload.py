@@ -6,8 +6,8 @@ from typing import Literal
 
 from transformers import PretrainedConfig
 
+from cuda_memory.units import GIB
 from lean_finetune.config.schema import Params
-from lean_finetune.core.units import GIB
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.step.batches import BatchShape

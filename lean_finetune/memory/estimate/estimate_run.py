@@ -9,21 +9,21 @@ from typing import Any
 import click
 import torch
 
+from cuda_memory.gpus import GIGA
+from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
-from lean_finetune.core.units import GIB, counted, readable_size
 from lean_finetune.memory.advice.largest_that_fits import find_limits
 from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, halving_flag, sweep_switches
+from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload, host_ram_bytes
-from lean_finetune.memory.allocator.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
-from lean_finetune.memory.gpus import GIGA
 from lean_finetune.memory.predict.compiled_layers import headroom_percent
 from lean_finetune.memory.predict.offloaded_states import closed_form, disk_state_bytes
 from lean_finetune.memory.predict.other_phases import (

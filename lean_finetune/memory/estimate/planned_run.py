@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from cuda_memory.gpus import Device
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.allocator.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.gpus import Device
 from lean_finetune.memory.predict.compiled_layers import memory_note, refuse_compiled
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction

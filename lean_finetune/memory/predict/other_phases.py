@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from cuda_memory.units import readable_size
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.core.units import readable_size
 from lean_finetune.memory.predict.evaluation_phases import (
     GenerationShape,
     highest,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from lean_finetune.core.units import GIB
+from cuda_memory.units import GIB
 from lean_finetune.memory.predict.depth_extrapolation import (
     AFTER,
     BEFORE,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.core.units import MIB, readable_size
+from cuda_memory.gpus import Device, Figure
+from cuda_memory.units import MIB, readable_size
 from lean_finetune.distributed.sharding_modes import host_bytes
-from lean_finetune.memory.gpus import Device, Figure
 from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines

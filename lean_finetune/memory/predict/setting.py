@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
+from cuda_memory.units import MIB
 from lean_finetune.config.field_types import (
     CompressActivations,
     OffloadActivations,
@@ -13,7 +14,6 @@ from lean_finetune.config.field_types import (
     OptimizerName,
     Precision,
 )
-from lean_finetune.core.units import MIB
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.run_optimizer import OptimSpec

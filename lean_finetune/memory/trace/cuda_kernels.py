@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import masking_utils
 
-from lean_finetune.memory.gpus import Device
+from cuda_memory.gpus import Device
 from lean_finetune.memory.trace.cpu_kernels import PROJECT_WORKSPACES, cpu_rules
 from lean_finetune.memory.trace.cuda_reductions import reduction_workspaces
 from lean_finetune.memory.trace.cuda_sorts import embedding_backward_bytes, index_put_bytes

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from lean_finetune.core.units import round_up
+from cuda_memory.units import round_up
 from lean_finetune.step.offload.state_file import BLOCK_BYTES, StateFile
 
 THREADS = 8

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from cuda_memory.units import readable_size, round_up
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import readable_size, round_up
 
 BLOCK_BYTES = 4096
 """Direct transfers begin and end at multiples of this, which suits every disk (open(2), O_DIRECT)."""

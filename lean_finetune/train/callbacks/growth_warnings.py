@@ -4,8 +4,8 @@ import sys
 
 from tqdm import tqdm
 
+from cuda_memory.growth import OWN, RESIDENT, Cause, classify
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.memory.growth import OWN, RESIDENT, Cause, classify
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
 from lean_finetune.train.monitor.memory_counters import make_counters

@@ -5,8 +5,8 @@ import time
 
 from tqdm import tqdm
 
+from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.core.progress_bar import LOG_SECONDS, progress_bar
-from lean_finetune.core.units import GIB, counted, readable_size
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.monitor.memory_counters import make_counters
 

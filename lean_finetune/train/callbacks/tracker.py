@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
+from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import repo_root
-from lean_finetune.core.units import GIB
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Callback, Row, RunInfo
 
 PROJECT = "lean-finetune"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lean_finetune.core.units import counted, readable_size
+from cuda_memory.units import counted, readable_size
 from lean_finetune.step.offload.state_file import DiskFault
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 

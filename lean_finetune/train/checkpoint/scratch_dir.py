@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.units import counted, readable_size
 from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
-from lean_finetune.core.units import counted, readable_size
 
 RECORD = "run.json"
 """In a run's directory: the fingerprint of the run, see `resume_run`."""

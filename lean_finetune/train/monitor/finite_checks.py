@@ -2,8 +2,8 @@
 
 import torch
 
+from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import counted
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.data_parallel import DataParallelModel
 

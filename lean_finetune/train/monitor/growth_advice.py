@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lean_finetune.core.units import counted, readable_size
-from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESIDENT, SHAPES, Cause, Growth, Rows
+from cuda_memory.growth import LIVE, OWN, PEAK, RESIDENT, SHAPES, Cause, Growth, Rows
+from cuda_memory.units import counted, readable_size
 
 FIRST_CHECK_STEPS, CHECK_FACTOR = 20, 1.5
 """Check after 20 steps, then whenever the run is half as long again: few chances of a false alarm, bounded cost."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lean_finetune.memory.growth import RETRIES
+from cuda_memory.growth import RETRIES
 from lean_finetune.train.monitor.measured_peak import Meter
 from lean_finetune.train.monitor.memory_counters import make_counters, process_bytes
 

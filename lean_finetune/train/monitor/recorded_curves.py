@@ -4,9 +4,9 @@ import csv
 import math
 from pathlib import Path
 
+from cuda_memory.growth import LIVE, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
+from cuda_memory.units import GIB, MIB
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import GIB, MIB
-from lean_finetune.memory.growth import LIVE, OWN, PEAK, RESERVED, RESIDENT, RETRIES, SHAPES, classify
 from lean_finetune.train.monitor.growth_advice import growth_line, usual_causes
 
 MEMORY_NAMES = {

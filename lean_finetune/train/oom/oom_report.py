@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.analysis import analyse
+from cuda_memory.snapshot_file import read_snapshot
+from cuda_memory.units import GIB, MIB, counted, readable_size
 from lean_finetune.config.field_types import Method, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.units import GIB, MIB, counted, readable_size
-from lean_finetune.memory.diagnosis.analysis import analyse
-from lean_finetune.memory.recording.snapshot_file import read_snapshot
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.oom.address_limit import AddressLimit
 from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory

@@ -17,10 +17,10 @@ from uuid import uuid4
 
 import psutil
 
+from cuda_memory.units import readable_size
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
-from lean_finetune.core.units import readable_size
 
 WRITE_SECONDS = 1.0
 """Least time between two writes; each takes about 0.1 ms."""

@@ -1,0 +1,77 @@
+"""Errors that a user can correct, printed in one line without a traceback."""
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+REMEDIES: Mapping[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change permissions or write elsewhere"),
+    errno.ENOENT: "do not remove files while a stage runs",
+}
+"""Remedies of errors that writing raises."""
+
+
+class UserError(Exception):
+    """An error in the input, the parameters or the machine.
+
+    The message is one line: the dotted parameter or file:line, the rule, the value got, the remedy.
+    """
+
+    exit_code = 1
+    """Of the process that ends with this error."""
+
+    def __init__(self, message: str, *details: str):
+        """`details` are further lines for what does not fit in one."""
+        super().__init__(message)
+        self.details = details
+
+    @classmethod
+    def of_code(cls, exit_code: int, message: str, *details: str) -> "UserError":
+        """An error with the exit code of another one."""
+        error = UserError(message, *details)
+        error.exit_code = exit_code
+        return error
+
+
+class UsageFault(UserError):
+    """An option or argument of the command line has a value that cannot be."""
+
+    exit_code = 2  # As for errors that click finds.
+
+
+def escaped(text: str) -> str:
+    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` (disk full, no permission) into a `UserError` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        reason, remedy = error.strerror or str(error), REMEDIES.get(error.errno, "correct that")
+        # The error is often about another file: one that is read, or one inside the directory.
+        where = "" if error.filename is None or str(error.filename) == str(path) else f": {error.filename}"
+        raise UserError(f"{path}: cannot be written ({reason}{where}); {remedy}, then rerun") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a UTF-8 text file that is complete or, after an error, unchanged.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    temporary = path.with_name(f".{os.getpid()}.partial")
+    with write_errors(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

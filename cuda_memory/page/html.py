@@ -1,0 +1,89 @@
+"""HTML without a template engine: escaped text, tables, and a page that needs no other file."""
+
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STYLE = Path(__file__).with_name("style.css")
+DOCUMENT = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{}</title>
+<style>
+{}{}
+</style>
+</head>
+<body>
+{}</body>
+</html>"""
+"""Title, style sheet, more style, body."""
+ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"})
+KEPT = "\n\t"
+NOT_SHOWN = ("Cc", "Cs", "Zl", "Zp")
+"""Categories that are replaced: control characters, which a terminal obeys, surrogates, other line ends."""
+REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Bidirectional controls: they can show text in another order than it has."""
+
+
+class Table(NamedTuple):
+    """A table; every column but the first holds figures or short texts."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+class Html(str):
+    """Text that is HTML. Jinja2 does not escape it."""
+
+    def __html__(self) -> "Html":
+        """The text, for libraries that ask whether to escape it."""
+        return self
+
+
+def visible(text: str) -> str:
+    """A text with the code of each character that a terminal or a browser obeys but does not show."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    hidden = character in REORDERING or (character not in KEPT and unicodedata.category(character) in NOT_SHOWN)
+    return ascii(character)[1:-1] if hidden else character
+
+
+def html(template: str, *values: Any) -> Html:
+    """`str.format` that escapes each text that is not HTML."""
+    return Html(template.format(*(_escaped(value) if isinstance(value, str) else value for value in values)))
+
+
+def _escaped(text: str) -> str:
+    return text if isinstance(text, Html) else visible(text).translate(ENTITIES)
+
+
+def joined(parts: Iterable[Html], between: str = "") -> Html:
+    """Parts of a page in order."""
+    return Html(between.join(parts))
+
+
+def table(found: Table, kind: str = "") -> Html:
+    """A table that scrolls if it is too wide; `kind` is its class in style.css."""
+    head = joined(html("<th>{}</th>", name) for name in found.header) if any(found.header[:2]) else None
+    rows = (html("<tr>{}</tr>\n", joined(html("<td>{}</td>", value) for value in row)) for row in found.rows)
+    return html(
+        '<div class="scroll"><table class="{}">\n{}<tbody>\n{}</tbody></table></div>\n',
+        kind,
+        "" if head is None else html("<thead><tr>{}</tr></thead>\n", head),
+        joined(rows),
+    )
+
+
+def document(title: str, body: Html, style: str = "") -> Html:
+    """A complete page. It has no scripts and asks for no other file."""
+    return html(DOCUMENT, title, Html(STYLE.read_text(encoding="utf-8").rstrip("\n")), Html(style), body)

@@ -1,0 +1,127 @@
+"""What would remove the largest part of memory: our parameter, and its name in other tools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cuda_memory.origins import Category
+
+TRAINER_AND_TRL, TRAINER, TRL = "Trainer and TRL", "Trainer", "TRL"
+"""TRL's configurations derive from Hugging Face's TrainingArguments, and add adapters and quantised weights."""
+AXOLOTL, LLAMA_FACTORY = "Axolotl", "LLaMA-Factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change that makes a category smaller."""
+
+    ours: str
+    effect: str
+    elsewhere: Mapping[str, str]
+    """The same in other tools; those that are missing have no such switch."""
+    share: float = 1.0
+    """Of its category: the most that it saves."""
+
+
+GRAD_CKPT = Remedy(
+    ours="train.grad_ckpt=true",
+    effect="keeps one tensor a layer and computes the rest again in backward: about a third more time",
+    elsewhere={
+        TRAINER_AND_TRL: "gradient_checkpointing: true",
+        AXOLOTL: "gradient_checkpointing: true",
+        LLAMA_FACTORY: "disable_gradient_checkpointing: false",
+    },
+)
+SMALLER_BATCH = Remedy(
+    share=0.5,
+    ours="half of bucket.max_tokens",
+    effect="halves the micro-batch; with as many more of them, the step learns the same",
+    elsewhere={
+        TRAINER_AND_TRL: "halve per_device_train_batch_size, double gradient_accumulation_steps",
+        AXOLOTL: "halve micro_batch_size, double gradient_accumulation_steps",
+        LLAMA_FACTORY: "halve per_device_train_batch_size, double gradient_accumulation_steps",
+    },
+)
+QLORA = Remedy(
+    share=0.7,  # Of weights in 16 bits, to 4 bits with their scales; embeddings stay.
+    ours="train.method=qlora",
+    effect="stores frozen weights in 4 bits and trains adapters",
+    elsewhere={
+        TRAINER: "BitsAndBytesConfig(load_in_4bit=True) for from_pretrained, and peft's get_peft_model",
+        TRL: "load_in_4bit: true, use_peft: true",
+        AXOLOTL: "load_in_4bit: true, adapter: qlora",
+        LLAMA_FACTORY: "quantization_bit: 4, finetuning_type: lora",
+    },
+)
+REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
+    "logits": (
+        Remedy(
+            ours="train.loss_chunk=512",
+            effect="computes the loss in chunks, so that not all logits exist at once",
+            elsewhere={
+                TRAINER_AND_TRL: "use_liger_kernel: true",
+                AXOLOTL: "cut_cross_entropy: true",
+                LLAMA_FACTORY: "enable_liger_kernel: true",
+            },
+        ),
+    ),
+    "activations": (GRAD_CKPT, SMALLER_BATCH),
+    "backward": (SMALLER_BATCH,),
+    "optimizer": (
+        Remedy(
+            share=0.75,
+            ours="train.optimizer=adamw_8bit",
+            effect="stores the state in 8 bits, a quarter of fp32; train.offload=optimizer moves it to the host",
+            elsewhere={
+                TRAINER_AND_TRL: "optim: adamw_bnb_8bit",
+                AXOLOTL: "optimizer: adamw_bnb_8bit",
+                LLAMA_FACTORY: "optim: adamw_bnb_8bit",
+            },
+        ),
+    ),
+    "gradients": (
+        Remedy(
+            ours="train.method=lora",
+            effect="only adapters have gradients and optimizer state",
+            elsewhere={
+                TRAINER: "peft's get_peft_model",
+                TRL: "use_peft: true",
+                AXOLOTL: "adapter: lora",
+                LLAMA_FACTORY: "finetuning_type: lora",
+            },
+        ),
+    ),
+    "scores": (
+        Remedy(
+            ours="train.attention=sdpa",
+            effect="computes attention in a fused kernel, without scores of length x length",
+            elsewhere={
+                TRAINER: 'from_pretrained(..., attn_implementation="sdpa")',
+                TRL: "attn_implementation: sdpa",
+                AXOLOTL: "attn_implementation: sdpa",
+                LLAMA_FACTORY: "flash_attn: sdpa",
+                "PyTorch": "torch.nn.functional.scaled_dot_product_attention",
+            },
+        ),
+    ),
+    "autocast": (
+        Remedy(
+            ours="train.precision=bf16 (all weights: with train.master_weights=true)",
+            effect="stores the weights in 16 bits, so that autocast has none to copy; they themselves halve too",
+            elsewhere={
+                TRAINER: "from_pretrained(..., dtype=torch.bfloat16)",
+                TRL: "dtype: bfloat16",
+                AXOLOTL: "bf16: full",
+                LLAMA_FACTORY: "pure_bf16: true",
+                "PyTorch": "model.to(torch.bfloat16), with fp32 master weights in the optimizer",
+            },
+        ),
+    ),
+    "weights": (QLORA,),
+    "earlier": (QLORA,),
+}
+EXPANDABLE = Remedy(
+    ours="train.expandable_segments=true",
+    effect="lets segments grow instead of reserving new ones; costs nothing",
+    elsewhere={"any tool": "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"},
+)
+"""For reserved memory that no tensor uses."""

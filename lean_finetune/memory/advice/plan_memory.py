@@ -1,0 +1,313 @@
+"""Predict what the caching allocator reserves over a plan, and the optimizer step in which memory would run out.
+
+A GPU holds more than tensors (torch.cuda.max_memory_allocated): they are in blocks that the caching allocator reserves
+(max_memory_reserved), and the process has a CUDA context besides, which only nvidia-smi counts. Reserved memory is
+found by tracing a sample of the plan's steps and replaying their allocations by the allocator's rules.
+
+A bounded sample is enough: reserved memory hardly grows after the first step, because the plan puts its largest
+micro-batch there. The sample has micro-batches of the first step, the one that sets the peak, and those of further
+steps at even distances.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from cuda_memory.caching_allocator import CachingAllocator, OutOfMemory
+from cuda_memory.gpus import Device, Figure
+from cuda_memory.units import GIB, counted
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.trace.allocation_origins import OriginTrace
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.step.batches import BatchShape
+
+ALLOCATORS = {"native": False, "expandable": True}
+"""The kinds of segments, and whether they expand (train.expandable_segments)."""
+MAX_MICRO_BATCHES = 12
+MAX_TRACED_LAYERS = 128
+"""Layers that are traced, over all micro-batches together: 4 micro-batches of an 8B model."""
+MIN_MICRO_BATCHES = 2
+RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
+
+
+def segments_of(expandable: bool) -> str:
+    """The kind of segments that a value of train.expandable_segments selects."""
+    return "expandable" if expandable else "native"
+
+
+def kinds_by_suffix(chosen: str) -> dict[str, str]:
+    """The kind of segments by suffix of a metric's name; no suffix means the run's own kind."""
+    return {"": chosen, **{f"_{kind}": kind for kind in ALLOCATORS}}
+
+
+def tiers_metrics(tiers: Mapping[str, Any] | None, *, expandable: bool) -> dict[str, Any]:
+    """Reserved and process memory in figures.json, from the content of tiers.json; None for a CPU."""
+    chosen = segments_of(expandable)
+    metrics = {
+        f"reserved_bytes_predicted{suffix}": tiers and tiers[kind]["reserved_bytes"]
+        for suffix, kind in kinds_by_suffix(chosen).items()
+    }
+    return {**metrics, "process_bytes_predicted": tiers and tiers[chosen]["process_bytes"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The allocator's counters over one optimizer step."""
+
+    allocated_peak_bytes: int
+    """torch.cuda.max_memory_allocated over the step."""
+    reserved_peak_bytes: int
+    """torch.cuda.max_memory_reserved over the step."""
+    reserved_bytes: int
+    """torch.cuda.memory_reserved at its end: what the next step finds, and what nvidia-smi shows."""
+    retries: int
+    """How often the allocator released its cached blocks to serve a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What the caching allocator did with the traced steps."""
+
+    steps: tuple[StepMemory, ...]
+    """The steps that were finished."""
+    reserved_by_phase: Mapping[str, int]
+    """The most bytes reserved in each phase. Later phases keep what an earlier one reserved."""
+    out_of_memory: OutOfMemory | None = None
+    """Why the step after them failed; None if all were finished."""
+    failed_phase: str | None = None
+    """The phase in which it failed; None between two phases or if all were finished."""
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """The most bytes reserved at any instant of the finished steps."""
+        return max(step.reserved_peak_bytes for step in self.steps)
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator released its cached blocks in the finished steps."""
+        return sum(step.retries for step in self.steps)
+
+    @property
+    def settled_step(self) -> int:
+        """The first step after which reserved bytes no longer change; 0 if no step was finished."""
+        last = len(self.steps)
+        while last > 1 and self.steps[last - 2].reserved_bytes == self.steps[last - 1].reserved_bytes:
+            last -= 1
+        return max(last - 1, 0)
+
+
+def replay(trace: OriginTrace, steps: TracedSteps, *, expandable: bool, capacity_bytes: int | None) -> Replay:
+    """Replay a trace of these steps in the caching allocator; `capacity_bytes` is None for no limit."""
+    allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
+    events = trace.events
+    phases: list[str | None] = [None] * len(events)  # None between two phases.
+    for start, end, name in trace.phases:
+        phases[start:end] = [name] * (end - start)
+    handles: dict[int, int] = {}
+    finished: list[StepMemory] = []
+    by_phase: dict[str, int] = {}
+    # What precedes the first step belongs to it.
+    next_steps = accumulate(len(shapes) for shapes in steps[:-1])
+    ends = [*(trace.micro_batches[number][0] for number in next_steps), len(events)]
+    start = 0
+    for end in ends:
+        allocator.reset_peaks()
+        retries = allocator.retries
+        for place in range(start, end):
+            storage, change = events[place]
+            phase = phases[place]
+            try:
+                if change > 0:
+                    handles[storage] = allocator.allocate(trace.exact_bytes[storage])
+                else:
+                    allocator.free(handles.pop(storage))
+            except OutOfMemory as error:
+                return Replay(
+                    steps=tuple(finished), reserved_by_phase=by_phase, out_of_memory=error, failed_phase=phase
+                )
+            if phase is not None:
+                by_phase[phase] = max(by_phase.get(phase, 0), allocator.reserved_bytes)
+        start = end
+        finished.append(
+            StepMemory(
+                allocated_peak_bytes=allocator.peak_allocated_bytes,
+                reserved_peak_bytes=allocator.peak_reserved_bytes,
+                reserved_bytes=allocator.reserved_bytes,
+                retries=allocator.retries - retries,
+            )
+        )
+    return Replay(steps=tuple(finished), reserved_by_phase=by_phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """The replays of sampled steps, with either kind of segments."""
+
+    steps: tuple[int, ...]
+    """Numbers of the sampled optimizer steps, ascending."""
+    chosen: str
+    """The run's own kind of segments: train.expandable_segments."""
+    unlimited: Mapping[str, Replay]
+    """By kind of segments, with unlimited memory."""
+    limited: Mapping[str, Replay]
+    """By kind of segments, within the device's memory less the most that a CUDA context takes."""
+    context: Figure
+    """The CUDA context."""
+
+    def failing_step(self, kind: str) -> int | None:
+        """The optimizer step, from 0, that runs out of memory; None if none does."""
+        found = self.limited[kind]
+        return None if found.out_of_memory is None else self.steps[len(found.steps)]
+
+    def first_step_above(self, limit_bytes: int) -> int | None:
+        """The first optimizer step, from 0, whose tensors exceed a limit; None if none does."""
+        replayed = zip(self.steps, self.unlimited["native"].steps, strict=True)
+        return next((number for number, step in replayed if step.allocated_peak_bytes > limit_bytes), None)
+
+    def metrics(self) -> dict[str, Any]:
+        """The part of figures.json that only a replay knows."""
+        metrics: dict[str, Any] = {"reserved_settled_step": self.steps[self.unlimited[self.chosen].settled_step]}
+        for suffix, kind in kinds_by_suffix(self.chosen).items():
+            metrics[f"retries_predicted{suffix}"] = self.limited[kind].retries
+            metrics[f"out_of_memory_step{suffix}"] = self.failing_step(kind)
+        return metrics
+
+    def tiers(self) -> dict[str, Any]:
+        """The content of tiers.json."""
+        found = {}
+        for kind, unlimited in self.unlimited.items():
+            limited, step = self.limited[kind], self.failing_step(kind)
+            where = f"optimizer step {step}, {limited.failed_phase or 'between phases'}"
+            found[kind] = {
+                "reserved_bytes": unlimited.reserved_peak_bytes,
+                "reserved_by_phase": dict(unlimited.reserved_by_phase),
+                "retries": limited.retries,
+                "out_of_memory": None if step is None else f"{where}: {limited.out_of_memory}",
+                "process_bytes": unlimited.reserved_peak_bytes + self.context.bytes,
+                "process_margin_bytes": self.context.margin_bytes,
+            }
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of reserved.csv."""
+        native, expandable = self.unlimited["native"].steps, self.unlimited["expandable"].steps
+        limited = self.limited[self.chosen].steps
+        return [
+            {
+                "step": step,
+                "allocated_gib": round(native[place].allocated_peak_bytes / GIB, 6),
+                "reserved_gib": round(native[place].reserved_peak_bytes / GIB, 6),
+                "reserved_expandable_gib": round(expandable[place].reserved_peak_bytes / GIB, 6),
+                "retries": limited[place].retries if place < len(limited) else None,
+            }
+            for place, step in enumerate(self.steps)
+        ]
+
+
+def replay_plan(
+    plan: Plan,
+    lengths: np.ndarray,
+    config: PretrainedConfig,
+    setting: Setting,
+    target: Target,
+    prediction: Prediction,
+    *,
+    expandable: bool,
+    device: Device,
+) -> tuple[PlanMemory | None, str]:
+    """Replay a sample of what one GPU computes, and describe the sample; None and the reason for several GPUs.
+
+    `lengths` are the tokens of every training row, `prediction` is of the same run. The memory of `device` limits it.
+    """
+    if setting.sharing is not None:
+        return (
+            None,
+            "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",
+        )
+    layers = config.get_text_config().num_hidden_layers
+    sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers)
+    steps = tuple(sampled.values())
+    trace = trace_origins(config, setting, steps, target)
+    memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
+    replayed, planned = sum(map(len, steps)), len(plan)
+    if replayed == planned:
+        return memory, "the only step replayed" if len(steps) == 1 else f"all {len(steps)} steps replayed"
+    parts = f"{replayed} of {planned} micro-batches in {len(steps)} of {counted(len(plan.steps), 'step')}"
+    return memory, f"{parts} replayed: the first and the largest, and a sample of the others"
+
+
+def replay_steps(
+    trace: OriginTrace, steps: TracedSteps, *, expandable: bool, device: Device, numbers: tuple[int, ...] | None = None
+) -> PlanMemory:
+    """Replay a trace of steps with either kind of segments, without a limit and within a device's memory.
+
+    `numbers` are those of the optimizer steps; None = 0, 1, …
+    """
+    usable_bytes = device.memory_bytes - device.context.max_bytes
+    unlimited, limited = {}, {}
+    for kind, expands in ALLOCATORS.items():
+        unlimited[kind] = limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=None)
+        if unlimited[kind].reserved_peak_bytes > usable_bytes:
+            limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=usable_bytes)
+    return PlanMemory(
+        steps=numbers or tuple(range(len(steps))),
+        chosen=segments_of(expandable),
+        unlimited=unlimited,
+        limited=limited,
+        context=device.context,
+    )
+
+
+def sample_steps(
+    plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps, *, layers: int
+) -> dict[int, tuple[BatchShape, ...]]:
+    """Choose micro-batches of what one GPU computes; return their shapes by optimizer step, in the plan's order."""
+    most = max(MIN_MICRO_BATCHES, min(MAX_MICRO_BATCHES, MAX_TRACED_LAYERS // layers))
+    numbers: Sequence[int] = range(len(plan))
+    if len(plan) > most:
+        numbers = _sample(plan, _peak_number(plan, lengths, steps_of_peak), most)
+    sampled: dict[int, tuple[BatchShape, ...]] = {}
+    for number in numbers:
+        micro_batch = plan.micro_batch(number)
+        sampled[micro_batch.step] = (*sampled.get(micro_batch.step, ()), BatchShape.of(micro_batch, lengths))
+    return sampled
+
+
+def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:
+    """Return about `most` numbers of micro-batches: a quarter of them from the first step, two from each further step.
+
+    A further step is represented by its first micro-batch, which allocates the gradients, and its largest other one,
+    which needs space between them.
+    """
+    bounds, tokens = plan.step_bounds, plan.padded_tokens
+    first_of_peak = int(bounds[plan.step[peak] - plan.step[0]])
+    chosen = {0, first_of_peak, peak, *_evenly(0, bounds[1], most // 4)}
+    for step in _evenly(1, len(bounds) - 1, max(0, most - len(chosen)) // 2):
+        first, end = int(bounds[step]), int(bounds[step + 1])
+        chosen |= {first, max(range(first, end), key=lambda number: (number > first, tokens[number]))}
+    return sorted(chosen)
+
+
+def _evenly(start: int, end: int, count: int) -> list[int]:
+    """Return at most `count` different numbers of range(start, end) at even distances, from its first to its last."""
+    return np.unique(np.linspace(start, end - 1, count).astype(int)).tolist() if start < end else []
+
+
+def _peak_number(plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps) -> int:
+    """Return the number of the first micro-batch with the shape and the position in its step that set the peak."""
+    wanted, is_first = steps_of_peak[-1][-1], len(steps_of_peak[-1]) == 1
+    starts = np.isin(np.arange(len(plan)), plan.step_bounds)
+    alike = (plan.length == wanted.length) & (plan.supervised == wanted.supervised) & (starts == is_first)
+    return next(
+        number
+        for number in np.flatnonzero(alike).tolist()
+        if BatchShape.of(plan.micro_batch(number), lengths) == wanted
+    )
