@@ -15,11 +15,10 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
-from cuda_memory.exact_replay import ExactReplay, replay_exactly
 from cuda_memory.recorded_state import expands, settings_of
-from cuda_memory.recording import Recording
+from cuda_memory.recording import Recording, read_table
+from cuda_memory.replay import ExactReplay, replay_exactly
 from cuda_memory.snapshot_file import read_snapshot
-from cuda_memory.tables import read_table
 from cuda_memory.what_if import replay_requests, requests_of
 from lean_finetune.core.errors import UserError
 

@@ -51,13 +51,12 @@ def snapshot(
     Prints what failed, what filled memory at that instant or at the peak, what grew from step to step, what other
     settings of the allocator would have reserved, and what would help: the parameter here and in other tools.
     """  # noqa: D301 -- \b is click's mark of lines that it must not join
-    from cuda_memory.analysis import analyse
-    from cuda_memory.contradictions import contradiction
+    from cuda_memory.diagnosis import analyse
     from cuda_memory.page.snapshot_page import write_page, write_picture
-    from cuda_memory.recorded_state import expands
+    from cuda_memory.recorded_state import contradiction, expands
+    from cuda_memory.recording import read_table
     from cuda_memory.snapshot_file import read_snapshot
     from cuda_memory.snapshot_text import snapshot_lines
-    from cuda_memory.tables import read_table
     from cuda_memory.what_if import first_failure, what_if
 
     _check_outputs(file, html, picture)

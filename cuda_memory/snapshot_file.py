@@ -1,16 +1,19 @@
 """Recordings from the file of `torch.cuda.memory._dump_snapshot`, one for each device.
 
 The keys are those of torch/csrc/cuda/Module.cpp, as PyTorch has written them since 2.0. Every key that is used is
-checked; others are ignored.
+checked; others are ignored. PyTorch keeps the newest events only and writes the state at the end, so the beginning is
+found by undoing the events from the last to the first.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.allocator import UNIT_BYTES
 from cuda_memory.errors import UserError
 from cuda_memory.recorded_state import settings_of
 from cuda_memory.recording import (
@@ -18,6 +21,7 @@ from cuda_memory.recording import (
     MAX_ADDRESS,
     MAX_EVENTS,
     MAX_SIZE,
+    MAX_STACK_FRAMES,
     Action,
     Annotation,
     Event,
@@ -28,9 +32,192 @@ from cuda_memory.recording import (
     printable,
 )
 from cuda_memory.snapshot_pickle import read_plain_pickle
-from cuda_memory.snapshot_values import Frames, Plain, Stacks, WrongKey, limit, value, whole
-from cuda_memory.undo_events import MemoryState
 from cuda_memory.units import counted
+
+MAX_FRAMES = 20_000_000
+Plain = Mapping[str, Any]
+
+
+class WrongKey(Exception):
+    """A key has a value of the wrong kind."""
+
+
+def value(holder: Any, key: str, kind: type | tuple[type, ...], place: str) -> Any:
+    """A value of a dictionary, of this type."""
+    if type(holder) is not dict:
+        raise WrongKey(f"{place} must be a dictionary")
+    if key not in holder or not isinstance(holder[key], kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        got = type(holder[key]).__name__ if key in holder else "nothing"
+        raise WrongKey(f"{place}{key} must be {' or '.join(each.__name__ for each in kinds)}, got {got}")
+    return holder[key]
+
+
+def whole(holder: Plain, key: str, place: str, end: int) -> int:
+    """A whole number of a dictionary, from 0 and below `end`."""
+    number = holder.get(key) if type(holder) is dict else None
+    if type(number) is not int or not 0 <= number < end:
+        value(holder, key, int, place)
+        raise WrongKey(f"{place}{key} must be a whole number from 0 and below {end}")
+    return number
+
+
+@dataclass
+class Frames:
+    """The frames of a snapshot. PyTorch shares them, so each is read once."""
+
+    by_id: dict[int, Frame] = field(default_factory=dict)
+    in_stacks: int = 0
+    """In all different stacks of all devices together."""
+
+
+@dataclass
+class Stacks:
+    """Every different stack of a device once. PyTorch shares lists of frames, so each is read once."""
+
+    frames: Frames
+    stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    _by_list: dict[int, int] = field(default_factory=dict)
+    _by_frames: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def index(self, holder: Plain, place: str) -> int | None:
+        """The stack of an event or a block; None without frames."""
+        if "frames" not in holder:
+            return None
+        frames = holder["frames"]
+        if (index := self._by_list.get(id(frames))) is not None:
+            return index
+        if not value(holder, "frames", list, place):
+            return None
+        limit("frames of a stack", len(frames), MAX_STACK_FRAMES)
+        key = tuple(map(id, frames))
+        if key not in self._by_frames:
+            self.frames.in_stacks += len(frames)
+            limit("frames of different stacks", self.frames.in_stacks, MAX_FRAMES)
+            self._by_frames[key] = len(self.stacks)
+            known = list(map(self.frames.by_id.get, key))
+            stack = (found or self._frame(frame, place) for found, frame in zip(known, frames, strict=True))
+            self.stacks.append(tuple(stack))
+        self._by_list[id(frames)] = self._by_frames[key]
+        return self._by_frames[key]
+
+    def _frame(self, frame: Any, place: str) -> Frame:
+        if (found := self.frames.by_id.get(id(frame))) is None:
+            place = f"{place}frames[…]."
+            file, function = (value(frame, key, str, place) for key in ("filename", "name"))
+            line = max(0, value(frame, "line", int, place))
+            found = Frame(printable(file), line, printable(function))
+            self.frames.by_id[id(frame)] = found
+        return found
+
+
+def limit(what: str, count: int, most: int) -> None:
+    """Refuse more than `most`."""
+    if count > most:
+        raise WrongKey(f"{what}: at most {most:,} are read, got {count:,}")
+
+
+MOST_RANGES = 100_000
+"""Of expandable segments. Inserting into longer lists would take too long."""
+
+
+class MemoryState:
+    """Reserved memory and its blocks at one instant."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self.segments = {segment.address: replace(segment, blocks=()) for segment in segments}
+        self.blocks = {block.address: block for segment in segments for block in segment.blocks}
+        self.expandable = sorted(start for start, segment in self.segments.items() if segment.is_expandable)
+        self.conflicts: Counter[str] = Counter()
+        """By action: events that do not fit the state after them."""
+
+    def undo(self, events: Sequence[Event]) -> None:
+        """Go back to the instant before the first of `events`."""
+        for event in reversed(events):
+            match event.action:
+                case "alloc":
+                    fits = self.blocks.pop(event.address, None) is not None
+                case "free_completed":
+                    fits = event.address not in self.blocks
+                    self.blocks[event.address] = _freed_block(event)
+                case "segment_alloc":
+                    fits = event.address in self.segments and not self.segments[event.address].is_expandable
+                    if fits:
+                        del self.segments[event.address]
+                case "segment_free":
+                    fits = self._add(event, is_expandable=False)
+                case "segment_map":
+                    fits = self._unmap(event)
+                case "segment_unmap":
+                    fits = self._add(event, is_expandable=True)
+                    if fits:
+                        self._merge(event.address)
+                case _:
+                    continue
+            self.conflicts[event.action] += not fits
+
+    def _add(self, event: Event, *, is_expandable: bool) -> bool:
+        """Add what a segment_free or segment_unmap removed; return whether it was away."""
+        if event.address in self.segments or len(self.expandable) >= MOST_RANGES:
+            return False
+        segment = Segment(
+            address=event.address,
+            bytes=event.bytes,
+            stream=event.stream,
+            is_expandable=is_expandable,
+            private_pool=event.private_pool,
+        )
+        self.segments[event.address] = segment
+        if is_expandable:
+            insort(self.expandable, event.address)
+        return True
+
+    def _unmap(self, event: Event) -> bool:
+        """Remove what a segment_map added; return whether it was there."""
+        start, end = event.address, event.address + event.bytes
+        place = bisect_right(self.expandable, start) - 1
+        around = self.segments[self.expandable[place]] if place >= 0 else None
+        if around is None or end > around.address + around.bytes or len(self.expandable) >= MOST_RANGES:
+            return False
+        del self.segments[self.expandable.pop(place)]
+        parts = ((around.address, start), (end, around.address + around.bytes))
+        for first, last in parts:
+            if first < last and first not in self.segments:
+                self.segments[first] = replace(around, address=first, bytes=last - first)
+                insort(self.expandable, first)
+        return True
+
+    def _merge(self, address: int) -> None:
+        """Join a mapped range with those that it touches."""
+        place = bisect_left(self.expandable, address)
+        for lower_place in (place, place - 1):
+            if not 0 <= lower_place < len(self.expandable) - 1:
+                continue
+            lower, upper = (self.segments[start] for start in self.expandable[lower_place : lower_place + 2])
+            if lower.address + lower.bytes == upper.address:
+                del self.segments[self.expandable.pop(lower_place + 1)]
+                self.segments[lower.address] = replace(lower, bytes=lower.bytes + upper.bytes)
+
+    def with_blocks(self) -> tuple[tuple[Segment, ...], int]:
+        """The segments with their blocks, ascending, and how many blocks are in none of them."""
+        starts = sorted(self.segments)
+        inside: dict[int, list[LiveBlock]] = {start: [] for start in starts}
+        outside = 0
+        for block in sorted(self.blocks.values(), key=lambda block: block.address):
+            place = bisect_right(starts, block.address) - 1
+            segment = self.segments[starts[place]] if place >= 0 else None
+            if segment is None or block.address + block.bytes > segment.address + segment.bytes:
+                outside += 1
+            else:
+                inside[segment.address].append(block)
+        return tuple(replace(self.segments[start], blocks=tuple(inside[start])) for start in starts), outside
+
+
+def _freed_block(event: Event) -> LiveBlock:
+    """The block that an event freed. The event's stack says where it was freed, not where it was allocated."""
+    size = -(-event.bytes // UNIT_BYTES) * UNIT_BYTES
+    return LiveBlock(address=event.address, bytes=size, requested_bytes=event.bytes)
+
 
 MAX_SEGMENTS, MAX_DEVICES = 100_000, 1024
 MAX_UNKNOWN = 5

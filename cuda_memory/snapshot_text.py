@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from cuda_memory.advice import Advice
-from cuda_memory.analysis import Analysis
-from cuda_memory.failures import Failure
+from cuda_memory.diagnosis import Analysis, Failure
 from cuda_memory.gpus import Device
 from cuda_memory.growth import LEAST_STEPS, LIVE, PEAK, Cause
-from cuda_memory.growth_by_step import Steps
-from cuda_memory.labelled_text import bar_line, labelled
-from cuda_memory.origins import origin_of
 from cuda_memory.recording import Recording
-from cuda_memory.units import counted, readable_size
+from cuda_memory.remedies import Advice
+from cuda_memory.steps import Steps
+from cuda_memory.timeline import origin_of
+from cuda_memory.units import bar_line, counted, labelled, readable_size
 from cuda_memory.what_if import Outcome, WhatIf
 
 MOST_LINES, MOST_TENSORS, MOST_GROWN, MOST_PATH = 12, 5, 5, 66

@@ -1,4 +1,6 @@
-"""Round sizes, and format byte counts and times for people. All other code computes in bytes and seconds."""
+"""Units, and how sizes, counts, times and labelled lines are printed. All other code computes in bytes and seconds."""
+
+import textwrap
 
 MIB = 2**20
 GIB = 2**30
@@ -40,3 +42,29 @@ def readable_times(low: float, high: float) -> str:
     """A range of seconds with two digits in one unit: `1.5 to 5.2 h`."""
     size, unit = next((time for time in TIMES if high >= 2 * time[0]), TIMES[-1])
     return f"{low / size:.2g} to {high / size:.2g} {unit}"
+
+
+COLUMNS = 80
+LABEL_WIDTH = 21
+BAR_WIDTH = 32
+EIGHTHS = " ▏▎▍▌▋▊▉"
+"""Left parts of a character cell, by eighths."""
+
+
+def labelled(label: str, text: str, width: int = LABEL_WIDTH) -> str:
+    """A labelled text, wrapped below itself. `width` columns are for the label."""
+    return textwrap.fill(
+        text,
+        COLUMNS,
+        initial_indent=f"{label:<{width}}",
+        subsequent_indent=" " * width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def bar_line(label: str, count: int, whole: int) -> str:
+    """A labelled bar for a share of `whole` bytes, and the bytes."""
+    eighths = round(8 * BAR_WIDTH * count / whole)
+    bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+    return f"  {label:<{LABEL_WIDTH}}{bar:<{BAR_WIDTH}} {readable_size(count):>10}"

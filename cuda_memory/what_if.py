@@ -4,14 +4,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cuda_memory.caching_allocator import Arena, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, OutOfMemory
 from cuda_memory.errors import UserError
-from cuda_memory.exact_replay import replay_exactly
 from cuda_memory.gpus import GPUS, Device
 from cuda_memory.recorded_state import RELEASES, RESERVES, expands, put_initial_state, settings_of
 from cuda_memory.recording import Event, Recording
-from cuda_memory.reserved_ranges import ReservedRanges
-from cuda_memory.settings import UNIT_BYTES, AllocatorSettings
+from cuda_memory.replay import ReservedRanges, replay_exactly
 from cuda_memory.steps import NoSteps, largest_first, step_ends
 from cuda_memory.units import MIB
 

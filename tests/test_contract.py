@@ -17,9 +17,6 @@ PINNED = [stage for stage in STAGES if stage != "pin_code"]
 MOST_LINES_OF_ENTRY = 100
 UNPINNED = {
     "cuda_memory/__main__.py",
-    "cuda_memory/contradictions.py",
-    "cuda_memory/labelled_text.py",
-    "cuda_memory/tables.py",
     "cuda_memory/snapshot.py",
     "cuda_memory/snapshot_text.py",
     "cuda_memory/page/snapshot_page.py",

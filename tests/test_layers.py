@@ -23,7 +23,6 @@ CIRCLES = {
     ("lean_finetune/config/rule.py", "lean_finetune/config/schema.py"),
     ("lean_finetune/config/train_schema.py", "lean_finetune/config/schema.py"),
     ("lean_finetune/evaluate/harness_model.py", "lean_finetune/evaluate/harness_tasks.py"),
-    ("cuda_memory/partial_release.py", "cuda_memory/caching_allocator.py"),
 }
 """Imports that close a circle: the importing module and the imported one. This list may only shrink."""
 

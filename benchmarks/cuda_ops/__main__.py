@@ -19,9 +19,8 @@ import torch
 from benchmarks.cuda_ops import autocast_step, plain_step, qlora_step
 from benchmarks.cuda_ops.traced_step import Allocation, trace_phases
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark
-from cuda_memory.recording import Recording
+from cuda_memory.recording import Recording, read_table
 from cuda_memory.snapshot_file import read_snapshot
-from cuda_memory.tables import read_table
 from lean_finetune.core.errors import UserError
 
 EXPLAINED_PERCENT = 99.0

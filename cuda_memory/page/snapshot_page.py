@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuda_memory.advice import Advice
-from cuda_memory.analysis import Analysis
+from cuda_memory.diagnosis import Analysis
 from cuda_memory.errors import UserError, write_whole
 from cuda_memory.gpus import Device
 from cuda_memory.growth import LIVE, PEAK, RESERVED
@@ -22,6 +21,7 @@ from cuda_memory.page.charts import (
     memory_lines,
 )
 from cuda_memory.page.html import Html, Table, document, html, joined, table
+from cuda_memory.remedies import Advice
 from cuda_memory.snapshot_text import (
     CATEGORY_NAMES,
     MEANINGS,

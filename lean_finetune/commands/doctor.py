@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from cuda_memory.labelled_text import labelled
+from cuda_memory.units import labelled
 from lean_finetune.core.stage_command import StageCommand
 
 LABEL_WIDTH = 19

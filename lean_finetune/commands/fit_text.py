@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cuda_memory.labelled_text import COLUMNS, bar_line, labelled
-from cuda_memory.units import counted, readable_size, readable_time
+from cuda_memory.units import COLUMNS, bar_line, counted, labelled, readable_size, readable_time
 from lean_finetune.memory.advice.fit_run import FitRun
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
 from lean_finetune.memory.advice.search import Remedy

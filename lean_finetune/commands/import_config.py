@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from cuda_memory.labelled_text import labelled
+from cuda_memory.units import labelled
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.commands.params_file import change_params

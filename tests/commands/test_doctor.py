@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cuda_memory.labelled_text import COLUMNS
+from cuda_memory.units import COLUMNS
 from lean_finetune.commands import machine_checks
 from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.machine_checks import (

@@ -4,9 +4,8 @@ import random
 from collections.abc import Sequence
 from typing import cast
 
-from cuda_memory.caching_allocator import Arena, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, Arena, CachingAllocator, OutOfMemory
 from cuda_memory.recording import Action, Event, Frame, LiveBlock, Recording, Segment
-from cuda_memory.settings import UNIT_BYTES
 
 
 class Recorder:

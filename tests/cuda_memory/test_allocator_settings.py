@@ -2,8 +2,7 @@
 
 import pytest
 
-from cuda_memory.caching_allocator import Arena, CachingAllocator, OutOfMemory
-from cuda_memory.settings import UNIT_BYTES, AllocatorSettings
+from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, OutOfMemory
 from cuda_memory.units import MIB
 from lean_finetune.core.errors import UserError
 

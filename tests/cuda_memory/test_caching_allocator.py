@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cuda_memory.caching_allocator import UNIT_BYTES, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, CachingAllocator, OutOfMemory
 from cuda_memory.units import GIB, MIB
 
 

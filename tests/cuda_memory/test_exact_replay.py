@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cuda_memory.caching_allocator import OutOfMemory
-from cuda_memory.exact_replay import replay_exactly
-from cuda_memory.recording import ACTIONS, Event, LiveBlock, Recording, Segment
-from cuda_memory.tables import read_table
+from cuda_memory.allocator import OutOfMemory
+from cuda_memory.recording import ACTIONS, Event, LiveBlock, Recording, Segment, read_table
+from cuda_memory.replay import replay_exactly
 from cuda_memory.units import MIB
 from cuda_memory.what_if import what_if
 from lean_finetune.core.errors import UserError

@@ -9,16 +9,12 @@ import time
 import pytest
 from transformers import TrainingArguments
 
-from cuda_memory.advice import replayed
-from cuda_memory.analysis import analyse
-from cuda_memory.contradictions import contradiction
-from cuda_memory.failures import failures_of, unused_ranges
-from cuda_memory.origins import origin_of
-from cuda_memory.recording import ACTIONS, Frame
-from cuda_memory.remedies import EXPANDABLE, GRAD_CKPT, REMEDIES, TRAINER, TRAINER_AND_TRL
+from cuda_memory.diagnosis import analyse, failures_of, unused_ranges
+from cuda_memory.recorded_state import contradiction
+from cuda_memory.recording import ACTIONS, Frame, read_table
+from cuda_memory.remedies import EXPANDABLE, GRAD_CKPT, REMEDIES, TRAINER, TRAINER_AND_TRL, replayed
 from cuda_memory.snapshot_file import read_snapshot
-from cuda_memory.tables import read_table
-from cuda_memory.timeline import timeline_of
+from cuda_memory.timeline import origin_of, timeline_of
 from cuda_memory.units import MIB
 from cuda_memory.what_if import what_if
 from lean_finetune.config.other_tools import shared, tables

@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from cuda_memory import tables
-from cuda_memory.recording import Event, Frame, LiveBlock, Segment
-from cuda_memory.tables import read_table
+from cuda_memory import recording
+from cuda_memory.recording import Event, Frame, LiveBlock, Segment, read_table
 from lean_finetune.core.errors import UserError
 
 TABLE = """event,address,bytes,where
@@ -74,7 +73,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, content):
 
 def test_rows_are_limited(tmp_path, monkeypatch):
     """A small compressed file may have billions of rows."""
-    monkeypatch.setattr(tables, "MAX_EVENTS", 3)
+    monkeypatch.setattr(recording, "MAX_EVENTS", 3)
     (tmp_path / "r.csv").write_text(TABLE)
     with pytest.raises(UserError, match=":5: at most 3 rows"):
         read_table(tmp_path / "r.csv")
@@ -91,7 +90,7 @@ def test_sizes_are_limited(tmp_path, monkeypatch):
         ("MAX_FRAMES", 1, ":5: .* all different ones 1"),
     ):
         with monkeypatch.context() as lower, pytest.raises(UserError, match=message):
-            lower.setattr(tables, limit, most)
+            lower.setattr(recording, limit, most)
             read_table(path)
 
 

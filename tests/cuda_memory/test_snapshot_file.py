@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cuda_memory.contradictions import contradiction
+from cuda_memory.recorded_state import contradiction
 from cuda_memory.snapshot_file import read_snapshot
 from cuda_memory.snapshot_pickle import load_plain
 from cuda_memory.units import MIB

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cuda_memory import snapshot_pickle, snapshot_values
+from cuda_memory import snapshot_file, snapshot_pickle
 from cuda_memory.snapshot_file import read_snapshot
 from cuda_memory.snapshot_pickle import Refused, load_plain
 from cuda_memory.units import MIB
@@ -114,7 +114,7 @@ def test_limits_end_the_reading(monkeypatch):
 
 def test_frames_are_limited(monkeypatch, tmp_path):
     path = small_snapshot().write(tmp_path / "s.pickle")
-    monkeypatch.setattr(snapshot_values, "MAX_FRAMES", 1)
+    monkeypatch.setattr(snapshot_file, "MAX_FRAMES", 1)
     with pytest.raises(UserError, match="frames of different stacks: at most 1 are read, got 2"):
         read_snapshot(path)
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cuda_memory.labelled_text import COLUMNS, LABEL_WIDTH, labelled
+from cuda_memory.units import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.commands.fit import COMMON_PARAMS, fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
 from lean_finetune.config.load import load_params

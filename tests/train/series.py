@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_memory.caching_allocator import CachingAllocator
+from cuda_memory.allocator import CachingAllocator
 from cuda_memory.units import GIB, MIB
 
 STEPS = 365

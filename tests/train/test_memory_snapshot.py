@@ -12,7 +12,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
-from cuda_memory.analysis import analyse
+from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World

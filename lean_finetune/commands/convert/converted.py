@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuda_memory.labelled_text import labelled
+from cuda_memory.units import labelled
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from cuda_memory.caching_allocator import CachingAllocator, OutOfMemory
+from cuda_memory.allocator import CachingAllocator, OutOfMemory
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
 from lean_finetune.memory.predict.peak import Prediction

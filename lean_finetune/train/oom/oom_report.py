@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_memory.analysis import analyse
+from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
 from cuda_memory.units import GIB, MIB, counted, readable_size
 from lean_finetune.config.field_types import Method, OptimizerName

@@ -6,20 +6,99 @@ matters between free blocks of equal size. Here addresses rise, unless the calle
 
 Recordings of GPUs (benchmarks/cuda_traces.py) confirm the rules for pools, streams, best fit, splitting, merging, sizes
 of segments, mapping and unmapping pages of expandable segments, releases, retries and running out of memory. Only read
-in the source are those for the settings in settings.py, for private pools, and for an expandable segment that outgrows
-its addresses.
+in the source (c10/core/AllocatorConfig.cpp too) are those for `AllocatorSettings` with other values than the defaults,
+for private pools, and for an expandable segment that outgrows its addresses.
 
 Sizes inside are in units of 512 bytes, to which the allocator rounds every request.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cuda_memory.block_pool import ADDRESS_BITS, ADDRESS_MASK, BlockPool, DriverCall
 from cuda_memory.errors import UserError
-from cuda_memory.partial_release import collect_garbage, release_oversize
-from cuda_memory.settings import MIB_UNITS, SMALL_UNITS, UNIT_BYTES, AllocatorSettings
-from cuda_memory.units import readable_size
+from cuda_memory.units import MIB, readable_size
+
+UNIT_BYTES = 512
+"""Every request is rounded up to a multiple of this (kMinBlockSize)."""
+MIB_UNITS = MIB // UNIT_BYTES
+SMALL_UNITS = MIB_UNITS
+"""Largest request that the small pool serves (kSmallSize)."""
+SMALL_SEGMENT_UNITS = 2 * MIB_UNITS
+"""Size of a segment of the small pool, and of the pages of its expandable segment (kSmallBuffer)."""
+OWN_SEGMENT_UNITS = 10 * MIB_UNITS
+"""Smallest request that gets a segment to itself (kMinLargeAlloc)."""
+OWN_SEGMENT_STEP_UNITS = 2 * MIB_UNITS
+"""The size of such a segment is rounded up to a multiple of this (kRoundLarge)."""
+
+MAX_SHOWN = 40
+"""Characters of a refused value that a message shows: a file may contain values of any length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorSettings:
+    """What PYTORCH_CUDA_ALLOC_CONF sets, besides expandable_segments. The defaults are PyTorch's."""
+
+    max_split_bytes: int | None = None
+    """max_split_size_mb: free blocks of this size and more are not split; None for no limit."""
+    max_non_split_rounding_bytes: int = 20 * MIB
+    """max_non_split_rounding_mb: such a block serves requests that are smaller by less than this."""
+    garbage_collection_threshold: float | None = None
+    """Share of the capacity above which segments that were unused for long are released."""
+    roundup_power2_divisions: tuple[int, ...] = ()
+    """Divisions between two powers of two to which a request is rounded up, by interval; 0 or empty for 512 bytes."""
+    large_segment_bytes: int = 20 * MIB
+    """large_segment_size_mb, a newer setting: segments for requests from 1 to 10 MiB, and pages of the large pool."""
+
+    def __post_init__(self) -> None:
+        """Refuse what PyTorch refuses.
+
+        Raises:
+            UserError: a value that PyTorch does not take.
+        """
+        limit = self.max_split_bytes
+        if limit is not None and limit < 20 * MIB:
+            raise UserError(f"max_split_size_mb: must be at least 20, as PyTorch demands; got {limit / MIB:g}")
+        if not MIB <= self.large_segment_bytes <= 1 << 40:
+            got_mb = str(self.large_segment_bytes // MIB)[:MAX_SHOWN]
+            raise UserError(f"large_segment_size_mb: must be from 1 to {1 << 20}; got {got_mb}")
+        threshold = self.garbage_collection_threshold
+        if threshold is not None and not 0 < threshold < 1:
+            raise UserError(f"garbage_collection_threshold: must be between 0 and 1, both excluded; got {threshold}")
+        if any(divisions & (divisions - 1) for divisions in self.roundup_power2_divisions):
+            got = str(self.roundup_power2_divisions)[:MAX_SHOWN]
+            raise UserError(f"roundup_power2_divisions: every number must be a power of two, or 0; got {got}")
+
+    def round_up(self, count_bytes: int) -> int:
+        """The size in units of the block for a request."""
+        divisions = self._divisions(count_bytes)
+        if divisions <= 1 or count_bytes <= UNIT_BYTES * divisions:
+            return (count_bytes + UNIT_BYTES - 1) // UNIT_BYTES
+        floor = 1 << count_bytes.bit_length() - 1
+        step = floor // divisions
+        return -(-count_bytes // step) * step // UNIT_BYTES
+
+    def _divisions(self, count_bytes: int) -> int:
+        """The divisions of the interval of a request: below 2 MiB, from 2 to 4 MiB, …, from 32 GiB on."""
+        if not self.roundup_power2_divisions:
+            return 0
+        interval = max(0, count_bytes.bit_length() - MIB.bit_length())
+        return self.roundup_power2_divisions[min(interval, len(self.roundup_power2_divisions) - 1)]
+
+    def segment_units(self, wanted: int) -> int:
+        """The size of a new segment of fixed size for a request, both in units."""
+        if wanted <= SMALL_UNITS:
+            return SMALL_SEGMENT_UNITS
+        if wanted < OWN_SEGMENT_UNITS:
+            return self.large_segment_bytes // UNIT_BYTES
+        return -(-wanted // OWN_SEGMENT_STEP_UNITS) * OWN_SEGMENT_STEP_UNITS
+
+    def page_units(self, *, is_small: bool) -> int:
+        """By how much a segment that expands grows."""
+        return SMALL_SEGMENT_UNITS if is_small else self.large_segment_bytes // UNIT_BYTES
+
 
 LARGE_SEGMENT_UNITS = 20 * MIB_UNITS
 """New segments begin at multiples of this."""
@@ -294,3 +373,91 @@ class CachingAllocator:
         pool.segments[start] = pool.spaces[start] = size
         pool.put_unmapped(start, size)
         return start
+
+
+# Two rules that release a part of the free segments before all of them are. Both are off by default, and no recording
+# shows them.
+
+
+def collect_garbage(allocator: CachingAllocator) -> None:
+    """Release segments of the large pools, those first that were unused for longest: garbage_collection_threshold.
+
+    Above that share of the capacity, those that are older than the average are released, until the excess is.
+    """
+    threshold = allocator.settings.garbage_collection_threshold
+    if threshold is None:
+        return
+    assert allocator.capacity_bytes is not None
+    excess = allocator.reserved_bytes - int(threshold * allocator.capacity_bytes)
+    if excess <= 0:
+        return
+    idle = [
+        (allocator.searches - allocator.free_since.get(call.start, 0), pool, call)
+        for pool, call in allocator.releasable()
+        if call.action == "segment_free" and not pool.is_small
+    ]
+    while excess > 0 and idle:
+        average = sum(age for age, _, _ in idle) / len(idle)
+        for age, pool, call in idle:
+            if age >= average:
+                allocator.release(pool, call)
+                excess -= call.size * UNIT_BYTES
+        idle = [found for found in idle if found[0] < average]
+
+
+def release_oversize(allocator: CachingAllocator, pool: BlockPool, wanted: int) -> bool:
+    """With max_split_size_mb, release blocks that are never split for a request; return whether it was enough."""
+    if allocator.max_split is None:
+        return False
+    target = max(wanted, allocator.max_split)
+    place = bisect_left(pool.fits, target << ADDRESS_BITS)
+    larger = pool.release_of(pool.fits[place]) if place < len(pool.fits) else None
+    if larger is not None and larger.action == "segment_free":
+        allocator.release(pool, larger)
+        return True
+    released = 0
+    for fit in reversed(pool.fits[:place]):
+        if released >= target or fit >> ADDRESS_BITS < allocator.max_split:
+            break
+        call = pool.release_of(fit)
+        if call is not None and call.action == "segment_free":
+            allocator.release(pool, call)
+            released += call.size
+    return released >= target
+
+
+Blocks = Iterable[tuple[int, int]]
+"""Start and size of live blocks, ascending. The rest of the memory around them is free."""
+
+
+def put_segment(allocator: CachingAllocator, pool: BlockPool, start: int, size: int, live: Blocks) -> None:
+    """Put in a segment of fixed size. Addresses and sizes are in units."""
+    pool.segments[start] = size
+    _put_reserved(allocator, pool, start, size, live)
+
+
+def put_expandable_segment(
+    allocator: CachingAllocator, pool: BlockPool, start: int, size: int, mapped: Iterable[tuple[int, int, Blocks]]
+) -> None:
+    """Put in an expandable segment by its address range and the ranges in it that have memory, ascending."""
+    pool.segments[start] = pool.spaces[start] = size
+    place = start
+    for first, count, live in mapped:
+        if first > place:
+            pool.put_unmapped(place, first - place)
+        _put_reserved(allocator, pool, first, count, live)
+        place = first + count
+    if place < start + size:
+        pool.put_unmapped(place, start + size - place)
+
+
+def _put_reserved(allocator: CachingAllocator, pool: BlockPool, start: int, size: int, live: Blocks) -> None:
+    place = start
+    for block, count in live:
+        if block > place:
+            pool.put(place, block - place)
+        allocator.add_live(pool, block, count)
+        place = block + count
+    if place < start + size:
+        pool.put(place, start + size - place)
+    allocator.count_reserved(size)
