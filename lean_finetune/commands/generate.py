@@ -89,7 +89,7 @@ def read_prompts(
         UserError: with file and line.
     """
     try:
-        texts = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also divides texts at U+2028.
+        texts = file.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also divides texts at U+2028.
     except FileNotFoundError:
         raise UserError(f"{file}: file does not exist; name a JSON Lines file of prompts") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,6 @@
 """`lean-finetune chat` and `generate`: answers of the tuned model, within the memory that there is."""
 
+import codecs
 import gc
 import io
 import json
@@ -73,6 +74,7 @@ def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
     assert talk("Name a colour.\n", "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4").exit_code == 0
     assert error(talk("", "--model", str(TINY_DIRECTORY), "--bits", "4"), 2).startswith("--bits: has an effect only on")
     source = write_rows(tmp_path / "p.jsonl", [{"prompt": "One, two, three"}, {"prompt": "a\u2028b"}])
+    source.write_bytes(codecs.BOM_UTF8 + source.read_bytes())  # As editors on Windows save text.
     invoke(generate, str(source), str(tmp_path / "a.jsonl"), "--model", str(TINY_DIRECTORY), "--max-new-tokens", "4")
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_DIRECTORY)
     ids = tokenizer("One, two, three", return_tensors="pt")

@@ -192,7 +192,7 @@ def test_keys_of_published_examples_become_parameters(text: str, ours: str, valu
 def test_a_shell_script_of_ms_swift_is_read(tmp_path: Path):
     """`swift sft --model …` is how most of its runs are written down; its flags are the keys of its YAML."""
     script = tmp_path / "run.sh"
-    script.write_text(SWIFT_SHELL)
+    script.write_text(f"\ufeff{SWIFT_SHELL.strip()}")  # Some editors write a byte order mark.
     found = read_config_of_tool(script, gpus=4).values
     assert (found["train.method"], found["train.precision"], found["train.lr"]) == ("full", "bf16", 1e-5)
     assert (found["model.name"], found["data.max_length"], found["train.sharding"]) == ("org/model", 8192, "zero3")

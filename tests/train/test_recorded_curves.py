@@ -22,8 +22,9 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_units_are_taken_from_column_names(tmp_path: Path):
+    """Also behind the byte order mark with which Excel saves tables."""
     path = written(
-        tmp_path / "curve.csv", "step,allocated_gib,reserved_mib,rss_bytes,gpu\n0,1.5,2048,7,a\n1,,2048,7,b\n"
+        tmp_path / "curve.csv", "\ufeffstep,allocated_gib,reserved_mib,rss_bytes,gpu\n0,1.5,2048,7,a\n1,,2048,7,b\n"
     )
     assert read_recorded(path) == [
         {"step": 0, "allocated_bytes": 1.5 * GIB, "reserved_bytes": 2 * GIB, "rss_bytes": 7},

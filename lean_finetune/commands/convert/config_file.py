@@ -55,7 +55,7 @@ def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str
     """The flags of a script's command, and the command."""
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES).decode("utf-8")
+            text = file.read(MOST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except (OSError, UnicodeDecodeError) as error:

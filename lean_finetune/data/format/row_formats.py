@@ -11,7 +11,6 @@ from lean_finetune.data.format.row_values import is_given, list_of, show, text_o
 from lean_finetune.data.format.turn_marks import LOSS_MASK, untrained_by_mask
 
 _CONVERSATION_KEYS = ("system", "tools", "functions", "family")
-_TURNS_KEYS = (*_CONVERSATION_KEYS, LOSS_MASK)
 
 
 def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | PlainText:
@@ -39,43 +38,36 @@ def row_family(row: Mapping[str, Any], source: SourceFormat) -> str | None:
     return family
 
 
+class _OneList(RowFormat):
+    """A format whose turns are one list."""
+
+    optional = (*_CONVERSATION_KEYS, LOSS_MASK)
+
+    def parse(self, row: Mapping[str, Any]) -> Conversation:
+        """See the base class."""
+        [key] = self.required
+        return _conversation(row, parse_turns(list_of(row, key), key), key)
+
+
 @register
-class Messages(RowFormat):
+class Messages(_OneList):
     """`messages`: a list of {role, content, tool_calls, weight}. Other keys of a message reach the template."""
 
-    name = "messages"
-    required = ("messages",)
-    optional = _TURNS_KEYS
-
-    def parse(self, row: Mapping[str, Any]) -> Conversation:
-        """See the base class."""
-        return _conversation(row, parse_turns(list_of(row, "messages"), "messages"), "messages")
+    name, required = "messages", ("messages",)
 
 
 @register
-class ShareGpt(RowFormat):
+class ShareGpt(_OneList):
     """`conversations`: a list of {from, value, weight}, with function_call and observation turns."""
 
-    name = "sharegpt"
-    required = ("conversations",)
-    optional = _TURNS_KEYS
-
-    def parse(self, row: Mapping[str, Any]) -> Conversation:
-        """See the base class."""
-        return _conversation(row, parse_turns(list_of(row, "conversations"), "conversations"), "conversations")
+    name, required = "sharegpt", ("conversations",)
 
 
 @register
-class Pairs(RowFormat):
+class Pairs(_OneList):
     """`conversation`: a list of {human, assistant}, or of turns as in the other formats."""
 
-    name = "conversation"
-    required = ("conversation",)
-    optional = _TURNS_KEYS
-
-    def parse(self, row: Mapping[str, Any]) -> Conversation:
-        """See the base class."""
-        return _conversation(row, parse_turns(list_of(row, "conversation"), "conversation"), "conversation")
+    name, required = "conversation", ("conversation",)
 
 
 @register

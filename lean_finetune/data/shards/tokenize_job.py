@@ -149,7 +149,7 @@ def _template_text(chat_template: str, data_lock: Mapping[str, Any]) -> str:
         return chat_template
     try:
         content = path.read_bytes()
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.chat_template: {path} cannot be read ({getattr(error, 'strerror', None) or error}); save it as "

@@ -44,7 +44,7 @@ def read_recorded(path: Path) -> list[Row]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UserError(f"{path}: a curve must have at most {MOST_BYTES} bytes; got {path.stat().st_size}; cut it")
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file, strict=True)
             header = [name.strip() for name in next(lines, [])]
             names = [COLUMNS[name][0] for name in header if name in COLUMNS]
@@ -94,7 +94,7 @@ def explained(path: Path, left_gib: float | None) -> list[str]:
     """
     rows = read_recorded(path)
     free_bytes = None if left_gib is None else round(left_gib * GIB)
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         ours = PIPELINE_COLUMNS <= {name.strip() for name in next(csv.reader(file))}
     lines = []
     for growth in classify(rows):

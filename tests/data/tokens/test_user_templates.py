@@ -47,6 +47,12 @@ def test_a_template_that_writes_todays_date_writes_that_of_data_template_date(ru
     assert first_text(tiny_dir).startswith("Current date: 2031-01-02\n")
 
 
+def test_a_byte_order_mark_before_a_template_is_not_rendered(run_template, tiny_dir):
+    assert run_template("\ufeff" + LOOP).exit_code == 0
+    assert first_text(tiny_dir).startswith("<|im_start|>user")
+    assert Path("data/tokens/chat_template.jinja").read_text(encoding="utf-8") == LOOP
+
+
 TOO_LARGE = {
     "a product": "{{ 'a' * 30000000000 }}" + LOOP,
     "a power": "{{ 10 ** (10 ** 10) }}" + LOOP,
