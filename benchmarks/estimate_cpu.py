@@ -48,7 +48,6 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.train.compile_layers import compile_layers
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
 
 CPU = torch.device("cpu")
@@ -158,15 +157,13 @@ def save_small(family: str, directory: Path) -> Path:
     return directory
 
 
-def count(directory: Path, setting: Setting, steps: TracedSteps, *, compiled: bool = False) -> MeasuredPeaks:
+def count(directory: Path, setting: Setting, steps: TracedSteps) -> MeasuredPeaks:
     """Load and train for real, measured by the CPU meter of stage train."""
     gc.collect()  # Memory of earlier runs must not be freed inside the window.
     meter = make_meter(CPU)
     with meter.window("run"):
         with meter.phase("load"):
             model = load_model(directory, setting.model, CPU)
-            if compiled:
-                compile_layers(model, directory / "compiled")
             trainer = Trainer.of(model, setting, CPU, scratch=directory, lr=1e-3, weight_decay=0.01)
         for shapes in steps:
             trainer.step((random_batch(shape, VOCABULARY) for shape in shapes), 300, meter.phase)

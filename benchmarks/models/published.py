@@ -62,4 +62,4 @@ def _peak(run: FitRun) -> Row:
     # Later GPUs differ by cuBLAS' workspaces alone.
     newer = target_of(resolve_gpu(NEWER_GPU)[0]).constant_bytes - target_of(run.device).constant_bytes
     known = {(True, False): peak_bytes, (True, True): peak_bytes + newer}
-    return {"peak_bytes": peak_bytes, "gpu": smallest_gpu(run.workload, run.headroom_percent, known)}
+    return {"peak_bytes": peak_bytes, "gpu": smallest_gpu(run.workload, run.params.estimate.headroom_percent, known)}

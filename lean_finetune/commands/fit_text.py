@@ -71,7 +71,7 @@ def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
 def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     """The device, the model, and how it is trained."""
     p, model, train = run.params, run.workload.setting.model, run.params.train
-    less = run.device.headroom_text(run.headroom_percent)
+    less = run.device.headroom_text(run.params.estimate.headroom_percent)
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
     yield labelled("model", f"{run.model}: {run.config.model_type}, {counted(layers, 'layer')}")
@@ -159,7 +159,7 @@ def fit_json(run: FitRun, prediction: Prediction) -> dict[str, Any]:
         "device": {
             "name": run.device.name,
             "memory_bytes": run.device.memory_bytes,
-            "headroom_percent": run.headroom_percent,
+            "headroom_percent": run.params.estimate.headroom_percent,
             "reason": run.device_reason,
             "attention": run.attention,
         },

@@ -45,5 +45,11 @@ def our_names(key: str) -> list[str]:
 
 def why_ignored(key: str) -> str | None:
     """Why a key of another tool has no parameter here; None if no tool has it."""
-    reasons = (reason for table in tables() for reason, keys in table["ignored"].items() if key in keys)
-    return next(reasons, None)
+    for table in tables():
+        for reason, keys in table["ignored"].items():
+            if key in keys:
+                return str(reason)
+        rule = table["keys"].get(key)
+        if isinstance(rule, Mapping) and "differs" in rule:
+            return str(rule["differs"])
+    return None

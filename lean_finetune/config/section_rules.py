@@ -48,30 +48,6 @@ ACTIVATION_RULES = [
             "{train.sequence_tiles}; lower it, or leave it blank"
         ),
     ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.bucket.mode == "packed",
-        "compiles again for each micro-batch of joined rows; got true with bucket.mode=packed; set it to false, or "
-        "use bucket.mode=bucketed",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.train.offload_activations != "none",
-        "the compiler decides what a layer saves, so the room for train.offload_activations is unknown; got true with "
-        "{train.offload_activations}; set it to false, or train.offload_activations=none",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.train.compress_activations != "none",
-        "the compiler decides what a layer saves, and train.compress_activations does not see it; got true with "
-        "{train.compress_activations}; set it to false, or train.compress_activations=none",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and p.train.sequence_tiles is not None,
-        "was not tried with layers that recompute tiles; got true with train.sequence_tiles={train.sequence_tiles}; "
-        "set it to false, or leave train.sequence_tiles blank",
-    ),
 ]
 """What `train` says about activations that layers save for backward."""
 

@@ -102,8 +102,6 @@ class Train(Section):
     """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
     attention: AttentionName
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
-    compile: bool
-    """Compile each decoder layer with torch.compile. The predicted peak is that of layers that are not compiled."""
     fused_kernels: FusedKernels
     """Code of rotary embedding, RMSNorm and SwiGLU: the model's, or Liger-Kernel's. For GPUs."""
     optimizer: Optimizer
@@ -259,18 +257,6 @@ TRAIN_RULES = [
         "train.lora.targets",
         lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
         f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
-    ),
-    Rule(
-        "train.compile",
-        lambda p: p.train.compile and (p.hardware.num_gpus > 1 or p.train.offload == "parameters"),
-        "is supported on one GPU that has all weights only; got true with hardware.num_gpus={hardware.num_gpus} and "
-        "train.offload={train.offload}; set it to false",
-    ),
-    Rule(
-        "train.fused_kernels",
-        lambda p: p.train.fused_kernels != "none" and p.train.compile,
-        "and train.compile both replace the code of layers; got {train.fused_kernels} with train.compile=true; set it "
-        "to none, or train.compile=false",
     ),
     Rule(
         "train.fused_kernels",

@@ -18,7 +18,6 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
-from lean_finetune.memory.predict.compiled_layers import refuse_unpredicted
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.merge.merge_adapters import refuse_merge
@@ -124,7 +123,6 @@ def prepare_device(
         predicted["host_bytes_predicted"] = host_bytes(of_process, spec.method, count, world.rank // count)
     segments = use_segments(params.train.expandable_segments, device)
     verdict = read_json(paths.verdict)
-    refuse_unpredicted(params.train.compile, device.type, enforce=verdict["enforce"])
     check_device(device, spec, verdict, predicted, world.local_size)
     check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(params.train.offload, device, predicted, params.train.sharding, params.train.offload_to)
@@ -186,7 +184,6 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         predicted_peak_bytes=predicted["peak_bytes_predicted"],
         predicted_duration=predicted["duration"],
         note=lr_note,
-        compiled=params.train.compile,
         trackers=params.run.trackers,
     )
 

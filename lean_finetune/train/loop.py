@@ -21,9 +21,7 @@ from lean_finetune.step.training_step import StepResult, training_step
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, RunInfo
 from lean_finetune.train.callbacks.registry import make_callbacks
 from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
-from lean_finetune.train.checkpoint.scratch_dir import scratch_root
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
-from lean_finetune.train.compile_layers import compile_errors, compile_layers
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.finite_checks import (
     Diverged,
@@ -146,8 +144,6 @@ class Trainer:
                     parallel.run(partial(check_joined_rows, device=job.device))
                 if parallel.exchange is not None:
                     parallel.run(partial(check_divided_rows, exchange=parallel.exchange, device=job.device))
-            if job.compiled:
-                compile_layers(parallel.model, scratch_root().parent / "compiled")
             optimizer = build_optimizer(parallel.owned, job.optim_spec)
         torch.manual_seed(job.model_spec.seed + parallel.seed_rank)
         run = TrainingRun(
@@ -239,7 +235,7 @@ class Trainer:
             if step == 0:
                 refuse_dead_adapters(run.parallel)
 
-        with restored_after_fault(job.device), compile_errors() if job.compiled else nullcontext():
+        with restored_after_fault(job.device):
             return training_step(
                 run.model,
                 run.optimizer,
@@ -263,9 +259,7 @@ class Trainer:
         batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id, pin_memory=pinned, part=job.part)
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
         chunk = job.step_spec.loss_chunk or budget
-        # Held-out losses would compile each layer a second time, without gradients.
-        with torch.compiler.set_stance("force_eager") if job.compiled else nullcontext():
-            loss = heldout_loss(run.parallel, batches, job.pad_id, job.model_spec, chunk, job.device, job.part)
+        loss = heldout_loss(run.parallel, batches, job.pad_id, job.model_spec, chunk, job.device, job.part)
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

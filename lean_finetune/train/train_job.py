@@ -65,8 +65,6 @@ class TrainJob:
     """Files of the base model, in the process that verified them."""
     note: str | None = None
     """A line for the user about the learning rate."""
-    compiled: bool = False
-    """Compile the decoder layers."""
     trackers: Sequence[str] = ()
     """Names of the trackers that receive the run's figures."""
 

@@ -265,6 +265,7 @@ def test_keys_of_data_sets_are_listed_like_every_key(tmp_path: Path):
     ("text", "expected"),
     [
         (AXOLOTL + "early_stopping_patience: 3\n", "early_stopping_patience=3: training does not stop early here"),
+        (AXOLOTL + "torch_compile: true\n", "torch_compile=True: layers are not compiled here"),
         (SWIFT_YAML + "early_stop_interval: 3\n", "early_stop_interval=3: training does not stop early here"),
         (AXOLOTL.replace("org/model", "org/Model-VL-2B"), "org/Model-VL-2B has more than text, by its name: images"),
         (LLAMA_FACTORY.replace("qwen3", "qwen2_vl"), "qwen2_vl has more than text, by its name: images"),
@@ -420,6 +421,10 @@ def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monk
     [
         ("learning_rate=1e-4", "learning_rate: unknown parameter; its name here is train.lr"),
         ("save_steps=5", "save_steps: unknown parameter; it has no counterpart here: outputs are in data/"),
+        (
+            "train.compile=true",
+            "train.compile: unknown parameter; it has no counterpart here: layers are not compiled here",
+        ),
         ("train.cutoff_len=1", "train.cutoff_len: unknown parameter; its name here is data.max_length"),
         ("train.lora_r=8", "train.lora_r: unknown parameter; its name here is train.lora.rank"),
         ("per_device_train_batch_size=8", "unknown parameter; its name here is bucket.max_tokens (tokens of a micro"),

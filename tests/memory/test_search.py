@@ -131,11 +131,9 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
         assert with_flags(p, line) != p
 
 
-@pytest.mark.parametrize(
-    "given", [["train.compile=true"], ["run.oom_recovery=split"], ["train.router=trained"]], ids=str
-)
+@pytest.mark.parametrize("given", [["run.oom_recovery=split"], ["train.router=trained"]], ids=str)
 def test_candidates_that_params_refuse_are_recognized(given):
-    """Most changes of a compiled run would be refused, and end the search."""
+    """Advice that ends with an error of params.yaml, or changes that are never offered."""
     p = with_flags(PARAMS, ["data.max_length=256", "bucket.max_tokens=1024", "train.method=full", *given])
     run = workload_of(p, CONFIG, "fp32")
     space = Space(run, costs_of(run), native_bf16=True)

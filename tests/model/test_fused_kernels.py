@@ -32,7 +32,6 @@ MISSING = "needs liger-kernel: pip install -e .[liger]"
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("train.compile=true", "train.compile=true"),
         ("train.grad_ckpt=true train.grad_ckpt_policy=selective", "use full or every_n"),
         ("hardware.num_gpus=2 train.sharding=ddp train.context_parallel=2", "different rows"),
     ],

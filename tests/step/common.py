@@ -15,7 +15,6 @@ from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepResult, StepSpec, training_step
-from lean_finetune.train.compile_layers import compile_layers
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 
@@ -61,14 +60,11 @@ def run(
     offload: ActivationOffload | None = None,
     max_grad_norm: float | None = 1.0,
     in_backward: bool = False,
-    compiled: bool = False,
     **spec: Any,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """A few steps over the same micro-batches; results and trained parameters."""
     model_spec = spec_of(**spec)
     model = load_model(directory, model_spec, CPU)
-    if compiled:
-        compile_layers(model, directory.parent / "compiled")
     optimizer = build_optimizer(model, optim)
     torch.manual_seed(0)
     scaler = LossScaler() if model_spec.scales_loss else None

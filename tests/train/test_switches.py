@@ -53,7 +53,6 @@ class Row:
     """Compress activations."""
     clipped: bool = True
     in_backward: bool = False
-    compiled: bool = False
     plain: str = ""
     """Its baseline in `PLAINS`; blank = that of its method."""
     loss: float = 0.0
@@ -136,12 +135,7 @@ OTHER_ARITHMETIC = [
     Row(switch="quant.double=false", method="qlora", model={"double_quant": False}, loss=0.001, learnt=0.1),
     Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss=0.01, learnt=0.8),
 ]
-COMPILED = [
-    Row(switch="compile=true", compiled=True, **ROUNDING),
-    Row(switch="compile=true", method="qlora", compiled=True, **ROUNDING),
-    Row(switch="compile=true grad_ckpt=true", method="lora", model=CHECKPOINTED, compiled=True, **ROUNDING),
-]
-ROWS = MEMORY_ONLY + COMPILED + OTHER_ARITHMETIC
+ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
 FAST = [row for row in MEMORY_ONLY if row.method == "lora" or row.optim or row.loss] + OTHER_ARITHMETIC[:1]
 """Rows of the fast tests; the slow ones check all."""
 
@@ -211,7 +205,6 @@ def learn(directory: Path, row: Row) -> Learnt:
             method=row.method,
             max_grad_norm=1.0 if row.clipped else None,
             in_backward=row.in_backward,
-            compiled=row.compiled,
             **row.model,
         )
     finally:
@@ -231,8 +224,6 @@ def plain(small_llama: Path) -> Callable[[str], Learnt]:
     [pytest.param(row, marks=() if row in FAST else pytest.mark.slow) for row in ROWS],
     ids=lambda row: f"{row.method}, {row.switch}",
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does that.
 def test_switch_changes_losses_and_weights_within_its_bounds(
     small_llama: Path, plain: Callable[[str], Learnt], row: Row
 ):

@@ -20,7 +20,6 @@ from lean_finetune.memory.advice.step_cost import step_seconds, tokens_per_secon
 from lean_finetune.memory.advice.verdict import Answer, Verdict, answer, judge
 from lean_finetune.memory.advice.workload import Workload, full_batch, host_ram_bytes, largest_steps
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.predict.compiled_layers import headroom_percent, memory_note, refuse_compiled
 from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -61,14 +60,9 @@ class FitRun:
         return self.workload.config
 
     @property
-    def headroom_percent(self) -> float:
-        """estimate.headroom_percent, more with train.compile on a CPU."""
-        return headroom_percent(self.params, self.device.kind)
-
-    @property
     def usable_bytes(self) -> int:
         """Memory for tensors on the device."""
-        return self.device.usable_bytes(self.headroom_percent)
+        return self.device.usable_bytes(self.params.estimate.headroom_percent)
 
     @property
     def attention(self) -> str:
@@ -105,9 +99,9 @@ class FitRun:
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
         if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
             notes.append(f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)")
-        train = self.params.train
-        of_switches = (memory_note(train.compile, self.device.kind), fused_kernels.memory_note(train.fused_kernels))
-        return [*notes, *filter(None, of_switches)]
+        if of_kernels := fused_kernels.memory_note(self.params.train.fused_kernels):
+            notes.append(of_kernels)
+        return notes
 
     def predict(self) -> Prediction:
         """Peaks by phase. Takes several seconds."""
@@ -135,7 +129,7 @@ class FitRun:
             prediction,
             self.device,
             (),
-            headroom_percent=self.headroom_percent,
+            headroom_percent=self.params.estimate.headroom_percent,
             enforce=self.params.estimate.enforce,
             shortage=self.shortage(prediction),
         )
@@ -171,7 +165,7 @@ class FitRun:
             self.workload,
             self.device,
             peak_bytes=prediction.peak.bytes,
-            headroom_percent=self.headroom_percent,
+            headroom_percent=self.params.estimate.headroom_percent,
             positions=max_positions(self.config),
         )
 
@@ -206,7 +200,6 @@ def fit_run(p: Params, *, shorten: bool = False) -> FitRun:
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
     config = read_config(find_model(p.model.name, p.model.revision))
-    refuse_compiled(p, device.kind, config)
     fused_kernels.refuse_fused(p.train.fused_kernels, device.kind, config, enforce=p.estimate.enforce)
     positions, stored = max_positions(config), stored_dtype(config)
     if shorten and positions and positions < p.data.max_length:

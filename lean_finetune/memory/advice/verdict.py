@@ -16,7 +16,6 @@ from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
 from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.predict.compiled_layers import headroom_percent
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import segments_from_environment
@@ -143,7 +142,7 @@ def answer(
     kind of segments is the first remedy, because it costs no time. `confirm` returns the peak of a changed run that the
     caller accepts. Without it, tensors alone decide. `shortage` says what the host lacks.
     """
-    headroom, enforce = headroom_percent(p, device.kind), p.estimate.enforce
+    headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
     usable, target = device.usable_bytes(headroom), target_of(device)
 
     judged = partial(

@@ -24,7 +24,6 @@ from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, judge
 from lean_finetune.memory.advice.workload import Workload, host_ram_bytes
 from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun, read_run
-from lean_finetune.memory.predict.compiled_layers import headroom_percent
 from lean_finetune.memory.predict.offloaded_states import closed_form, disk_state_bytes
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
@@ -51,7 +50,7 @@ RESULTS = ("fits", "peak_gib_predicted")
 TENSORS, RESERVED = "tensors", "reserved"
 """Tiers of memory that decide: reserved memory if the plan was replayed, unless tensors alone are too large."""
 
-MODEL_REASONS = ("attention", "compiled", "experts", "fused_kernels", "not_loaded", "weights")
+MODEL_REASONS = ("attention", "experts", "fused_kernels", "not_loaded", "weights")
 """Texts of `PlannedRun.reasons` about the model that are figures too."""
 
 
@@ -83,7 +82,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         steps = len(planned.plan.steps)
         tokens = round(int(planned.plan.padded_tokens.sum()) / steps)
         click.echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
-    settings, headroom = PlanSettings.from_params(p), headroom_percent(p, device.kind)
+    settings, headroom = PlanSettings.from_params(p), p.estimate.headroom_percent
     confirm = FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=headroom)
     shortage = planned.shortage(prediction, run.host_ram_bytes)
     found = answer(run, prediction, device, p, memory, lambda candidate, _: confirm(candidate.run), shortage)
@@ -127,13 +126,13 @@ def _echo_choices(p: Params, planned: PlannedRun) -> None:
     if "not_loaded" in planned.reasons:
         click.echo(f"not loaded: {planned.reasons['not_loaded']}")
     notes = environment_notes(p.train.expandable_segments) if planned.device.kind == "cuda" else []
-    for note in filter(None, (*notes, planned.reasons.get("compiled"), planned.reasons.get("fused_kernels"))):
+    for note in filter(None, (*notes, planned.reasons.get("fused_kernels"))):
         click.echo(f"note: {note}", err=True)
 
 
 def _echo_verdict(p: Params, planned: PlannedRun, prediction: Prediction, memory: PlanMemory | None) -> None:
     """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
-    device, headroom = planned.device, headroom_percent(p, planned.device.kind)
+    device, headroom = planned.device, p.estimate.headroom_percent
     verdict = judge(prediction, device, (), headroom_percent=headroom, enforce=p.estimate.enforce, memory=memory)
     if not verdict.fits:
         usable = readable_size(device.usable_bytes(headroom))
@@ -215,7 +214,7 @@ def _what_fits(p: Params, planned: PlannedRun, run: Workload, prediction: Predic
         run,
         planned.device,
         peak_bytes=prediction.peak.bytes,
-        headroom_percent=headroom_percent(p, planned.device.kind),
+        headroom_percent=p.estimate.headroom_percent,
         positions=max_positions(planned.config),
     )
     return {"reason": None, **asdict(found)}

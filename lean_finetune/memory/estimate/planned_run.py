@@ -21,7 +21,6 @@ from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.advice.verdict import judge
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.predict.compiled_layers import memory_note, refuse_compiled
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
@@ -140,7 +139,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     refuse_divided_rows(config, ParallelLayout.from_params(p).context)
     if plan.flat:
         refuse_joined_rows(config, longest)
-    refuse_compiled(p, device.kind, config)
     fused_kernels.refuse_fused(p.train.fused_kernels, device.kind, config, enforce=p.estimate.enforce)
     refuse_offload(p.train.offload_activations, device.kind)
     refuse_offloaded_state(p.train.offload, p.train.offload_to, device.kind)
@@ -148,7 +146,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     beyond_window = longest >= (attention_window(config) or math.inf)
     segments = segments_from_environment()
     of_model = {
-        "compiled": memory_note(p.train.compile, device.kind),
         "fused_kernels": fused_kernels.memory_note(p.train.fused_kernels),
         "experts": experts_on(device, config, setting.model),
         "not_loaded": left_out_text(meta_model(config)),
