@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "README.md": "index.md",
     "README.zh.md": "zh/index.md",
+    "cuda_memory/README.md": "cuda-memory.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     ".github/ISSUE_TEMPLATE/prediction.md": "report-a-measurement.md",

@@ -37,12 +37,8 @@ def library_files() -> Iterator[Path]:
     """The files of the wheel."""
     for name in LIBRARY:
         for path in (ROOT / name).rglob("*"):
-            parts = path.relative_to(ROOT).parts
-            if (
-                path.is_file()
-                and path.suffix != ".pyc"
-                and not any(Path(part).match(no) for part in parts for no in NO_DATA)
-            ):
+            places = [path, *path.relative_to(ROOT).parents]
+            if path.is_file() and not any(place.match(pattern) for place in places for pattern in NO_DATA):
                 yield path
 
 

@@ -12,13 +12,19 @@ import pytest
 from dvc.cli import parse_args
 from ruamel.yaml import YAML
 
+from cuda_memory.snapshot import snapshot
 from lean_finetune import cli
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.overrides import with_flags
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
-PAGES = [*sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("README*.md")),
+    ROOT / "cuda_memory/README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def relative(page: Path) -> str:
@@ -66,6 +72,8 @@ def check_command(words: list[str]) -> None:
         check_click(cli.main, arguments)
     elif program in ("python", "$BIN/python") and arguments[:1] == ["-m"]:
         check_module(arguments[1], arguments[2:])
+    elif program == "cuda-memory":
+        check_click(snapshot, arguments)
     elif program == "pip":
         assert arguments[:1] == ["install"]
     else:
@@ -149,7 +157,7 @@ def test_every_file_named_exists(page):
     text = page.read_text(encoding="utf-8")
     modules = re.findall(r"`((?:\w+/)*\w+\.py)(?:::\w+)?`", text)
     assert [name for name in modules if not any(file.endswith(f"/{name}") for file in files)] == []
-    paths = re.findall(r"`((?:docs|lean_finetune|stages|tests|benchmarks)/[\w./-]*)`", text)
+    paths = re.findall(r"`((?:docs|cuda_memory|lean_finetune|stages|tests|benchmarks)/[\w./-]*)`", text)
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
