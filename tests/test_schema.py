@@ -100,14 +100,6 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
         ("train.master_weights=true", "train.master_weights: has an effect only with .* set it to false"),
         ("train.master_weights=true; train.method=full", "train.master_weights: .*; got true with full and fp32"),
         (
-            "train.master_weights=true; train.method=full; train.precision=bf16; train.optimizer=adamw_foreach",
-            "train.optimizer: adamw_foreach .*use adamw",
-        ),
-        (
-            "train.offload=optimizer; train.optimizer=adamw_foreach",
-            "train.optimizer: .*train.offload=optimizer updates them one by one; .* use adamw$",
-        ),
-        (
             "train.offload=optimizer; train.optimizer=paged_adamw_8bit",
             "train.optimizer: a paged optimizer .*; use adamw_8bit, or train.offload=none",
         ),

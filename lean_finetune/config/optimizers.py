@@ -19,8 +19,8 @@ class OptimizerEntry:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class. Weight decay must be decoupled from the gradient.
 
-    A class of torch.optim needs `fused` or `foreach` here: PyTorch's default is another one for a traced parameter than
-    for a parameter on CUDA, so the prediction would be that of another update.
+    A class of torch.optim needs `fused=True` or `foreach=False` here: PyTorch's default is another one for a traced
+    parameter than for a parameter on CUDA, so the prediction would be that of another update.
     """
     state: Mapping[str, int] = field(default_factory=dict)
     """State tensors by their key in `optimizer.state[parameter]`, each with its values per trained value.
@@ -35,10 +35,8 @@ class OptimizerEntry:
     """Device of the step count of each trained tensor, an fp32 tensor; None: the count is a Python number."""
     paged: bool = False
     """On CUDA, large state tensors are managed memory, which moves to the host when the GPU is full."""
-    foreach: bool = False
-    """Updates all tensors in one call, so it excludes every setting that updates them one at a time."""
     use_instead: str | None = None
-    """For `paged` and `foreach`: the optimizer to use where they are excluded."""
+    """For `paged`: the optimizer to use where it is excluded."""
     lighter: str | None = None
     """The same algorithm with less state; advice proposes it where memory is short."""
 
@@ -50,7 +48,7 @@ class OptimizerEntry:
     @property
     def updates_by_value(self) -> bool:
         """Whether a part of a tensor can be updated alone, with the same part of each state tensor."""
-        return not self.factored and not self.foreach and all(count == 1 for count in self.state.values())
+        return not self.factored and all(count == 1 for count in self.state.values())
 
     @property
     def has_state(self) -> bool:
@@ -62,25 +60,15 @@ class OptimizerEntry:
 _ADAM: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 _LION: Mapping[str, Any] = {"betas": (0.9, 0.99)}
 _ADEMAMIX: Mapping[str, Any] = {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "eps": 1e-8}
-_ADAM_STATE = {"exp_avg": 1, "exp_avg_sq": 1}
 _BNB_STATE = {"state1": 1, "state2": 1}
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    # Loshchilov & Hutter 2019. Fused updates in place; the foreach form holds further copies of the parameters.
+    # Loshchilov & Hutter 2019. Fused updates in place; PyTorch's foreach form holds further copies of the parameters.
     "adamw": OptimizerEntry(
         factory="torch.optim.AdamW",
         options={**_ADAM, "fused": True},
-        state=_ADAM_STATE,
+        state={"exp_avg": 1, "exp_avg_sq": 1},
         step_count="device",
-        lighter="adamw_8bit",
-    ),
-    "adamw_foreach": OptimizerEntry(
-        factory="torch.optim.AdamW",
-        options={**_ADAM, "foreach": True},
-        state=_ADAM_STATE,
-        step_count="host",
-        foreach=True,
-        use_instead="adamw",
         lighter="adamw_8bit",
     ),
     # Dettmers et al. 2021, arXiv 2110.02861.

@@ -1,6 +1,5 @@
 """Schema of section `train` of params.yaml, and the rules between its parameters."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -156,18 +155,6 @@ def _optimizer(params: "Params") -> OptimizerEntry:
     return OPTIMIZERS[params.train.optimizer]
 
 
-def _foreach_excludes(setting: str, given: Callable[["Params"], bool]) -> Rule:
-    """The rule that an optimizer cannot update all tensors at once with a setting that updates them one by one."""
-    return Rule(
-        "train.optimizer",
-        lambda p: _optimizer(p).foreach and given(p),
-        lambda p: (
-            f"{{train.optimizer}} updates all tensors at once, but {setting} updates them one by one; got "
-            f"{{train.optimizer}}; use {_optimizer(p).use_instead}"
-        ),
-    )
-
-
 def _start_message(params: "Params") -> str:
     start = ADAPTER_STARTS[params.train.lora.init]
     methods = " or ".join(f"train.method={method}" for method in start.methods)
@@ -182,9 +169,6 @@ TRAIN_RULES = [
         "has an effect only with train.method=full and train.precision=bf16; got true with {train.method} and "
         "{train.precision}; set it to false",
     ),
-    _foreach_excludes("train.master_weights=true", lambda p: p.train.master_weights),
-    _foreach_excludes("train.offload=optimizer", lambda p: p.train.offload == "optimizer"),
-    _foreach_excludes("train.optimizer_in_backward=true", lambda p: p.train.optimizer_in_backward),
     Rule(
         "train.optimizer",
         lambda p: _optimizer(p).paged and p.train.offload != "none",

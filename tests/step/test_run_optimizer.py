@@ -74,7 +74,6 @@ def test_paging_changes_no_bit(small_llama: Path):
     ("name", "bytes_per_value"),
     [
         ("adamw", 8),
-        ("adamw_foreach", 8),
         ("adamw_8bit", 2.03),
         ("paged_adamw_8bit", 2.03),
         ("paged_adamw_32bit", 8),

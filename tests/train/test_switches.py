@@ -98,7 +98,6 @@ INT8, FP8 = "compress_activations=int8", "compress_activations=fp8"
 STORED = "grad_ckpt=true offload_activations=disk"
 CHECKPOINTED_ON_DISK: dict[str, Any] = {"method": "qlora", "model": CHECKPOINTED, "on_disk": True}
 OTHER_ARITHMETIC = [
-    Row(switch="optimizer=adamw_foreach", optim={"name": "adamw_foreach"}, **ROUNDING),
     Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, **ROUNDING),
     Row(switch="optimizer=adamw_8bit", optim={"name": "adamw_8bit"}, loss=0.005, learnt=0.1),
     Row(switch="optimizer=paged_adamw_8bit", optim={"name": "paged_adamw_8bit"}, loss=0.005, learnt=0.1),

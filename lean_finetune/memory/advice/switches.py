@@ -46,7 +46,7 @@ def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
 def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
     """The optimizer in host memory or on its disk, then weights too. Adapters gain only where weights move."""
     optimizer, given, adapted = OPTIMIZERS[setting.optimizer], setting.offload, setting.model.adapted
-    if not support.cuda or setting.model.method == "int8_lora" or optimizer.foreach or optimizer.paged:
+    if not support.cuda or setting.model.method == "int8_lora" or optimizer.paged:
         return
     alone = setting.sharing is None or setting.sharing.gpus == 1
     what = ["optimizer"] if given != "parameters" and not adapted else []
@@ -91,12 +91,10 @@ def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Val
 
 
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
-    """Update each weight in the backward pass, which excludes clipping and updates of all tensors at once."""
+    """Update each weight in the backward pass, which excludes clipping."""
     model = setting.model
     if model.method == "full" and model.precision != "fp16" and not setting.sharing:
-        entry = OPTIMIZERS[setting.optimizer]
-        optimizer = entry.use_instead if entry.foreach and entry.use_instead else setting.optimizer
-        yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None, "train.optimizer": optimizer}
+        yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
 
 
 SWITCHES = [
