@@ -12,7 +12,7 @@ from cuda_memory.recorded_state import expands, settings_of
 from cuda_memory.recording import Recording
 from cuda_memory.remedies import Advice, advice_of, replayed
 from cuda_memory.steps import Steps, steps_of
-from cuda_memory.timeline import CATEGORIES, RESERVES, Category, Timeline, origin_of, timeline_of
+from cuda_memory.timeline import CATEGORIES, SIGNS, Category, Timeline, origin_of, timeline_of
 from cuda_memory.units import GIB
 from cuda_memory.what_if import WhatIf
 
@@ -98,7 +98,7 @@ def unused_ranges(recording: Recording, instant: int) -> Iterator[int]:
             live[event.address] = -(-event.bytes // UNIT_BYTES) * UNIT_BYTES
         elif event.action == "free_completed":
             live.pop(event.address, None)
-        elif sign := RESERVES.get(event.action, 0):
+        elif sign := SIGNS.get(event.action, 0):
             edges.append((event.address, event.bytes, sign))
             if event.action == "segment_alloc":
                 starts.add(event.address)

@@ -164,7 +164,8 @@ def expandable_segments(
         if event.action in ("segment_map", "segment_unmap")
     ]
     begins: list[tuple[int, int, list[MappedRange]]] = []
-    for (_, small), found in groupby(sorted(initial, key=_place), lambda found: (found.arena, found.is_small)):
+    initial.sort(key=lambda found: (found.arena, found.is_small, found.start))
+    for (_, small), found in groupby(initial, lambda found: (found.arena, found.is_small)):
         page = settings.page_units(is_small=small)
         for group in _segments_of(list(found), places, page):
             floor = ends[bisect_right(ends, group[0].start) - 1] if ends[0] <= group[0].start else 0
@@ -186,10 +187,6 @@ def _segments_of(ranges: list[MappedRange], places: Sequence[int], page: int) ->
         else:
             groups.append([high])
     return groups
-
-
-def _place(found: MappedRange) -> tuple[Arena, bool, int]:
-    return found.arena, found.is_small, found.start
 
 
 def _mapped_below(

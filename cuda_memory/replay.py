@@ -229,16 +229,13 @@ class _Replay:
     def _recorded_calls(self, event: Event) -> tuple[DriverCall, ...]:
         """The calls that reserved memory for an allocation, in units: in another thread, others may lie between."""
         first = bisect_left(self.waiting_at, event.address)
-        if first > 0 and self._waiting_end(first - 1) > event.address:
-            first -= 1
+        if first > 0:
+            below = self.waiting_at[first - 1]
+            first -= below + self.events[self.waiting[below]].bytes > event.address
         last = bisect_left(self.waiting_at, event.address + event.bytes, first)
         mine = sorted(self.waiting.pop(address) for address in self.waiting_at[first:last])
         del self.waiting_at[first:last]
         return tuple(_call(self.events[number]) for number in mine)
-
-    def _waiting_end(self, place: int) -> int:
-        address = self.waiting_at[place]
-        return address + self.events[self.waiting[address]].bytes
 
     def _room(self, start: int) -> int:
         """The address range in units that a new expandable segment may have, without touching what is reserved."""
@@ -265,15 +262,12 @@ class _Replay:
         self.partial_releases += sorted(recorded) != sorted(expected)
         for call, event in zip(recorded, self.events[first:end], strict=True):
             self.reserved.remove(event.address, event.bytes)
-            pool = expected.pop(call, None) or self._pool_with_free(call)
+            with_free = (pool for pool in self.allocator.pools() if pool.can_release(call))
+            pool = expected.pop(call, None) or next(with_free, None)
             if pool is None:
                 self._differ(first, call)
             else:
                 self.allocator.release(pool, call)
-
-    def _pool_with_free(self, call: DriverCall) -> BlockPool | None:
-        """The pool that has free what a call releases; None if none has, or a segment has live blocks."""
-        return next((pool for pool in self.allocator.pools() if pool.can_release(call)), None)
 
     def _may_begin(self, start: int, pool: BlockPool) -> bool:
         """Whether a new segment of a pool can begin at an address.

@@ -139,7 +139,10 @@ class MemoryState:
                     fits = self.blocks.pop(event.address, None) is not None
                 case "free_completed":
                     fits = event.address not in self.blocks
-                    self.blocks[event.address] = _freed_block(event)
+                    size = -(-event.bytes // UNIT_BYTES) * UNIT_BYTES
+                    # Without the event's stack, which says where it was freed, not where it was allocated.
+                    freed = LiveBlock(address=event.address, bytes=size, requested_bytes=event.bytes)
+                    self.blocks[event.address] = freed
                 case "segment_alloc":
                     fits = event.address in self.segments and not self.segments[event.address].is_expandable
                     if fits:
@@ -211,12 +214,6 @@ class MemoryState:
             else:
                 inside[segment.address].append(block)
         return tuple(replace(self.segments[start], blocks=tuple(inside[start])) for start in starts), outside
-
-
-def _freed_block(event: Event) -> LiveBlock:
-    """The block that an event freed. The event's stack says where it was freed, not where it was allocated."""
-    size = -(-event.bytes // UNIT_BYTES) * UNIT_BYTES
-    return LiveBlock(address=event.address, bytes=size, requested_bytes=event.bytes)
 
 
 MAX_SEGMENTS, MAX_DEVICES = 100_000, 1024

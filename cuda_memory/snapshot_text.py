@@ -68,7 +68,9 @@ def snapshot_lines(
     yield ""
     yield from _places(analysis)
     yield ""
-    yield from _steps(analysis.steps)
+    yield labelled("step to step", steps_text(analysis.steps))
+    for where, size, blocks in analysis.steps.grown[:MOST_GROWN]:
+        yield f"  {readable_size(size):>10} more in {counted(blocks, 'more block')}: {_shortened(where)}"
     yield ""
     if isinstance(replays, str):
         yield labelled("what if", NOT_REPLAYED)
@@ -158,13 +160,6 @@ def _places(analysis: Analysis) -> Iterator[str]:
 
 def _shortened(text: str, most: int = MOST_PATH) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
-
-
-def _steps(steps: Steps) -> Iterator[str]:
-    """What changed from step to step."""
-    yield labelled("step to step", steps_text(steps))
-    for where, size, blocks in steps.grown[:MOST_GROWN]:
-        yield f"  {readable_size(size):>10} more in {counted(blocks, 'more block')}: {_shortened(where)}"
 
 
 def steps_text(steps: Steps) -> str:

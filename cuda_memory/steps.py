@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuda_memory.growth import LIVE, PEAK, RESERVED, Growth, classify
-from cuda_memory.recording import Event, Frame, Recording
+from cuda_memory.recording import Event, Recording
 from cuda_memory.timeline import Timeline
 from cuda_memory.units import counted
 
@@ -56,7 +56,7 @@ def _ends_by_annotations(recording: Recording) -> list[int]:
 
 
 def _ends_by_stacks(recording: Recording) -> list[int]:
-    in_step = [any(map(_is_step, stack)) for stack in recording.stacks]
+    in_step = [any(frame.function == "step" and "optim" in frame.file for frame in stack) for stack in recording.stacks]
     ends, last = [], None
     for place, event in enumerate(recording.events):
         if event.action != "alloc" or event.stack is None:
@@ -67,10 +67,6 @@ def _ends_by_stacks(recording: Recording) -> list[int]:
             ends.append(last)
             last = None
     return ends if last is None else [*ends, last]
-
-
-def _is_step(frame: Frame) -> bool:
-    return frame.function == "step" and "optim" in frame.file
 
 
 Key = tuple[int, int]

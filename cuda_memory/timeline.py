@@ -98,11 +98,11 @@ def origin_of(stack: Stack) -> Origin:
         if any(_search(GENERATED, frame.file) for frame in stack):
             innermost = f"backward of {COMPILED}" if _in_backward(stack) else COMPILED
         return Origin(category=category, place=innermost, in_backward=_in_backward(stack))
-    inner = stack[number - 1] if number else None
+    frame = stack[number]
     return Origin(
         category=category,
-        place=_label(stack[number]),
-        operation=_operation(stack[:number]) if inner is not None else "",
+        place=f"{'/'.join(frame.file.split('/')[-PATH_PARTS:])}:{frame.line} {frame.function}",
+        operation=_operation(stack[:number]),
         in_backward=_in_backward(stack),
     )
 
@@ -141,10 +141,6 @@ def _place_number(stack: Stack) -> int | None:
     return next(own, python[0] if python and not generated else None)
 
 
-def _label(frame: Frame) -> str:
-    return f"{'/'.join(frame.file.split('/')[-PATH_PARTS:])}:{frame.line} {frame.function}"
-
-
 def _operation(inner: Stack) -> str:
     """The operation that a line calls, from the frames inside it, outermost last."""
     for frame in reversed(inner):
@@ -159,7 +155,8 @@ def _in_backward(stack: Stack) -> bool:
     return any(_search(BACKWARD, frame.function) for frame in stack)
 
 
-RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""What an event does to reserved memory: adds its bytes, or takes them away."""
 LOGITS_SHARES = (1.0, 0.5)
 """Sizes of logits, as shares of the loss's largest tensor: the same type, or half as wide."""
 LOGITS_TOLERANCE = 0.02
@@ -199,7 +196,7 @@ class Timeline:
     def reserved_E(self) -> np.ndarray:
         """Reserved bytes after each event; at [0] before the first."""
         initial = sum(segment.bytes for segment in self.recording.segments)
-        changes = [RESERVES.get(event.action, 0) * event.bytes for event in self.recording.events]
+        changes = [SIGNS.get(event.action, 0) * event.bytes for event in self.recording.events]
         return np.cumsum([initial, *changes])
 
     def by_category(self) -> Mapping[Category, np.ndarray]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STYLE = Path(__file__).with_name("style.css")
+STYLE_SHEET = Path(__file__).with_name("style.css")
 DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -86,4 +86,4 @@ def table(found: Table, kind: str = "") -> Html:
 
 def document(title: str, body: Html, style: str = "") -> Html:
     """A complete page. It has no scripts and asks for no other file."""
-    return html(DOCUMENT, title, Html(STYLE.read_text(encoding="utf-8").rstrip("\n")), Html(style), body)
+    return html(DOCUMENT, title, Html(STYLE_SHEET.read_text(encoding="utf-8").rstrip("\n")), Html(style), body)

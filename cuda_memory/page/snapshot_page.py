@@ -52,7 +52,7 @@ STEP_LINES = (
 )
 """Name, series and column of each line."""
 TABLE = "figures places"
-STYLE = (
+PLACES_STYLE = (
     ".places td:first-child { overflow-wrap: anywhere; } "
     ".figures td:last-child, .figures th:last-child { padding-right: 0; }"
 )
@@ -83,7 +83,7 @@ def write_page(
         UserError: the file cannot be written.
     """
     title = f"GPU memory: {analysis.recording.name}"
-    write_whole(path, document(title, joined(_body(analysis, replays, card, on_card)), STYLE))
+    write_whole(path, document(title, joined(_body(analysis, replays, card, on_card)), PLACES_STYLE))
 
 
 def _body(analysis: Analysis, replays: WhatIf | str, card: Device | None, on_card: Outcome | None) -> Iterator[Html]:
@@ -130,7 +130,10 @@ def _body(analysis: Analysis, replays: WhatIf | str, card: Device | None, on_car
 
     yield html("\n<h2>From step to step</h2>\n<p>{}</p>\n", _sentence(steps_text(steps)))
     if len(steps.rows) > 1:
-        yield figure(_steps_picture(analysis))
+        lines = [
+            (name, series, [(row["step"], row[column]) for row in steps.rows]) for name, series, column in STEP_LINES
+        ]
+        yield figure(memory_lines("Memory over training steps", lines, ""))
     if steps.grown:
         grown = [(where, readable_size(size), blocks) for where, size, blocks in steps.grown[:MOST_PLACES]]
         yield table(Table(("more live after the last step than after the first", "bytes", "tensors"), grown), TABLE)
@@ -272,10 +275,3 @@ def _replay_notes(analysis: Analysis, replays: WhatIf | str) -> Iterator[str]:
     yield from (f"{outcome.name} fails: {outcome.why}" for outcome in replays.outcomes if outcome.why)
     yield from (f"Not replayed: {reason}" for reason in not_replayed(replays))
     yield from (f"Note: {note}" for note in replay_notes(analysis, replays))
-
-
-def _steps_picture(analysis: Analysis) -> Picture:
-    """Memory of each training step."""
-    rows = analysis.steps.rows
-    lines = [(name, series, [(row["step"], row[column]) for row in rows]) for name, series, column in STEP_LINES]
-    return memory_lines("Memory over training steps", lines, "")

@@ -3,13 +3,16 @@
 import json
 import os
 import pickle
+import signal
 
 import pytest
 from click.testing import CliRunner
 
+from cuda_memory import snapshot_file
+from cuda_memory.errors import escaped
+from cuda_memory.snapshot import snapshot
 from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.cli import main
-from lean_finetune.core.errors import escaped
 from tests.cuda_memory.snapshots import Snapshot, frame
 from tests.cuda_memory.test_recording_analysis import MODEL, training
 
@@ -213,3 +216,19 @@ def test_names_of_files_are_escaped(name, tmp_path):
     assert f"<title>GPU memory: {shown}</title>" in (tmp_path / "page.html").read_text()
     assert shown in (tmp_path / "timeline.svg").read_text()
     assert shown in refused(tmp_path / os.fsdecode(name + b"x"), exit_code=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_one_line(number, tmp_path, monkeypatch):
+    """Its class knows nothing of lean_finetune's signals: Ctrl-C said "Aborted!" and gave another exit code."""
+    monkeypatch.setattr(snapshot_file, "read_snapshot", lambda _: os.kill(os.getpid(), number))
+    result = CliRunner().invoke(main, ["snapshot", str(tmp_path / "s.pickle")])
+    assert result.exit_code == 128 + number and result.output.startswith(f"stopped by {number.name}: ")
+
+
+def test_alone_it_names_no_command_of_lean_finetune():
+    """`all: lean-finetune fit --list-gpus`, for somebody who does not have it."""
+    words = ["s.pickle", "--gpu", "RTX"]
+    with_it, alone = refused(*words), CliRunner().invoke(snapshot, words)
+    assert alone.exit_code == 2 and "lean-finetune" not in alone.output
+    assert with_it == alone.output.replace("\n", "; all: lean-finetune fit --list-gpus\n")

@@ -75,3 +75,19 @@ def test_an_edit_of_package_data_changes_its_hash(root: Path):
     before = hashes(root)
     (root / "lean_finetune/package/templates/chat.jinja").write_text("{{ text }} ")
     assert hashes(root) != before
+
+
+@pytest.mark.parametrize("name", ["README.md", "pyproject.toml", "build/lib/used.py", "cuda_memory.egg-info/PKG-INFO"])
+def test_what_the_code_does_not_read_changes_no_hash(root: Path, name: str):
+    """An edit of cuda_memory's README, or its installation, that trains again."""
+    alone = root / "cuda_memory"
+    (alone / name).parent.mkdir(parents=True)
+    (alone / "__init__.py").touch()
+    (alone / "units.py").write_text("MIB = 2**20\n")
+    (root / "stages" / "train.py").write_text(f"from cuda_memory.units import MIB\n{ENTRY}")
+    before = hashes(root)
+    assert "cuda_memory/units.py" in before
+    (alone / name).write_text("Changed.")
+    assert hashes(root) == before
+    (alone / "units.py").write_text("MIB = 10**6\n")
+    assert hashes(root) != before
