@@ -24,8 +24,6 @@ PCIE_3, PCIE_4, PCIE_5, NVLINK_C2C = 15.75, 31.5, 63.0, 450.0
 """GB/s to the host in one direction: PCIe with 16 lanes (PCI-SIG); GH200's link to its CPU (NVIDIA's data sheet)."""
 
 
-NAMED = "named by hardware.gpu"
-"""Why a device was chosen: the user named a known GPU."""
 Basis = Literal["measured", "assumed", "documented", "derived"]
 
 
@@ -94,7 +92,7 @@ class Device:
     speed: Speed | None = None
     """None: unknown."""
     aliases: tuple[str, ...] = ()
-    """Other names that drivers print, beyond the spellings that `devices.resolve_gpu` normalises."""
+    """Other names that drivers print, beyond the spellings that `named_gpu` normalises."""
 
     @property
     def native_bf16(self) -> bool:
@@ -211,32 +209,41 @@ def gpu_names(context: object, parameter: object, incomplete: str) -> list[str]:
     return [gpu.name for gpu in GPUS if gpu.name.lower().startswith(incomplete.lower())]
 
 
-def named_gpu(value: str) -> tuple[Device, str]:
-    """The GPU of a name or a size, and why; names as in `resolve_gpu`.
+def named_gpu(value: str, *, option: str = "--gpu", forms: str = "a size", more: str = "") -> tuple[Device, str]:
+    """The GPU of a name or a size, and why.
+
+    A name may be spelled as `nvidia-smi` prints it: case, spaces, dashes, "NVIDIA", form factor ("PCIe") and memory
+    type are ignored.
+
+    Args:
+        value: the name, or a size in GiB, GB or MiB.
+        option: what has this value, for messages.
+        forms: what else than a name it may be, for messages.
+        more: the end of a message about an unknown name.
 
     Raises:
         UserError: the name is unknown or ambiguous, or the size is out of range.
     """
     if size := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GiB|GB|MiB)", value.strip(), re.IGNORECASE | re.ASCII):
-        device = _of_size(value.strip(), float(size[1]) * SIZE_UNITS[size[2].lower()])
+        device = _of_size(value.strip(), float(size[1]) * SIZE_UNITS[size[2].lower()], option)
         return device, "a size alone is taken for a GPU with native bf16 and flash attention"
     key = _normalised(value)
     for gpu in GPUS:
         if key in map(_normalised, (gpu.name, *gpu.aliases)):
-            return gpu, NAMED
+            return gpu, f"named by {option}"
     relation, names = _candidates(key)
     raise UserError(
-        f"hardware.gpu: must be auto, a size such as 24GiB or a known GPU; got {_shortened(value)}; "
-        f"{relation}: {', '.join(names)}; all: lean-finetune fit --list-gpus"
+        f"{option}: must be {forms} such as 24GiB or a known GPU; got {_shortened(value)}; "
+        f"{relation}: {', '.join(names)}{more}"
     )
 
 
-def _of_size(value: str, size_bytes: float) -> Device:
+def _of_size(value: str, size_bytes: float, option: str) -> Device:
     """A GPU of which only the memory is known; refuses a size that is out of range (it may be infinite)."""
     context_bytes = context_of(BF16_CAPABILITY).max_bytes
     if not context_bytes < size_bytes <= MAX_SIZE_GIB * GIB or len(value) > MAX_SHOWN_CHARACTERS:
         raise UserError(
-            f"hardware.gpu: a size must be above the {context_bytes // MIB} MiB of a CUDA context and at most "
+            f"{option}: a size must be above the {context_bytes // MIB} MiB of a CUDA context and at most "
             f"{MAX_SIZE_GIB} GiB, in {MAX_SHOWN_CHARACTERS} characters; got {_shortened(value)}; "
             "give the memory of the GPU, such as 24GiB"
         )

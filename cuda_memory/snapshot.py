@@ -107,13 +107,12 @@ def _card(gpu: str) -> Device:
     Raises:
         UsageFault: it is unknown, or the size is out of range.
     """
+    in_lean_finetune = click.get_current_context().parent is not None
+    more = "; all: lean-finetune fit --list-gpus" if in_lean_finetune else ""
     try:
-        return named_gpu(f"{gpu}GiB" if re.fullmatch("[0-9.]+", gpu) else gpu)[0]
+        return named_gpu(f"{gpu}GiB" if re.fullmatch("[0-9.]+", gpu) else gpu, more=more)[0]
     except UserError as error:
-        message = str(error).replace("hardware.gpu", "--gpu").replace("must be auto, a size", "must be a size")
-        if click.get_current_context().parent is None:  # Run without lean-finetune, which has this command.
-            message = message.partition("; all: lean-finetune")[0]
-        raise UsageFault(message) from None
+        raise UsageFault(str(error)) from None
 
 
 def _check_outputs(file: Path, html: Path | None, picture: Path | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 
 import click
 
-from cuda_memory.gpus import GPUS, gpu_names, named_gpu
+from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -21,6 +21,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 

@@ -4,9 +4,10 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
-from cuda_memory.gpus import Device, named_gpu
+from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import AnyPrecision, Precision
 from lean_finetune.core.memory_limits import host_limit_bytes
+from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
@@ -17,8 +18,7 @@ from lean_finetune.model.model_spec import ModelSpec, choose_precision
 def resolve_gpu(value: str) -> tuple[Device, str]:
     """The device that `hardware.gpu` names, and why it was chosen.
 
-    `value` is `auto`, a size in GiB, GB or MiB, or the name of a GPU in `GPUS`. A name may be spelled as `nvidia-smi`
-    prints it: case, spaces, dashes, "NVIDIA", form factor ("PCIe") and memory type are ignored.
+    `value` is `auto`, a size in GiB, GB or MiB, or the name of a GPU as `cuda_memory.gpus.named_gpu` reads it.
 
     Raises:
         UserError: the name is unknown or ambiguous, or the size is out of range.

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from cuda_memory.gpus import NAMED
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import uses_cuda
+from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from cuda_memory.gpus import NAMED
 from cuda_memory.units import MIB, readable_size
 from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
@@ -16,6 +15,7 @@ from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.distributed.processes import uses_cuda
+from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
