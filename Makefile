@@ -68,7 +68,7 @@ compare: $(VENV)/.installed
 
 # Drawn by scripts in the page: no network.
 plots: $(VENV)/.installed
-	@names=$$($(WITH_VENV) python -m lean_finetune.report.plots_page scratch/plots/template.html) && \
+	@names=$$($(WITH_VENV) python -m lean_finetune.report.pages scratch/plots/template.html) && \
 		$(WITH_VENV) dvc plots show $$names --out scratch/plots --html-template scratch/plots/template.html
 
 # The documentation as a static site in build/site; fails at a broken link.

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
-from lean_finetune.data.format.example import Conversation, Message
+from lean_finetune.data.format.format_base import Conversation, Message
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)

@@ -6,8 +6,7 @@ from typing import Any
 
 import orjson
 
-from lean_finetune.data.format.example import Conversation, RowFault
-from lean_finetune.data.format.format_base import SourceFormat, detect_format
+from lean_finetune.data.format.format_base import Conversation, RowFault, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 
 TOOLS = [

@@ -26,8 +26,7 @@ from benchmarks.template_reading import DATE, as_row, fault_of, first_control, r
 from benchmarks.template_rows import public_rows, synthetic_rows
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.tokenizer_files import read_special_tokens
-from lean_finetune.data.format.example import Conversation
-from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.format.format_base import Conversation, SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 

@@ -10,9 +10,8 @@ import click
 from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.report.html_page import html_page
-from lean_finetune.report.markdown_page import markdown_page
-from lean_finetune.report.report_figures import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
+from lean_finetune.report.content import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
+from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.report_inputs import Inputs
 
 PATH = click.Path(path_type=Path)

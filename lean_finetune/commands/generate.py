@@ -104,7 +104,7 @@ def _prompt(
     where: str, text: str, prompter: "Prompter", positions: int | None, new_tokens: int
 ) -> tuple[dict[str, Any], list[int]]:
     """The row of a line, and its prompt's ids."""
-    from lean_finetune.data.format.example import RowFault
+    from lean_finetune.data.format.format_base import RowFault
     from lean_finetune.data.read.decode_rows import parse_line
 
     row, wrong, _ = parse_line(text.encode())

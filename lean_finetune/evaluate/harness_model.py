@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.example import RowFault
+from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers
 from lean_finetune.evaluate.row_losses import row_sums
 from lean_finetune.step.batches import Batch

@@ -1,13 +1,118 @@
-"""Read a model's config.json and bound what it asks for, before transformers builds anything from it."""
+"""Read config.json and other JSON files of a model within limits, and recognize files by content."""
 
+import glob
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.pinning.json_objects import MOST_BYTES, NotAnObject, read_object
+
+MOST_BYTES = 1 << 24
+MOST_INDEX_BYTES = 1 << 25
+"""Of an index of weights; models of 1,000 B parameters have some 150,000 names in 14 MB."""
+
+
+class NotAnObject(ValueError):
+    """A file has no JSON object. The message completes a sentence that begins with the file's path."""
+
+
+def read_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of at most `most_bytes` bytes.
+
+    Raises:
+        NotAnObject: it cannot be read, is too large, is not JSON, or has another value.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(most_bytes + 1)
+        if len(text) > most_bytes:
+            raise NotAnObject(f"has more than {most_bytes} bytes")
+        value = json.loads(text)
+    except OSError as error:
+        raise NotAnObject(f"cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise NotAnObject("is not JSON (nested too deeply)") from None
+    except NotAnObject:
+        raise
+    except ValueError as error:
+        raise NotAnObject(f"is not JSON ({shortened(str(error))})") from None
+    if not isinstance(value, dict):
+        raise NotAnObject(f"must be a JSON object; got {type(value).__name__}")
+    return value
+
+
+# File formats of rows by file name, such as .jsonl and .parquet.zst.
+
+FileFormat = Literal["json", "csv", "tsv", "parquet", "arrow", "txt"]
+Compression = Literal["gzip", "zstd"]
+
+FORMATS: dict[str, FileFormat] = {
+    # The content decides between JSON Lines and a JSON array: data sets use each name for both.
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "txt",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+KNOWN_NAMES = f"{', '.join(FORMATS)}, each also {' or '.join(COMPRESSIONS)}"
+# Files of published data sets that never contain rows.
+_DOCUMENTATION_SUFFIXES = frozenset(
+    ".md .rst .py .ipynb .sh .yaml .yml .toml .cfg .log .html .pdf .png .jpg .svg .md5 .sha256 .dvc .lock".split()
+)
+_DOCUMENTATION_NAMES = frozenset(
+    "authors changelog citation contributing copying dataset_infos license licence makefile md5sums notice readme "
+    "sha256sums _success".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileKind:
+    """Format and compression of a file."""
+
+    format: FileFormat
+    compression: Compression | None
+
+    @property
+    def is_seekable(self) -> bool:
+        """Whether reading its rows needs seeking."""
+        return self.format in ("parquet", "arrow")
+
+
+def file_kind(name: str) -> FileKind | None:
+    """The format and compression that a file name says; None where it is unknown."""
+    path = PurePath(name.lower())
+    compression = COMPRESSIONS.get(path.suffix)
+    format_suffix = path.with_suffix("").suffix if compression else path.suffix
+    known = FORMATS.get(format_suffix)
+    return FileKind(format=known, compression=compression) if known else None
+
+
+def is_documentation(name: str) -> bool:
+    """Whether a file documents a data set: README, LICENSE, checksums, images, code."""
+    path = PurePath(name.lower())
+    return path.suffix in _DOCUMENTATION_SUFFIXES or path.name.split(".")[0] in _DOCUMENTATION_NAMES
+
+
+def is_hidden(path: PurePath) -> bool:
+    """Whether a part of a relative path is hidden."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def glob_base(source: str) -> str:
+    """The directory of a glob: its parts before the first one with a wildcard."""
+    parts = Path(source).parts
+    plain = next(k for k, part in enumerate(parts) if glob.has_magic(part))
+    return str(Path(*parts[:plain]))
+
+
+# Read a model's config.json and bound what it asks for, before transformers builds anything from it.
 
 CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 IS_ADAPTER = "is an adapter without a model"

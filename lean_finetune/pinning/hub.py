@@ -9,7 +9,7 @@ from typing import BinaryIO, Literal, cast
 
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.file_formats import KNOWN_NAMES
+from lean_finetune.pinning.config_file import KNOWN_NAMES
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DEFAULT_SPLIT = "train"

@@ -1,4 +1,4 @@
-"""Local paths of pinned files, and checks that they are unchanged. Its imports are light."""
+"""Find pinned files by their locks."""
 
 import hashlib
 import os
@@ -10,9 +10,45 @@ from typing import Any
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, read_json, repo_root
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG, CONFIG_FILE, refuse_adapter
-from lean_finetune.pinning.file_formats import FileKind, file_kind, glob_base
+from lean_finetune.pinning.config_file import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    FileKind,
+    file_kind,
+    glob_base,
+    refuse_adapter,
+)
 from lean_finetune.pinning.hub import HUB_ID, cached_file, download
+
+MAX_SOURCES = 8
+"""Sources that a description names; the lock has all of them."""
+
+
+def describe_model(lock: Mapping[str, Any]) -> str:
+    """The model of locks/model.json, with its commit if it has one."""
+    return _with_commit(lock["name"], lock["revision"])
+
+
+def describe_data(lock: Mapping[str, Any]) -> str:
+    """The sources of locks/data.json, each with its commit if it has one."""
+    sources = [
+        _with_commit(one["source"], one["revision"]) + (" (held out)" if is_heldout_source(one) else "")
+        for one in lock["sources"]
+    ]
+    more = len(sources) - MAX_SOURCES
+    return ", ".join(sources[:MAX_SOURCES]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_heldout_source(source: Mapping[str, Any]) -> bool:
+    """Whether a source of locks/data.json is from data.heldout_source, whose rows are never trained."""
+    return bool(source.get("heldout"))
+
+
+def _with_commit(name: str, revision: str | None) -> str:
+    return f"{name} at {revision}" if revision else name
+
+
+# Local paths of pinned files, and checks that they are unchanged. Its imports are light.
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"

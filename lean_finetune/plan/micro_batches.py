@@ -10,9 +10,8 @@ import numpy as np
 from cuda_memory.units import round_up
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import Plan, sums_between
-from lean_finetune.plan.bucketed import cheapest_splits, even_splits
+from lean_finetune.plan.bucketed import cheapest_splits, even_splits, fill_first, pack_steps
 from lean_finetune.plan.optimizer_steps import Steps
-from lean_finetune.plan.packed import fill_first, pack_steps
 from lean_finetune.plan.row_index import RowIndex
 
 ROWS_PER_BLOCK = 1 << 20

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.arrow_files import damaged, open_batches, read_column
+from lean_finetune.plan.batch_plan import damaged, open_batches, read_column
 
 if TYPE_CHECKING:
     from lean_finetune.config.data_schema import Source

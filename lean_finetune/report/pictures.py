@@ -14,8 +14,7 @@ from cuda_memory.page.charts import (
     step_lines,
 )
 from cuda_memory.units import GIB, reading_unit
-from lean_finetune.report.content import plan_note, size, switches
-from lean_finetune.report.report_figures import CPU
+from lean_finetune.report.content import CPU, plan_note, size, switches
 from lean_finetune.report.report_inputs import Inputs, in_order
 
 CAPACITY_TIMES = 5

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.plan.split_step import split_micro_batches
+from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.step.batches import Batch, TokenPart, read_batch
 from lean_finetune.step.token_rows import TokenRows
 

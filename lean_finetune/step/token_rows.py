@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.plan.arrow_files import open_batches, read_column
+from lean_finetune.plan.batch_plan import open_batches, read_column
 
 Split = Literal["train", "heldout"]
 

@@ -7,8 +7,15 @@ from typing import Any
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
-from lean_finetune.pinning.descriptions import describe_data, describe_model
-from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions, model_address, verify_files
+from lean_finetune.pinning.locate import (
+    CHAT_TEMPLATE,
+    NO_FILES,
+    FileVersions,
+    describe_data,
+    describe_model,
+    model_address,
+    verify_files,
+)
 from lean_finetune.train.callbacks.callback import curve_columns
 from lean_finetune.train.job import Paths
 from lean_finetune.train.save_model import Base, save_tuned

@@ -25,7 +25,7 @@ from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
-from lean_finetune.pinning.model_checks import WEIGHTS
+from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 
 

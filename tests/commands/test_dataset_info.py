@@ -12,7 +12,7 @@ from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.json_objects import MOST_BYTES
+from lean_finetune.pinning.config_file import MOST_BYTES
 from tests.commands.tool_configs import LLAMA_FACTORY
 
 

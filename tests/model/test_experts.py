@@ -25,7 +25,7 @@ from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.pinning.model_checks import WEIGHTS
+from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.monitor.measured_peak import make_meter

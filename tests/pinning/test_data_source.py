@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from ruamel.yaml import YAML
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.pinning.local_source import OUTPUTS
+from lean_finetune.pinning.data_source import OUTPUTS
 from lean_finetune.pinning.locate import data_files
 from stages.pin import main
 from tests.processes import run_bounded

@@ -1,6 +1,6 @@
 """Pins as the report and the model card name them."""
 
-from lean_finetune.pinning.descriptions import describe_data
+from lean_finetune.pinning.locate import describe_data
 
 
 def source(name: str, revision: str | None = None) -> dict:

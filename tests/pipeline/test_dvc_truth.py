@@ -121,7 +121,7 @@ def test_a_comment_reruns_nothing_and_a_constant_the_stages_that_use_it(clone: C
     errors = clone.root / "cuda_memory/errors.py"
     errors.write_text(errors.read_text().replace("class UserError", "# A comment.\nclass UserError"))
     assert stages_run(clone.dvc("repro")) == ["pin_code"]
-    markdown = clone.root / "lean_finetune/report/markdown_page.py"
+    markdown = clone.root / "lean_finetune/report/pages.py"
     markdown.write_text(markdown.read_text() + "\nADDED = 1\n")
     assert stages_run(clone.dvc("repro")) == ["pin_code", "report"]
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from cuda_memory.page.html import visible
 from lean_finetune.core.atomic_files import write_csv, write_json
 from lean_finetune.report.compare_experiments import table
-from lean_finetune.report.markdown_page import markdown_text
+from lean_finetune.report.pages import markdown_text
 from stages.report import main
 from tests.report.browser import look, needs_chromium
 from tests.report.conftest import EXPLANATION, GENERATION, GROUP, metrics, write_inputs

@@ -9,7 +9,7 @@ from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import TEXT, Bar, Line, bar_chart, line_chart
-from lean_finetune.report import html_page
+from lean_finetune.report import pages
 from lean_finetune.report.pictures import CATEGORY_COLORS
 from stages.report import main
 from tests.report.browser import look, needs_chromium
@@ -101,7 +101,7 @@ def test_the_command_sets_all_parameters(place, tmp_path):
 def test_values_in_the_grammar_of_overrides(value, tmp_path):
     path = tmp_path / "params.yaml"
     path.write_text("key: null\n")
-    apply_overrides(path, [f"++key={html_page.override(value)}"])
+    apply_overrides(path, [f"++key={pages.override(value)}"])
     assert YAML(typ="safe").load(path.read_text())["key"] == value
 
 

@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from lean_finetune.report.own_stages import own_files, own_stages
+from lean_finetune.report.compare_experiments import own_files, own_stages
 
 
 def entry(params: dict, deps: dict[str, str], outs: dict[str, str]) -> dict:

@@ -8,8 +8,8 @@ import pytest
 
 from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
-from lean_finetune.report.markdown_page import markdown_page
-from lean_finetune.report.report_figures import memory_records, report_metrics
+from lean_finetune.report.content import memory_records, report_metrics
+from lean_finetune.report.pages import markdown_page
 from lean_finetune.report.report_inputs import Inputs
 from stages.report import main
 from tests.report.conftest import GENERATION, GPU, MIB, metrics, write_inputs

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.json_objects import NotAnObject, read_object
+from lean_finetune.pinning.config_file import NotAnObject, read_object
 
 FILE = "dataset_info.json"
 DEFAULT_COLUMNS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.example import RowFault
+from lean_finetune.data.format.format_base import RowFault
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter

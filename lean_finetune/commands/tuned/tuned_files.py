@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from lean_finetune.model.files.safetensors_files import StoredTensor, stored_tensors
+from lean_finetune.pinning.config_file import NotAnObject, read_object
 from lean_finetune.pinning.hub import HUB_ID
-from lean_finetune.pinning.json_objects import NotAnObject, read_object
-from lean_finetune.pinning.model_checks import shard_names
+from lean_finetune.pinning.model_source import shard_names
 
 AGAIN = "download or save it again"
 BASE_ID = re.compile(rf"(?:{HUB_ID.pattern}|\w[\w.-]*)")

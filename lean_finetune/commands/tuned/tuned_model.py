@@ -33,8 +33,7 @@ from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
-from lean_finetune.pinning.model_checks import INDEX, shard_names
-from lean_finetune.pinning.model_source import CONFIG_FILES
+from lean_finetune.pinning.model_source import CONFIG_FILES, INDEX, shard_names
 
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
 """How an adapter's base is stored, by bits."""

@@ -1,23 +1,168 @@
-"""Location of assistant turns in a rendered conversation, for chat templates without generation marks.
+"""Where each turn stands in a rendered conversation, and which of it is trained."""
 
-For each turn, P is the rendering of all messages before it with the generation prompt, which the model gets at
-inference, and Q is the rendering up to the end of the turn. Where the full rendering starts with both, the turn is the
-text of Q behind P.
-
-Some templates render messages differently when others follow: Qwen3 removes earlier thinking. The full rendering is
-what the model sees, so the turn is then found in it by what stands around the messages' own texts (see
-`MessageRegions`). The turn starts behind as much of the generation prompt as the full rendering has there, and ends
-behind the token that ends Q, or the first control token where there is another one. No boundary lies inside a token
-that was added to the vocabulary. A turn is refused if another message stands between its parts.
-"""
-
+import json
 import re
 from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import any_of
-from lean_finetune.data.chat.message_regions import MessageRegions, Region, common_prefix
-from lean_finetune.data.format.example import Conversation, Message, RowFault
+from lean_finetune.data.format.format_base import Conversation, Message, RowFault
+
+_ASK, _ANSWER = {"role": "user", "content": "zqask"}, {"role": "assistant", "content": "zqanswer"}
+_CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": "zqcall", "arguments": {"zqkey": "zqvalue"}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_TOOLS = [{"type": "function", "function": {"name": "zqcall", "description": "Adds.", "parameters": {}}}]
+_CHAT = Conversation(messages=[_ASK, _ANSWER], tools=None)
+_CALLS = Conversation(messages=[_ASK, _CALLING], tools=_TOOLS)
+_PYTHON = "'zqkey': 'zqvalue'"
+"""What a template writes that joins an object to text."""
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """Changes messages before a template renders them."""
+
+    arguments_are_text: bool = False
+    """DeepSeek-V3 and functionary join the arguments of calls to other text."""
+    contents_are_parts: bool = False
+    """Idefics 3 and LLaVA take contents as lists of parts only."""
+
+    def __call__(self, messages: list[Message]) -> list[Message]:
+        """The messages in this form."""
+        return [self._changed(message) for message in messages]
+
+    def _changed(self, message: Message) -> Message:
+        changed = dict(message)
+        if self.contents_are_parts:
+            changed["content"] = [{"type": "text", "text": message["content"]}]
+        if self.arguments_are_text and "tool_calls" in message:
+            changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+        return changed
+
+
+def in_its_form(template: CompiledTemplate) -> CompiledTemplate:
+    """The template with messages in the form that it renders, tried on two conversations; itself where that is ours."""
+    parts, form = MessageForm(contents_are_parts=True), MessageForm()
+    if not _shows(template, form, _CHAT, "zqask", "zqanswer") and _shows(template, parts, _CHAT, "zqask", "zqanswer"):
+        form = parts
+    text = replace(form, arguments_are_text=True)
+    if not _shows(template, form, _CALLS) and _shows(template, text, _CALLS, "zqvalue"):
+        form = text
+    return template if form == MessageForm() else template.with_form(form)
+
+
+def _shows(template: CompiledTemplate, form: MessageForm, conversation: Conversation, *texts: str) -> bool:
+    """Whether the template renders a conversation in this form with these texts, and no object as Python does."""
+    shown = rendering(template.with_form(form), conversation)
+    return shown is not None and _PYTHON not in shown and all(text in shown.casefold() for text in texts)
+
+
+def _with_text(call: dict[str, dict[str, object]]) -> dict[str, object]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+# Where a message's own text is in a rendering: the part that changes when other text takes its place.
+
+# Noncharacters, which templates do not treat specially and rows rarely have.
+PLACEHOLDER, OTHER_PLACEHOLDER = "\ufdd4", "\ufdd5"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of reasoning: of Qwen, DeepSeek and GLM; of OpenRouter and Gemma; of gpt-oss and LFM."""
+
+Region = tuple[int, int]
+"""Half-open range of characters."""
+
+
+class MessageRegions:
+    """The regions of the first messages of a conversation in their rendering. Each is found by rendering once more."""
+
+    def __init__(
+        self,
+        template: CompiledTemplate,
+        conversation: Conversation,
+        messages: list[Message],
+        text: str,
+        *,
+        add_generation_prompt: bool = False,
+    ):
+        """`text` is the rendering of `messages`, with or without the generation prompt."""
+        self._template, self._conversation, self._messages, self.text = template, conversation, messages, text
+        self._add_generation_prompt = add_generation_prompt
+        self._found: dict[int, Region | None] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of messages."""
+        return len(self._messages)
+
+    def __getitem__(self, number: int) -> Region | None:
+        """The range of a message's content, reasoning and calls; None where the rendering shows nothing of them."""
+        if number not in self._found:
+            self._found[number] = self._find(number)
+        return self._found[number]
+
+    def _find(self, number: int) -> Region | None:
+        message = self._messages[number]
+        placeholder = OTHER_PLACEHOLDER if PLACEHOLDER in message["content"] else PLACEHOLDER
+        for change_names in (False, True):  # Some templates write a call's name in the message of its result too.
+            changed = changed_message(message, placeholder, change_names=change_names)
+            messages = [*self._messages[:number], changed, *self._messages[number + 1 :]]
+            other = rendering(
+                self._template, self._conversation, messages, add_generation_prompt=self._add_generation_prompt
+            )
+            if other is not None and other != self.text:
+                before = common_prefix(other, self.text)
+                behind = min(common_prefix(other[::-1], self.text[::-1]), len(self.text) - before)
+                return before, len(self.text) - behind
+            if "tool_calls" not in message:
+                break
+        return None
+
+
+def changed_message(message: Message, text: str, *, change_names: bool) -> Message:
+    """The message with `text` as each of its own texts; those that are empty stay so, since templates ask for that."""
+    changed = {**message, "content": text if message["content"] or "tool_calls" not in message else ""}
+    for field in REASONING_FIELDS:
+        if isinstance(value := message.get(field), str) and value.strip():
+            changed[field] = text
+    if "tool_calls" in message:
+        changed["tool_calls"] = [_changed_call(call, text, change_names) for call in message["tool_calls"]]
+    return changed
+
+
+def _changed_call(call: dict[str, Any], text: str, change_name: bool) -> dict[str, Any]:
+    function = call["function"]
+    changed = {**function, "arguments": dict.fromkeys(function["arguments"], text)}
+    if change_name:
+        changed["name"] = text
+    return {**call, "function": changed}
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Length of the common prefix, by bisection: comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Location of assistant turns in a rendered conversation, for chat templates without generation marks.
+#
+# For each turn, P is the rendering of all messages before it with the generation prompt, which the model gets at
+# inference, and Q is the rendering up to the end of the turn. Where the full rendering starts with both, the turn is
+# the text of Q behind P.
+#
+# Some templates render messages differently when others follow: Qwen3 removes earlier thinking. The full rendering is
+# what the model sees, so the turn is then found in it by what stands around the messages' own texts (see
+# `MessageRegions`). The turn starts behind as much of the generation prompt as the full rendering has there, and ends
+# behind the token that ends Q, or the first control token where there is another one. No boundary lies inside a token
+# that was added to the vocabulary. A turn is refused if another message stands between its parts.
 
 TAIL_CHARACTERS = 256
 

@@ -1,20 +1,24 @@
-"""The chat template of a run: which one it is, and how the trained text of a conversation is found."""
+"""The chat template of a run: from the tokenizer's files, a file of the user or this package."""
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+import re
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.assistant_turns import TurnFinder
-from lean_finetune.data.chat.bundled_templates import find_bundled, read_bundled
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.data.chat.end_of_turn import TurnEnds, find_ends
-from lean_finetune.data.chat.message_forms import in_its_form
-from lean_finetune.data.chat.message_regions import REASONING_FIELDS
+from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS, TurnFinder, in_its_form
+from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, rendering, work_limits
+from lean_finetune.data.chat.control_tokens import Segment, any_of, segments_of_spans, split_segments
 from lean_finetune.data.chat.template_probes import (
+    ASK,
+    CALLING,
     MESSAGE_FIELDS,
+    PROBES,
+    RESULT,
+    ThinkTags,
+    answer_texts,
     basic_segments,
     check_ends,
     check_last_end,
@@ -23,12 +27,112 @@ from lean_finetune.data.chat.template_probes import (
     omitted_parts,
     parts_of,
     reasoning_of,
+    thoughts,
 )
-from lean_finetune.data.chat.think_tags import ThinkTags, answer_texts, thoughts
 from lean_finetune.data.chat.tokenizer_files import read_template
-from lean_finetune.data.chat.trained_segments import Segment, segments_of_spans, split_segments
-from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
-from lean_finetune.data.format.example import Conversation, EmptyAnswer, RowFault
+from lean_finetune.data.format.format_base import Conversation, EmptyAnswer, Message, RowFault
+
+DIRECTORY = Path(__file__).parent / "templates"
+FAMILIES = {
+    "chatml": "im_start",
+    "qwen2.5": "im_start",
+    "qwen3": "im_start",
+    "llama-3": "start_header_id",
+    "llama-3.1": "start_header_id",
+    "mistral": "INST",
+    "mistral-tools": "INST",
+    "gemma": "start_of_turn",
+    "zephyr": "<|assistant|>",
+}
+"""A text that every template of the family contains, so that others need not be compiled."""
+
+
+def read_bundled(family: str) -> str:
+    """The text of a bundled template."""
+    return (DIRECTORY / f"{family}.jinja").read_text(encoding="utf-8")
+
+
+def find_bundled(own: CompiledTemplate, omitted: Set[str]) -> CompiledTemplate | None:
+    """The bundled template that renders every test conversation like `own`; None if there is none.
+
+    Conversations that `own` refuses or does not show completely (`omitted`) are not compared: such rows are refused
+    anyway. A template that refuses the basic conversation has no match, because too little would be compared.
+    """
+    if rendering(own, PROBES[0]) is None:
+        return None
+    probes = [(probe, rendering(own, probe)) for probe in PROBES if not parts_of(probe) & omitted]
+    for family, needed in FAMILIES.items():
+        if needed in own.source:
+            bundled = own.with_source(read_bundled(family), f"the bundled {family} template")
+            if all(text is None or text == rendering(bundled, probe) for probe, text in probes):
+                return bundled
+    return None
+
+
+# The end of trained turns, for templates that write none after an answer.
+#
+# GLM-4.5 begins the next turn by the token that ends the one before, Apertus and Apriel close a turn only when another
+# follows, and some templates end no turn. Generation stops at the tokens of generation_config.json, so one of them
+# must be trained behind an answer.
+
+_ANSWER = {"role": "assistant", "content": "zqanswer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnds:
+    """Trains an end behind each answer."""
+
+    stops: re.Pattern[str]
+    """A token at which generation stops, at the start of a text, and the white space before it."""
+    after_answer: str
+    """Text to append behind a row's last answer."""
+    after_calls: str
+    """The same behind tool calls."""
+
+    def apply(self, segments: Sequence[Segment], last: Message) -> list[Segment]:
+        """The segments of a row, whose last message is `last`, with the ends of trained turns in the trained text.
+
+        A stop token that follows an answer is moved into it. If the row ends with an answer, an end is appended.
+        """
+        ended: list[Segment] = []
+        for text, trained in segments:
+            if not trained and ended and ended[-1].trained and (stop := self.stops.match(text)):
+                ended[-1] = Segment(ended[-1].text + stop[0], True)
+                text = text[stop.end() :]
+            ended.append(Segment(text, trained))
+        while ended and not ended[-1].trained and not ended[-1].text.strip():
+            ended.pop()
+        end = self.after_calls if last.get("tool_calls") else self.after_answer
+        if ended and ended[-1].trained and last["role"] == "assistant" and not ended[-1].text.endswith(end):
+            ended[-1] = Segment(ended[-1].text + end, True)
+        return [segment for segment in ended if segment.text]
+
+
+def find_ends(template: CompiledTemplate, choice: str, stops: Collection[str], eos: str | None) -> TurnEnds | None:
+    """The ends of turns for data.end_of_turn: `choice`, auto or eos; None if no token is known.
+
+    `stops` are the tokens at which generation stops, the usual one first. For `auto` an end is what the template writes
+    behind an answer when a question follows, if that is one of them, else the end-of-sequence token or the first one.
+    """
+    stops = list(dict.fromkeys(stops)) or ([eos] if eos else [])
+    usual = eos if eos in stops or (eos and choice == "eos") else next(iter(stops), None)
+    if usual is None:
+        return None
+    pattern = re.compile(rf"\s*(?:{any_of(stops)})")
+    answer = calls = None
+    if choice == "auto":
+        shown = rendering(template, Conversation(messages=[ASK, _ANSWER, ASK], tools=None))
+        answer = pattern.match((shown or "").rpartition(_ANSWER["content"])[2])
+        called, result = (
+            rendering(template, Conversation(messages=m, tools=None)) for m in ([ASK, CALLING], [ASK, CALLING, RESULT])
+        )
+        if called and result and result.startswith(called.rstrip()):
+            calls = pattern.match(result, len(called.rstrip()))
+    after_answer = answer[0] if answer else usual
+    return TurnEnds(stops=pattern, after_answer=after_answer, after_calls=calls[0] if calls else after_answer)
+
+
+# The chat template of a run: which one it is, and how the trained text of a conversation is found.
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 

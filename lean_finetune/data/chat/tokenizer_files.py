@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.data.chat.message_forms import in_its_form
-from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
+from lean_finetune.data.chat.assistant_turns import in_its_form
+from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, work_limits
 from lean_finetune.pinning.config_file import json_object
 
 

@@ -1,14 +1,198 @@
-"""Base class of row formats, the registry of formats, and the detection of a row's format."""
+"""What all row formats share: examples, values of a row, and the interface of a format."""
 
+import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.example import Conversation, PlainText, RowFault
-from lean_finetune.data.format.row_values import show
+import orjson
+
+from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.data.read.row_block import MAX_DEPTH
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPT_ROLES = ("user", "tool")
+"""Roles that an assistant's turn answers."""
+
+Message = dict[str, Any]
+
+
+class RowFault(Exception):
+    """A row that cannot be used: the rule and the remedy, as one line. The caller adds file and line."""
+
+    def __init__(self, rule: str):
+        super().__init__(one_line(rule))
+
+
+class EmptyAnswer(RowFault):
+    """A trained turn is empty, so the model would learn only to end it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A row for the chat template. Every assistant turn that is not in `context` is trained."""
+
+    messages: list[Message]
+    """Each with a known `role` and text in `content`."""
+    tools: list[Any] | None
+    context: frozenset[int] = frozenset()
+    """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
+
+    def trained_turns(self) -> list[int]:
+        """Indices in `messages` of the turns that are trained."""
+        return [n for n in self.turns() if n not in self.context]
+
+    def turns(self) -> list[int]:
+        """Indices in `messages` of the assistant's turns."""
+        return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def prompt_key(self) -> bytes:
+        """Everything before the first answer to a question: conversations that begin alike have equal keys.
+
+        A greeting before the first question belongs to the key. Without any question the key is the whole row.
+        """
+        roles = [message["role"] for message in self.messages]
+        question = next((n for n, role in enumerate(roles) if role in PROMPT_ROLES), len(roles))
+        first = next((n for n in self.turns() if n > question), None)
+        return canonical({"messages": self.messages[:first], "tools": self.tools})
+
+    def has_empty_answer(self) -> bool:
+        """Whether a trained turn has neither text, nor tool calls, nor another value that a template may show."""
+        return any(_is_empty(self.messages[n]) for n in self.trained_turns())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainText:
+    """A row without a chat template: `completion` and the end-of-sequence token are trained."""
+
+    prompt: str
+    completion: str
+
+    def prompt_key(self) -> bytes:
+        """The prompt, or the text where there is none."""
+        return canonical({"prompt": self.prompt} if self.prompt else {"text": self.completion})
+
+    def has_empty_answer(self) -> bool:
+        """Whether there is no text to train."""
+        return not self.completion.strip()
+
+
+def is_heldout(example: Conversation | PlainText, fraction: float, seed: int) -> bool:
+    """Whether the hash of `seed` and the prompt key falls into the held-out fraction.
+
+    Rows with equal prompts are on the same side, and adding rows moves no other row.
+    """
+    digest = hashlib.blake2b(example.prompt_key(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def canonical(value: Any) -> bytes:
+    """A JSON value as bytes that do not depend on the order of keys."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:
+        # orjson refuses lone surrogates, integers past 64 bits, and what Parquet has and JSON lacks (bytes, decimals).
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _is_empty(message: Message) -> bool:
+    content = message["content"]
+    if content and not content.isspace():
+        return False
+    return not any(value for key, value in message.items() if key not in ("role", "name", "content"))
+
+
+# Typed access to the values of a row, and their short form for messages.
+
+SHOWN_CHARACTERS = 80
+_BLANK_TEXTS = ("", "[]", "null")
+# orjson silently reads an integer past 64 bits as the nearest float.
+_MAYBE_LARGE = re.compile("[0-9]{19}")
+
+
+def show(value: Any) -> str:
+    """A value as JSON, shortened for a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value is more than null, blank text, or a list or object of such values.
+
+    Data sets write an absent image as {"bytes": null, "path": null}.
+    """
+    if isinstance(value, str):
+        return value.strip() not in _BLANK_TEXTS
+    if isinstance(value, list | dict):
+        return any(map(is_given, value.values() if isinstance(value, dict) else value))
+    return value is not None
+
+
+def text_of(row: Mapping[str, Any], key: str) -> str:
+    """A text value. Raises RowFault if it is not text."""
+    value = row[key]
+    if not isinstance(value, str):
+        raise RowFault(f"{key!r} must be text, got {show(value)}; change it")
+    return value
+
+
+def text_or_nothing(row: Mapping[str, Any], key: str) -> str:
+    """A text value; an absent or null one is empty. Raises RowFault if it is not text."""
+    return "" if row.get(key) is None else text_of(row, key)
+
+
+def list_of(row: Mapping[str, Any], key: str) -> list[Any]:
+    """A list value, or its JSON text as in a CSV file. An absent, null or blank one is empty.
+
+    Raises RowFault if it is something else.
+    """
+    value = row.get(key)
+    if isinstance(value, str):
+        try:
+            value = parse_json(value, key) if value.strip() else None
+        except RowFault:
+            raise RowFault(f"{key!r} must be a list, or JSON text of one, got {show(value)}; change it") from None
+    if value is not None and not isinstance(value, list):
+        raise RowFault(f"{key!r} must be a list, got {show(value)}; change it")
+    return value or []
+
+
+def list_or_nothing(text: str) -> list[Any]:
+    """The list of JSON text; empty if it is something else."""
+    try:
+        value = parse_json(text, "")
+    except RowFault:
+        return []
+    return value if isinstance(value, list) else []
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of JSON text inside a row. Raises RowFault if it is not JSON, or nested too deep."""
+    try:
+        value = json.loads(text) if _MAYBE_LARGE.search(text) else orjson.loads(text)
+    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
+        try:  # The standard parser accepts NaN and lone surrogates, which ControlTokenGuard replaces.
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise RowFault(f"{where} must be JSON, got {show(text)}; change it") from None
+    check_depth(value, where)
+    return value
+
+
+def check_depth(value: Any, where: str, room: int = MAX_DEPTH) -> None:
+    """Raise RowFault if a JSON value is nested deeper than `room`."""
+    if isinstance(value, dict | list):
+        if not room:
+            raise RowFault(f"{where} is nested too deep; make it flatter than {MAX_DEPTH} levels")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, where, room - 1)
+
+
+# Base class of row formats, the registry of formats, and the detection of a row's format.
 
 AUTO = "auto"
 PREFERENCE_KEYS = (

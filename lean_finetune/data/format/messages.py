@@ -1,15 +1,127 @@
-"""Messages, tool calls and tools in the form that chat templates expect."""
+"""Conversations as turns: roles, contents and tool calls, whatever names a row gives them."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lean_finetune.data.format.example import ROLES, Message, RowFault
-from lean_finetune.data.format.roles import CALL, ROLE_NAMES, role_of
-from lean_finetune.data.format.row_values import is_given, parse_json, show
-from lean_finetune.data.format.turn_content import read_content
-from lean_finetune.data.format.turn_marks import pop_marks
-from lean_finetune.data.format.unread_columns import refuse_media
+from lean_finetune.data.format.format_base import ROLES, Message, RowFault, is_given, parse_json, show
+from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
+
+CALL = "tool_call"
+"""Role of a turn whose text is the JSON of the assistant's tool calls."""
+ROLE_NAMES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"},
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys((CALL, "function_call"), CALL),
+}
+"""Each known name and its role, CALL included. Case does not matter."""
+ROLES_KEY = "roles"
+"""Key of data.columns whose value maps other names of roles to known ones."""
+ROLE_KEYS = ("role", "from")
+_TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion")
+
+
+def role_of(name: Any, key: str, where: str) -> str:
+    """The role of a name, which the turn has under `key`. Raises RowFault if it is unknown."""
+    role = ROLE_NAMES.get(name) or ROLE_NAMES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise RowFault(
+            f"{where} has {key}={show(name)}; known: {', '.join(ROLE_NAMES)}; change it, or map it in data.columns, "
+            "such as {roles: {name: assistant}}"
+        )
+    return role
+
+
+def with_roles(row: Mapping[str, Any], roles: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with the names of roles that `roles` maps replaced in its lists of turns."""
+    changed = {key: [_renamed(turn, roles) for turn in row[key]] for key in _TURN_LISTS if type(row.get(key)) is list}
+    return {**row, **changed}
+
+
+def _renamed(turn: Any, roles: Mapping[str, str]) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    names = {key: turn[key] for key in ROLE_KEYS if isinstance(turn.get(key), str)}
+    return {**turn, **{key: roles.get(name) or roles.get(name.strip().lower(), name) for key, name in names.items()}}
+
+
+# The content of a turn: text, typed parts, and the results of tools.
+
+TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value", "content")
+# Parts of an answer, as LLaMA-Factory and gpt-oss write them.
+REASONING_PARTS, REASONING_PART_KEYS = ("reasoning", "thinking"), ("value", "text", "thinking", "reasoning")
+CALL_PARTS, CALL_PART_KEYS = ("tool_call",), ("value", "tool_call")
+_PARTS = (*TEXT_PARTS, *(start + kind for start in ("", "input_") for kind in ("image", "audio", "video", "file")))
+_PARTS += ("image_url", "audio_url", "video_url")
+REASONING = "reasoning_content"
+"""The message key that reasoning parts become."""
+
+
+def read_content(message: Message, role: str, where: str, text_key: str) -> list[Any]:
+    """Replace a message's content by its text and its reasoning; return the tool calls among its parts.
+
+    `text_key` is the row's name of the content. Raises RowFault if the content has something else than text.
+    """
+    content = message.get("content")
+    if isinstance(content, str):
+        return []
+    if role == "tool" and not _is_parts(content):
+        message["content"] = "" if content is None else json.dumps(content, ensure_ascii=False, default=str)
+        return []
+    if not isinstance(content, list):
+        raise RowFault(f"{where} needs text in {text_key!r}, got {show(content)}; change it")
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Any] = []
+    for part in content:
+        _refuse_marks(part, where)
+        if (text := _value(part, TEXT_PARTS, TEXT_KEYS)) is not None:
+            texts.append(text)
+        elif role == "assistant" and (text := _value(part, REASONING_PARTS, REASONING_PART_KEYS)) is not None:
+            reasoning.append(text)
+        elif role == "assistant" and (text := _value(part, CALL_PARTS, CALL_PART_KEYS)) is not None:
+            found = parse_json(text, f"{where} (tool_call)")
+            calls += found if isinstance(found, list) else [found]
+        else:
+            raise RowFault(f"{where} has a content part that is not text: {show(part)}; only text can be trained")
+    if reasoning and message.get(REASONING):
+        raise RowFault(f"{where} has reasoning in 'content' and in {REASONING!r}; keep one of them")
+    if reasoning:
+        message[REASONING] = "".join(reasoning)
+    message["content"] = "".join(texts)
+    return calls
+
+
+def _value(part: Any, kinds: tuple[str, ...], keys: tuple[str, ...]) -> str | None:
+    """The text of a part of one of these kinds; None for another part.
+
+    It is in one of `keys`, by data set. Column formats fill the others with null.
+    """
+    if not isinstance(part, dict) or part.get("type") not in kinds:
+        return None
+    found = [part[key] for key in keys if part.get(key) is not None]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
+
+
+def _is_parts(content: Any) -> bool:
+    """Whether content is a list of typed parts, or an empty one; another list is the result of a tool."""
+    return isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in _PARTS for part in content)
+
+
+def _refuse_marks(part: Any, where: str) -> None:
+    """Refuse a part that is marked as trained or not (Axolotl), since its turn is trained completely or not at all."""
+    if isinstance(part, dict) and len(part) > 2:
+        for key, value in part.items():
+            if looks_like_mark(key, value) and not (key in TRAINED_KEYS and value == 1):
+                raise RowFault(
+                    f"{where}: {key} of a content part selects parts of a turn, but only complete turns can be "
+                    "trained; remove it, or the row"
+                )
+
+
+# Messages, tool calls and tools in the form that chat templates expect.
 
 KNOWN_KEYS = {
     *("role", "content", "name", "tool_calls", "tool_call_id"),

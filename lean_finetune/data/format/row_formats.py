@@ -3,12 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lean_finetune.data.format.example import Conversation, Message, PlainText, RowFault
-from lean_finetune.data.format.format_base import RowFormat, SourceFormat, register
-from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns
-from lean_finetune.data.format.roles import with_roles
-from lean_finetune.data.format.row_values import is_given, list_of, show, text_of, text_or_nothing
-from lean_finetune.data.format.turn_marks import LOSS_MASK, untrained_by_mask
+from lean_finetune.data.format.format_base import (
+    Conversation,
+    Message,
+    PlainText,
+    RowFault,
+    RowFormat,
+    SourceFormat,
+    is_given,
+    list_of,
+    register,
+    show,
+    text_of,
+    text_or_nothing,
+)
+from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
+from lean_finetune.data.format.unread_columns import LOSS_MASK, untrained_by_mask
 
 _CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 

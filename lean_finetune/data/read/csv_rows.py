@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read.arrow_arrays import from_texts
-from lean_finetune.data.read.json_lines import complete_lines
+from lean_finetune.data.read.arrow_batches import from_texts
+from lean_finetune.data.read.json_values import complete_lines
 from lean_finetune.data.read.row_block import MAX_ROW_BYTES, Read, RowBlock, to_payload
 
 # The csv module stores up to four bytes a character: a cell takes at most MAX_ROW_BYTES.

@@ -1,9 +1,4 @@
-"""JSON files that are not one object a line: split into values without parsing them, so that workers can parse.
-
-The values are the elements of an array, of an array inside an object such as {"data": […]}, or objects that follow each
-other, each over several lines. Streaming parsers such as ijson give neither the bytes nor the line of a value, which
-workers and refusals need; they also refuse NaN and keep the last of two equal keys.
-"""
+"""JSON and text files, split into blocks of rows without parsing them."""
 
 import json
 import re
@@ -14,6 +9,50 @@ from typing import Literal
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.row_block import MAX_ROW_BYTES, TOO_LONG, Read, RowBlock
+
+
+def read_lines(read: Read, kind: Literal["lines", "text"], block_bytes: int) -> Iterator[RowBlock]:
+    """Blocks of complete lines of about `block_bytes`. A line longer than MAX_ROW_BYTES is skipped and is a fault."""
+    number = 0
+    for content in complete_lines(read, block_bytes):
+        faults = ((number, number + 1, TOO_LONG),) if content is None else ()
+        yield RowBlock(kind=kind, payload=content or b"", first_row=number, faults=faults)
+        number += 1 if content is None else content.count(b"\n")
+
+
+def complete_lines(read: Read, block_bytes: int) -> Iterator[bytes | None]:
+    """Complete lines of about `block_bytes` together, each with its line end; None for a line over MAX_ROW_BYTES."""
+    parts: list[bytes] = []
+    parts_bytes = 0
+    is_too_long = False
+    while chunk := read(block_bytes):
+        first_end = chunk.find(b"\n")
+        if parts_bytes + (len(chunk) if first_end < 0 else first_end) > MAX_ROW_BYTES:
+            is_too_long, parts, parts_bytes = True, [], 0
+        if first_end < 0:
+            if not is_too_long:
+                parts.append(chunk)
+                parts_bytes += len(chunk)
+            continue
+        if is_too_long:
+            yield None
+            is_too_long, chunk = False, chunk[first_end + 1 :]
+        end = chunk.rfind(b"\n") + 1
+        parts.append(chunk[:end])
+        if content := b"".join(parts):
+            yield content
+        parts, parts_bytes = [chunk[end:]], len(chunk) - end
+    if is_too_long:
+        yield None
+    elif content := b"".join(parts):
+        yield content + b"\n"
+
+
+# JSON files that are not one object a line: split into values without parsing them, so that workers can parse.
+#
+# The values are the elements of an array, of an array inside an object such as {"data": […]}, or objects that follow
+# each other, each over several lines. Streaming parsers such as ijson give neither the bytes nor the line of a value,
+# which workers and refusals need; they also refuse NaN and keep the last of two equal keys.
 
 LAYOUT_BYTES = 1 << 16
 """Bytes at the file's start that `json_layout` needs."""

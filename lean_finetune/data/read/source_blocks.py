@@ -7,12 +7,10 @@ from typing import Any
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.arrow_batches import read_record_batches
 from lean_finetune.data.read.csv_rows import read_table
-from lean_finetune.data.read.json_lines import read_lines
-from lean_finetune.data.read.json_values import LAYOUT_BYTES, json_layout, read_json_values
+from lean_finetune.data.read.json_values import LAYOUT_BYTES, json_layout, read_json_values, read_lines
 from lean_finetune.data.read.pinned_files import DecompressedFile, PinnedBytes, open_seekable
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
-from lean_finetune.pinning.descriptions import is_heldout_source
-from lean_finetune.pinning.locate import DataFile, data_files
+from lean_finetune.pinning.locate import DataFile, data_files, is_heldout_source
 
 MAX_ROWS_OF_A_FILE = 4_000_000_000
 """The token files number rows in four bytes; the margin is more than any block has."""

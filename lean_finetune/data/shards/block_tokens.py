@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.encode.max_length import Chunks
-from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_numpy
+from lean_finetune.data.encode.row_tokenizer import Chunks
+from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 
 LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8

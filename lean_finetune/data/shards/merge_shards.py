@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.read.arrow_arrays import from_numpy, to_numpy
+from lean_finetune.data.read.arrow_batches import from_numpy, to_numpy
 from lean_finetune.data.shards.block_tokens import Tally
 from lean_finetune.data.shards.shard_files import SIDES, Shard, shard_name
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
-from lean_finetune.data.read.arrow_arrays import from_numpy, to_numpy
+from lean_finetune.data.read.arrow_batches import from_numpy, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.block_tokens import BlockTokens, SideTokens, Tally
 

@@ -8,15 +8,19 @@ import numpy as np
 
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.chat.work_limits import LIMITS_MET, limit_met, work_limits
-from lean_finetune.data.encode.encoded_rows import EncodedRows
-from lean_finetune.data.encode.engine_choice import load_engine
-from lean_finetune.data.encode.max_length import Chunks, limit_lengths
-from lean_finetune.data.encode.row_tokenizer import RowTokenizer
-from lean_finetune.data.encode.tokenizers_engine import Engine
-from lean_finetune.data.format.example import Conversation, EmptyAnswer, PlainText, RowFault, is_heldout
-from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.chat.compiled_template import LIMITS_MET, limit_met, work_limits
+from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.encode.joined_encoder import EncodedRows
+from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_lengths
+from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
+from lean_finetune.data.format.format_base import (
+    Conversation,
+    EmptyAnswer,
+    PlainText,
+    RowFault,
+    SourceFormat,
+    is_heldout,
+)
 from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without

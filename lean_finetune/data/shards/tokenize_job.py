@@ -12,10 +12,16 @@ from lean_finetune.config.data_schema import Data
 from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate
-from lean_finetune.data.encode.engine_choice import choose_engine
-from lean_finetune.data.format.example import Conversation, RowFault
-from lean_finetune.data.format.format_base import AUTO, SourceFormat, check_columns, detect_format
-from lean_finetune.data.format.roles import ROLES_KEY
+from lean_finetune.data.encode.tokenizer_engine import choose_engine
+from lean_finetune.data.format.format_base import (
+    AUTO,
+    Conversation,
+    RowFault,
+    SourceFormat,
+    check_columns,
+    detect_format,
+)
+from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
 from lean_finetune.data.read.decode_rows import decode
@@ -23,8 +29,7 @@ from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.descriptions import is_heldout_source
-from lean_finetune.pinning.locate import NO_FILES, FileVersions, template_file
+from lean_finetune.pinning.locate import NO_FILES, FileVersions, is_heldout_source, template_file
 
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""

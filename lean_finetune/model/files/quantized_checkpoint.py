@@ -24,7 +24,7 @@ from lean_finetune.model.files.quantized_weights import (
     Mxfp4Weight,
 )
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, model_tensors
-from lean_finetune.pinning.model_checks import INDEX
+from lean_finetune.pinning.model_source import INDEX
 
 MXFP4, FP8, NF4, FP4 = "MXFP4", "FP8", "NF4", "FP4"
 BITSANDBYTES = (NF4, FP4, INT8)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from lean_finetune.core import progress
-from lean_finetune.pinning.model_checks import INDEX, WEIGHTS, shard_names
+from lean_finetune.pinning.model_source import INDEX, WEIGHTS, shard_names
 
 # In the order of safetensors' own writer: widest first, so that each tensor is aligned.
 DTYPES: Mapping[str, torch.dtype] = {

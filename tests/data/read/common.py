@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.read.row_block import RawRow, RowBlock
-from lean_finetune.data.read.source_blocks import BLOCK_BYTES, read_blocks
+from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
+from lean_finetune.data.read.source_blocks import read_blocks
 
 
 def source(*paths: Path, rows: int | None = None) -> dict[str, Any]:

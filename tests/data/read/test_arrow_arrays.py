@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lean_finetune.data.read.arrow_arrays import from_numpy, from_texts, to_numpy
+from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -14,11 +14,11 @@ WORKER = """
 import sys
 import numpy as np
 import lean_finetune.data.shards.tokenize_block
-from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.read.source_blocks import RowBlock
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.shards.block_tokens import digests, record_batch, token_schema
-from lean_finetune.data.encode.max_length import limit_lengths
-from lean_finetune.data.encode.encoded_rows import EncodedRows
+from lean_finetune.data.encode.row_tokenizer import limit_lengths
+from lean_finetune.data.encode.row_tokenizer import EncodedRows
 row = EncodedRows(ids=np.arange(4, dtype=np.int32), offsets=np.array([0, 4]), span_rows=np.array([0]),
                   spans=np.array([[1, 4]]), failed=frozenset())
 digests(record_batch(token_schema(9, 9, 1), limit_lengths(row, 9, "drop"), row.ids, ["a"], 0, np.zeros(1, np.uint32)))

@@ -8,12 +8,11 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.encode.encoded_rows import EncodedRows
-from lean_finetune.data.encode.engine_choice import load_engine
+from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.encode.joined_encoder import EncodedRows
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
-from lean_finetune.data.format.example import Conversation
-from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.encode.tokenizer_engine import load_engine
+from lean_finetune.data.format.format_base import Conversation, SourceFormat
 from lean_finetune.data.format.row_formats import parse_row
 
 DATE = "2024-07-26"

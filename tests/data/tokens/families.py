@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.format.example import Conversation
+from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.format.format_base import Conversation
 from tests.data.tokens.common import DATE
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -9,7 +9,7 @@ import pytest
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.example import Conversation
+from lean_finetune.data.format.format_base import Conversation
 from tests.data.tokens.common import DATE, chat_row, decoder, meta, read_tokens, spans_of
 from tests.data.tokens.families import ASK, FAMILIES, TURNS, Family, chat, save_tokenizer, trained, turn
 from tests.data.tokens.test_tokenize_block import block_of, both_sides, worker_of

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.encode import engine_choice as engine_module
-from lean_finetune.data.encode.engine_choice import choose_engine, load_engine
-from lean_finetune.data.encode.engine_probes import EDGE_CASES, probe_texts
-from lean_finetune.data.encode.tiktoken_engine import TiktokenEngine
-from lean_finetune.data.encode.tokenizers_engine import TokenizersEngine
+from lean_finetune.data.encode import tokenizer_engine as engine_module
+from lean_finetune.data.encode.tokenizer_engine import (
+    EDGE_CASES,
+    TiktokenEngine,
+    TokenizersEngine,
+    choose_engine,
+    load_engine,
+    probe_texts,
+)
 from tests.data.tokens.built import LLAMA3_PATTERN, byte_level, sample_texts, save, sentencepiece
 
 STYLES = ("gpt2", "llama3", "qwen2")

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.pinning.descriptions import describe_data
+from lean_finetune.pinning.locate import describe_data
 from lean_finetune.step.token_rows import TokenRows
 from tests.data.tokens.common import chat_row, meta
 from tests.workspace import error, write_rows

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation, RowFault
 from tests.data.tokens.common import DATE, encode_one, row_tokenizer
 from tests.data.tokens.families import chat, trained, turn
 

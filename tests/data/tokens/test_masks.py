@@ -12,9 +12,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START
+from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START, Segment, split_segments
 from lean_finetune.data.chat.tokenizer_files import read_template
-from lean_finetune.data.chat.trained_segments import Segment, split_segments
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
 from tests.data.tokens.common import DATE, MESSAGES, EncodedRow, chat_row, decoder, encode_one, row_tokenizer

@@ -4,7 +4,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation, RowFault
 from tests.data.tokens.common import DATE
 from tests.data.tokens.families import ASK, OWN_BLOCK, TURNS, chat, trained, turn
 

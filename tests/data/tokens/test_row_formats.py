@@ -11,8 +11,16 @@ import pytest
 
 from lean_finetune.config.field_types import Format
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.example import Conversation, PlainText, RowFault, is_heldout
-from lean_finetune.data.format.format_base import FORMATS, RowFormat, check_columns, detect_format
+from lean_finetune.data.format.format_base import (
+    FORMATS,
+    Conversation,
+    PlainText,
+    RowFault,
+    RowFormat,
+    check_columns,
+    detect_format,
+    is_heldout,
+)
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from tests.data.read.common import arrow, parquet, values_of
 from tests.data.tokens.common import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.trained_segments import Segment
+from lean_finetune.data.chat.control_tokens import Segment
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer, choose_pad
 from tests.data.tokens.built import byte_level, save, sentencepiece
 from tests.data.tokens.common import encode_one, row_of, row_tokenizer

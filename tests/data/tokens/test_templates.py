@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat import bundled_templates
-from lean_finetune.data.chat.bundled_templates import read_bundled
-from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
+from lean_finetune.data.chat import chat_template as bundled_templates
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.data.chat.trained_segments import Segment
-from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.format.format_base import Conversation, RowFault
 from tests.data.tokens.common import DATE, conversation, decoder, encode_one, row_tokenizer
 from tests.data.tokens.families import (
     ASK,

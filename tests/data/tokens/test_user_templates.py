@@ -10,10 +10,9 @@ import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat import work_limits
-from lean_finetune.data.chat.bundled_templates import read_bundled
-from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.example import Conversation, RowFault
+from lean_finetune.data.chat import compiled_template
+from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_bundled
+from lean_finetune.data.format.format_base import Conversation, RowFault
 from lean_finetune.data.shards import tokenize_block
 from tests.data.tokens.common import DATE, chat_row, decoder, read_tokens
 from tests.data.tokens.families import ASK, TURNS, chat, trained
@@ -82,7 +81,7 @@ TOO_LONG = {
 @pytest.mark.parametrize("source", TOO_LONG.values(), ids=TOO_LONG)
 def test_a_template_that_runs_without_end_is_refused(tiny_dir, source, monkeypatch):
     """Also where it hides what it computes behind a condition that the compiler cannot know."""
-    monkeypatch.setattr(work_limits, "CONVERSATION_SECONDS", 0.1)
+    monkeypatch.setattr(compiled_template, "CONVERSATION_SECONDS", 0.1)
     for text in (source, "{% if messages %}" + source + "{% endif %}"):
         with pytest.raises(
             UserError, match="^data.chat_template: the template (runs too long on a conversation|is brok)"
