@@ -14,7 +14,7 @@ from cuda_memory.snapshot import snapshot
 from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.cli import main
 from tests.cuda_memory.snapshots import Snapshot, frame
-from tests.cuda_memory.test_recording_analysis import MODEL, training
+from tests.cuda_memory.test_diagnosis import MODEL, training
 
 
 def run(*words: object) -> str:
