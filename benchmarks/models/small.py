@@ -33,7 +33,7 @@ COUNTED = (
     *("afmoe", "bamba", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoehybrid", "hunyuan_v1_moe"),
     *("jamba", "lfm2", "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m2", "olmo_hybrid", "olmoe", "phimoe"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "flex_olmo", "granitemoeshared", "solar_open"),
-    *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "gptj", "codegen", "mpt", "apertus", "seed_oss"),
+    *("olmo3", "smollm3", "cohere2", "glm4", "exaone4", "gpt2", "apertus", "seed_oss"),
     *("helium", "nanochat", "arcee", "stablelm", "persimmon", "ministral3", "internlm3", "hyperclovax"),
     *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2"),
     *("xlstm", "gemma3n_text", "gemma4_text", "llama4_text"),

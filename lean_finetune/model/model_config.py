@@ -25,9 +25,6 @@ LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 MULTIPLIES = {"hyperclovax"}
 """Families that multiply by a divisor of this name."""
 
-UNREAD = {"mpt": {"logit_scale"}}
-"""Values that a family's config class declares, and its code does not read."""
-
 OWN_ATTENTION = {"falcon"}
 """Families that support transformers' own attention functions alone, by name."""
 
@@ -43,10 +40,12 @@ INDEXED = "indexed_attention"
 
 NEEDS_MASK = "a mask of all pairs of tokens, which training does not create"
 UNSUPPORTED = {
+    "biogpt": "makes a mask that it leaves out where all values allow it, so its memory is not known",
     "blt": "reads bytes in patches whose number depends on the text",
     "cpmant": "lets a token see later ones",
     "deepseek_v4": "attends to summaries of earlier tokens too, which is not supported yet",
     "doge": f"attends with {NEEDS_MASK}",
+    "mpt": "has names of its own for the limit of rows and for a scale of logits that is not applied",
     "rwkv": "computes one token after the other, except by a kernel from the hub, and changes its weights to evaluate",
 }
 """Families that would fail in training, and why."""
@@ -205,8 +204,7 @@ def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
 
 def _declared(config: PretrainedConfig, name: str) -> Any:
     """A value that the family's config class declares; None for a key of config.json that its code does not read."""
-    read = hasattr(type(config), name) and name not in UNREAD.get(config.model_type, ())
-    return getattr(config, name, None) if read else None
+    return getattr(config, name, None) if hasattr(type(config), name) else None
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
@@ -221,7 +219,7 @@ def caps_scores(config: PretrainedConfig) -> bool:
 
 
 def computes_own_attention(config: PretrainedConfig) -> bool:
-    """Whether a family's own code computes attention, with all length × length scores (BLOOM, MPT, Falcon)."""
+    """Whether a family's own code computes attention, with all length × length scores, as Falcon's does."""
     kind = causal_class(config)
     own = config.model_type in OWN_ATTENTION or not kind._supports_sdpa
     return own and not kind._supports_attention_backend
@@ -248,9 +246,8 @@ def largest_head_size(config: PretrainedConfig) -> int:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest row that a model takes; None without a limit. MPT calls them max_seq_len."""
-    text = config.get_text_config()
-    limit: int | None = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    """Tokens of the longest row that a model takes; None without a limit."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit
 
 

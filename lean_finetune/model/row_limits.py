@@ -14,8 +14,6 @@ from lean_finetune.model.model_config import (
     row_loop,
 )
 
-SEE_OTHER_ROWS = {"falcon", "openai-gpt", "xglm"}
-"""Families that compute attention in their own code, where a token sees the rows before its own."""
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
 """Remedy for families that do not support joined rows."""
 
@@ -79,13 +77,13 @@ def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    if config.model_type in SEE_OTHER_ROWS:
-        raise rows_see_each_other(config.model_type)
     if kinds := other_layers(config):
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"
         )
+    if computes_own_attention(config):  # A token would see the rows before its own.
+        raise rows_see_each_other(config.model_type)
     if caps_scores(config):
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} caps its scores, which "

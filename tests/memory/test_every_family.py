@@ -86,8 +86,8 @@ def test_a_scan_of_several_chunks_is_predicted_as_it_is_counted(tmp_path, monkey
     assert worst_share(pairs) < 1e-3, pairs
 
 
-UNLIKE = ("gpt2", "lfm2", "qwen3_next", "glm4_moe", "mpt", "falcon")
-"""Transposed weights, convolutions, linear attention, experts, ALiBi, attention of its own."""
+UNLIKE = ("gpt2", "lfm2", "qwen3_next", "glm4_moe", "falcon")
+"""Transposed weights, convolutions, linear attention, experts, attention of its own."""
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")

@@ -67,7 +67,7 @@ def sweep_switches(
     bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not progress)
     points: list[SweepPoint] = [((), current.peak.bytes)]
     for flags, changed, shapes in bar:
-        with suppress(UserError):  # The model cannot have this switch, as CTRL cannot recompute layers.
+        with suppress(UserError):  # The model cannot have this switch: GPT-NeoX-Japanese cannot recompute layers.
             points.append((flags, predict(config, changed, shapes, target).peak.bytes))
     return points
 

@@ -22,7 +22,7 @@ DEPEND_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 UNTRACEABLE = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
 """Raised for operations without a shape function."""
 UNREAD_LAYERDROP = "5.23.0"
-"""Release of transformers whose OPT and BioGPT draw no random number for a `layerdrop` of 0; 5.17.0 compares it."""
+"""Release of transformers whose OPT draws no random number for a `layerdrop` of 0; 5.17.0 compares it."""
 PACKAGE = Path(__file__).parents[2]
 
 

@@ -184,13 +184,11 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     """None for plain causal attention, else transformers' mask; it covers complete rows if their tokens are divided.
 
     transformers would read tensor values to decide, which fake tensors do not have; deciding from the arguments gives
-    real and fake tensors the same mask. BioGPT makes a mask of ones if it gets none; that mask is ignored.
+    real and fake tensors the same mask.
     """
     window = kwargs.get("local_size")
     if current.parts > 1:
         kv_length, kwargs["q_length"] = kv_length * current.parts, kwargs["q_length"] * current.parts
-    if current.without_mask:
-        attention_mask = None
     if attention_mask is None and (current.rows_are_joined or window is None or kv_length < window):
         return None
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)

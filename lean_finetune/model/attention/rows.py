@@ -59,7 +59,6 @@ def key_copies(heads: int, key_heads: int, parts: int) -> int:
 class CurrentForward:
     """State of the running forward pass, for functions that transformers calls without our arguments."""
 
-    without_mask: bool = False
     rows_are_joined: bool = False
     parts: int = 1
     """Processes among which the tokens of each row are divided."""
@@ -86,7 +85,7 @@ def maskless_forward(
     ours, so global flags decide them. transformers would first search the positions for joined rows, and wait for the
     GPU to see whether there are any.
     """
-    current.without_mask, current.rows_are_joined = True, joined_rows is not None
+    current.rows_are_joined = joined_rows is not None
     current.parts = 1 if exchange is None else exchange.parts
     current.got_rows.clear()
     search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_joined_rows
@@ -95,7 +94,7 @@ def maskless_forward(
         yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
     finally:
         masking_utils.find_packed_sequence_indices = search
-        current.without_mask, current.rows_are_joined, current.parts = False, False, 1
+        current.rows_are_joined, current.parts = False, 1
 
 
 def _no_joined_rows(position_ids: torch.Tensor) -> None:
