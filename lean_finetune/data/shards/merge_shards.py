@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +24,6 @@ INDEX = pa.schema(
         pa.field("dropped", pa.bool_(), nullable=False),
     ]
 )
-
-
-LocatedShard = tuple[Path, Shard]
-"""(directory of the shard's files, the shard)."""
 
 
 @dataclass(kw_only=True)
@@ -88,22 +84,25 @@ class Totals:
         return sum(self.tally.counts.values(), Counter())
 
 
-def merge(located: Sequence[LocatedShard], out: Path, sources: int, max_length: int, drop_duplicates: bool) -> Totals:
-    """Link the shards' token files into `out`, write the index files, and compute the totals."""
+def merge(
+    root: Path, shards: Sequence[Shard], out: Path, sources: int, max_length: int, drop_duplicates: bool
+) -> Totals:
+    """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals."""
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
         sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
     )
-    for _, shard in located:
+    for shard in shards:
         totals.tally.add(shard.tally)
-    dropped = _duplicates(located) if drop_duplicates else None
+    dropped = _duplicates(root, shards) if drop_duplicates else None
     for side in SIDES:
         (out / side).mkdir()
-        for root, shard in located:
+        for shard in shards:
             name = f"{side}/{shard_name(shard.number)}.arrow"
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
-        _write_index(located, side, out / f"{side}-index.arrow", totals.sides[side], side_dropped)
+        index = _index_parts(root, shards, side)
+        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped)
     return totals
 
 
@@ -115,22 +114,22 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _index_parts(located: Sequence[LocatedShard], side: str) -> Iterator[pa.Table]:
+def _index_parts(root: Path, shards: Sequence[Shard], side: str) -> Iterator[pa.Table]:
     """The index of each shard, in order."""
-    for root, shard in located:
+    for shard in shards:
         path = root / f"{side}-index" / f"{shard_name(shard.number)}.arrow"
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             yield reader.read_all()
 
 
-def _duplicates(located: Sequence[LocatedShard]) -> dict[str, np.ndarray]:
+def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
     """By side, bool of shape (rows,): whether an earlier row has the same tokens.
 
     Held-out rows count as earlier than training rows, so a training row that equals a held-out row is dropped. Memory
     has 8 bytes for each row. Two of 10 million different rows have equal digests with probability 1 in 370,000.
     """
     order = tuple(reversed(SIDES))
-    parts = {side: [to_numpy(part["digest"]) for part in _index_parts(located, side)] for side in order}
+    parts = {side: [to_numpy(part["digest"]) for part in _index_parts(root, shards, side)] for side in order}
     rows = {side: sum(map(len, parts[side])) for side in order}
     digests = np.concatenate([part for side in order for part in parts[side]]).astype(np.uint64, copy=False)
     # A stable sort leaves equal digests in row order: all but the first of a run are duplicates.
@@ -141,13 +140,11 @@ def _duplicates(located: Sequence[LocatedShard]) -> dict[str, np.ndarray]:
     return {order[0]: dropped[: rows[order[0]]], order[1]: dropped[rows[order[0]] :]}
 
 
-def _write_index(
-    located: Sequence[LocatedShard], side: str, path: Path, totals: list[SourceTotals], dropped: np.ndarray | None
-) -> None:
-    """Write one record for each row of a side, with one record batch for each shard."""
+def _write_index(index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None) -> None:
+    """Write one record for each row of a side, with one record batch for each shard of `index`."""
     start = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
-        for part in _index_parts(located, side):
+        for part in index:
             end = start + part.num_rows
             part_dropped = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
             start = end

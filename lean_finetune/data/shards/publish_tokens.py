@@ -19,7 +19,8 @@ from lean_finetune.core.atomic_files import (
 )
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.block_tokens import MAX_UNREAD_COLUMNS
-from lean_finetune.data.shards.merge_shards import LocatedShard, SourceTotals, Totals, merge
+from lean_finetune.data.shards.merge_shards import SourceTotals, Totals, merge
+from lean_finetune.data.shards.shard_files import Shard
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
@@ -53,14 +54,14 @@ NOTES = {
 """By name of a count, the note for the user."""
 
 
-def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> list[str]:
-    """Write the token directory `out` in one step; return notes for the user.
+def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) -> list[str]:
+    """Write the token directory `out` from the shards below `root` in one step; return notes for the user.
 
     Raises UserError if one side of the split is empty, or the disk cannot be written.
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        totals = merge(located, aside, len(sources), settings.max_length, settings.drop_duplicates)
+        totals = merge(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates)
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
         longest = max(train.longest, heldout.longest)
@@ -83,7 +84,7 @@ def publish(job: TokenizeJob, located: Sequence[LocatedShard], out: Path) -> lis
             "train_rows": train.rows,
             "heldout_rows": heldout.rows,
             "longest": longest,
-            "shards": len(located),
+            "shards": len(shards),
             "files": list(job.file_names),
             "sources": [_source_meta(job, totals, index) for index in range(len(sources))],
             "tokenizer_sha256": job.inputs["tokenizer"],

@@ -72,10 +72,11 @@ class TokenizeJob:
         return sha256_json(dict(self.inputs))[:KEY_DIGITS]
 
     def notes(self) -> list[str]:
-        """The format of each source, how its trained text is found, and the reasons."""
+        """The engine, the format of each source, how its trained text is found, and the reasons."""
         sources = zip(self.data_lock["sources"], self.settings.sources, self.format_reasons, strict=True)
         name = "" if len(self.settings.sources) == 1 else " for {}"
-        notes = [
+        notes = [f"run.tokenizer_engine is {self.settings.engine}: {self.engine_reason}"]
+        notes += [
             f"data.format is {one.format}{name.format(source['source'])}: {reason}" for source, one, reason in sources
         ]
         if self.template is not None:
@@ -83,10 +84,6 @@ class TokenizeJob:
             if self.template.end_reason:
                 notes.append(f"data.end_of_turn is {self.settings.end_of_turn}: {self.template.end_reason}")
         return notes
-
-    def engine_note(self) -> str:
-        """The engine, and the reason."""
-        return f"run.tokenizer_engine is {self.settings.engine}: {self.engine_reason}"
 
 
 def prepare_job(

@@ -1,4 +1,4 @@
-"""Runs of tokenize: all shards, one part of them on each of several machines, or the merge of such parts."""
+"""A run of tokenize: it makes the shards that are not finished, and publishes all."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +7,6 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from cuda_memory.units import counted
 from lean_finetune.config.schema import Run
 from lean_finetune.core.atomic_files import repo_root, write_errors
 from lean_finetune.core.errors import UserError
@@ -15,7 +14,6 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.data.shards.parts import MANIFEST, TokenizePart, write_manifest
 from lean_finetune.data.shards.publish_tokens import publish
 from lean_finetune.data.shards.shard_files import Shard, discard_all, finished_shard, shard_of, write_shard
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
@@ -24,7 +22,6 @@ from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, availa
 from lean_finetune.pinning.locate import ModelFault
 
 Notify = Callable[[str], None]
-ALL_SHARDS = TokenizePart(number=0, of=1)
 
 
 def tokenize_all(job: TokenizeJob, run: Run, out: Path, notify: Notify) -> list[str]:
@@ -34,23 +31,10 @@ def tokenize_all(job: TokenizeJob, run: Run, out: Path, notify: Notify) -> list[
     """
     # In the user's checkout, as DVC deletes a stage's outputs before it runs. Temporary experiments share it.
     with work_directory(repo_root() / "scratch" / "tokenize", job.key, notify) as root:
-        shards, _ = _tokenize(job, run, root, ALL_SHARDS)
-        notes = publish(job, [(root, shard) for shard in shards], out)
-    return [job.engine_note(), *notes]
+        return publish(job, root, _tokenize(job, run, root), out)
 
 
-def tokenize_part(job: TokenizeJob, run: Run, part: TokenizePart, out: Path, notify: Notify) -> list[str]:
-    """Make one part's shards and its manifest below `out`; return notes. Raises UserError, see `make_shards`."""
-    root = part.directory(out)
-    with locked_directory(root, notify):
-        # The manifest vouches for finished parts only.
-        (root / MANIFEST).unlink(missing_ok=True)
-        shards, all_shards = _tokenize(job, run, root, part)
-        write_manifest(root, part, job.inputs, job.key, shards, all_shards)
-    return [job.engine_note(), *job.notes(), f"{root} has {len(shards)} of {counted(all_shards, 'shard')}"]
-
-
-def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tuple[list[Shard], int]:
+def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
     """`make_shards` with a pool of workers, a progress bar, and a refusal of the first bad row."""
     data_bytes = job.data_lock["bytes"]
     workers = max(1, min(run.data_workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
@@ -75,7 +59,7 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tup
                 yield block, made
 
         blocks = read_blocks(job.data_lock, max_rows=job.max_rows, progress=bar.update)
-        made = make_shards(root, job.key, part, blocks, checked)
+        made = make_shards(root, job.key, blocks, checked)
     try:
         job.tokenizer_files.refuse_change()
     except ModelFault:
@@ -84,38 +68,35 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path, part: TokenizePart) -> tup
     return made
 
 
-def make_shards(
-    root: Path, key: str, part: TokenizePart, blocks: Iterable[RowBlock], tokenize: TokenizeBlocks
-) -> tuple[list[Shard], int]:
-    """Make the part's unfinished shards below `root`; return all its shards, and the number of all parts' shards.
+def make_shards(root: Path, key: str, blocks: Iterable[RowBlock], tokenize: TokenizeBlocks) -> list[Shard]:
+    """Make the unfinished shards below `root`; return all shards in order.
 
     `key` is of everything that decides the bytes: a shard with another key is made again. `blocks` are all blocks of
     the data. Raises UserError if a finished shard was made from other bytes than the files have now.
     """
-    shards: dict[int, Shard | None] = {}
+    shards: dict[int, Shard] = {}
 
     def unfinished() -> Iterator[RowBlock]:
         for number, group in groupby(blocks, key=shard_of):
-            finished = finished_shard(root, number, key) if part.includes(number) else None
-            shards[number] = finished
-            if part.includes(number) and finished is None:
+            finished = finished_shard(root, number, key)
+            if finished is None:
                 yield from group
             else:
                 _skip_blocks(root, group, finished)
+                shards[number] = finished
 
     for number, results in groupby(tokenize(unfinished()), key=lambda result: shard_of(result[0])):
         shards[number] = write_shard(root, number, key, results)
-    return [shard for _, shard in sorted(shards.items()) if shard is not None], len(shards)
+    return [shards[number] for number in sorted(shards)]
 
 
-def _skip_blocks(root: Path, group: Iterable[RowBlock], finished: Shard | None) -> None:
-    """Read a shard's blocks, and compare them with the checksum of the finished shard where there is one."""
+def _skip_blocks(root: Path, group: Iterable[RowBlock], finished: Shard) -> None:
+    """Read a finished shard's blocks, and compare them with its checksum."""
     count = crc = 0
     for block in group:
         count += 1
-        if finished is not None:
-            crc = zlib.crc32(block.payload, crc)
-    if finished is not None and (count, crc) != (finished.blocks, finished.input_crc32):
+        crc = zlib.crc32(block.payload, crc)
+    if (count, crc) != (finished.blocks, finished.input_crc32):
         discard_all(root)
         raise UserError(
             f"{root}: shard {finished.number} was made from other bytes than the source holds now (it was edited "
@@ -125,13 +106,18 @@ def _skip_blocks(root: Path, group: Iterable[RowBlock], finished: Shard | None) 
 
 @contextmanager
 def work_directory(root: Path, key: str, notify: Notify) -> Iterator[Path]:
-    """The directory `root/key` of unfinished work, locked; it is removed when the block succeeds.
+    """The directory `root/key` of unfinished work, where no other process works; it is removed when the block succeeds.
 
-    After an error it stays if it has a finished shard. Directories of other keys are removed unless they are locked:
-    they belong to other data, parameters or code. Raises UserError if the disk cannot be written.
+    `notify` is called before waiting for another process. After an error the directory stays if it has a finished
+    shard. Directories of other keys are removed unless they are locked: they belong to other data, parameters or code.
+    Raises UserError if the disk cannot be written.
     """
     directory = root / key
-    with locked_directory(directory, notify):
+    with write_errors(directory):
+        lock = lock_directory(
+            directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end")
+        )
+        assert lock is not None, "lock_directory waits"
         try:
             _remove_stale(root, key)
             yield directory
@@ -140,21 +126,6 @@ def work_directory(root: Path, key: str, notify: Notify) -> Iterator[Path]:
             if not any((directory / "done").glob("*.json")):
                 clear(directory)
             raise
-
-
-@contextmanager
-def locked_directory(directory: Path, notify: Notify) -> Iterator[None]:
-    """Let no other process of tokenize work in a directory during the block. An empty directory is then removed.
-
-    `notify` is called before waiting for another process. Raises UserError if the disk cannot be written.
-    """
-    with write_errors(directory):
-        lock = lock_directory(
-            directory, lambda: notify(f"another tokenize works in {directory}; waiting for it to end")
-        )
-        assert lock is not None, "lock_directory waits"
-        try:
-            yield
         finally:
             unlock_directory(directory, lock)
 

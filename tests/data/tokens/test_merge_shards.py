@@ -1,29 +1,24 @@
-"""Shards joined: index, duplicates, totals; and the parts of several machines."""
+"""Shards joined: index, duplicates, totals."""
 
-import shutil
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.merge_shards import merge
-from lean_finetune.data.shards.parts import TokenizePart, collect, parse_part, write_manifest
 from lean_finetune.data.shards.publish_tokens import write_histogram
 from tests.data.tokens.common import read_tokens
 from tests.data.tokens.standin import text_blocks, tokenize_bytes
 from tests.data.tokens.test_shard_files import BLOCKS, make
 
-INPUTS = {"data": "d", "code": "c"}
 SIDES = ("train", "heldout")
 
 
 def merged(root, blocks=None, drop_duplicates=False, sources=1, tokenize=tokenize_bytes):
-    _, (shards, _) = make(root / "work", blocks, tokenize=tokenize)
+    _, shards = make(root / "work", blocks, tokenize=tokenize)
     (root / "out").mkdir(parents=True)
-    located = [(root / "work", shard) for shard in shards]
-    return merge(located, root / "out", sources, 64, drop_duplicates), root / "out"
+    return merge(root / "work", shards, root / "out", sources, 64, drop_duplicates), root / "out"
 
 
 def test_the_index_describes_each_row_of_the_shards(tmp_path):
@@ -81,57 +76,3 @@ def test_the_histogram_counts_every_row_in_its_bin(tmp_path):
     lengths = [len(row["input_ids"]) for row in read_tokens(out / "train")]
     assert list(rows) == np.histogram(lengths, [1, *np.array(edges) + 1])[0].tolist()
     assert len(lines) <= 50 and edges[-1] >= max(lengths)
-
-
-@pytest.mark.parametrize("text", ["4/4", "1", "-1/2", "a/b", "1/2/3", "0/0"])
-def test_an_invalid_part_is_refused(text):
-    with pytest.raises(UserError, match="--part: must be i/n"):
-        parse_part(text)
-
-
-def make_parts(root, of):
-    for number in range(of):
-        part = TokenizePart(number=number, of=of)
-        directory = part.directory(root)
-        _, (shards, all_shards) = make(directory, part=number, parts=of)
-        write_manifest(directory, part, INPUTS, "k", shards, all_shards)
-
-
-def test_more_parts_than_shards_leave_some_empty(tmp_path):
-    make_parts(tmp_path, 5)
-    assert [shard.number for _, shard in collect([tmp_path], INPUTS, "k")] == [0, 1, 2]
-
-
-def damage(root):
-    path = root / "part-0-of-2/train/00002.arrow"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def edit_manifest(root):
-    path = root / "part-0-of-2/manifest.json"
-    path.write_text(path.read_text().replace('"all_shards": 3', '"all_shards": 2'))
-
-
-FAULTS = {
-    "missing part": (lambda root: shutil.rmtree(root / "part-1-of-2"), "--merge: 1 of 3 shards are missing (first 1)"),
-    "no part": (lambda root: [path.unlink() for path in root.glob("*/manifest.json")], "has no finished part"),
-    "unfinished part": (lambda root: (root / "part-1-of-2/manifest.json").unlink(), "1 of 3 shards are missing"),
-    "damaged file": (damage, "part-0-of-2: a file is missing or damaged; run this part again"),
-    "edited manifest": (edit_manifest, "manifest.json: is damaged; run this part again"),
-    "named twice": (lambda root: make_parts(root, 3), "is also in"),
-}
-
-
-@pytest.mark.parametrize("fault, rule", FAULTS.values(), ids=FAULTS)
-def test_incomplete_or_damaged_parts_are_refused(tmp_path, fault, rule):
-    make_parts(tmp_path, 2)
-    fault(tmp_path)
-    with pytest.raises(UserError) as refusal:
-        collect([tmp_path], INPUTS, "k")
-    assert rule in str(refusal.value)
-
-
-def test_parts_of_other_data_are_refused(tmp_path):
-    make_parts(tmp_path, 2)
-    with pytest.raises(UserError, match="manifest.json: made with other data than here"):
-        collect([tmp_path], INPUTS | {"data": "e"}, "other")

@@ -7,16 +7,15 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.shards.parts import TokenizePart
 from lean_finetune.data.shards.shard_files import BLOCKS_PER_SHARD, finished_shard
-from lean_finetune.data.shards.tokenize_run import locked_directory, make_shards, work_directory
+from lean_finetune.data.shards.tokenize_run import make_shards, work_directory
 from tests.data.tokens.standin import text_blocks, tokenize_bytes
 
 BLOCKS = 2 * BLOCKS_PER_SHARD + 5
 
 
-def make(root, blocks=None, key="k", part=0, parts=1, tokenize=tokenize_bytes):
-    """Make shards; return the number of tokenized blocks and the result."""
+def make(root, blocks=None, key="k", tokenize=tokenize_bytes):
+    """Make shards; return the number of tokenized blocks, and the shards."""
     tokenized = []
 
     def tokenize_all(blocks):
@@ -25,7 +24,7 @@ def make(root, blocks=None, key="k", part=0, parts=1, tokenize=tokenize_bytes):
             yield block, tokenize(block)
 
     given = text_blocks(BLOCKS) if blocks is None else blocks
-    result = make_shards(root, key, TokenizePart(number=part, of=parts), given, tokenize_all)
+    result = make_shards(root, key, given, tokenize_all)
     return len(tokenized), result
 
 
@@ -34,8 +33,8 @@ def files(root):
 
 
 def test_a_shard_has_64_blocks_as_one_batch_each_in_order(tmp_path):
-    tokenized, (shards, number) = make(tmp_path)
-    assert (tokenized, number, [shard.blocks for shard in shards]) == (BLOCKS, 3, [64, 64, 5])
+    tokenized, shards = make(tmp_path)
+    assert (tokenized, [shard.blocks for shard in shards]) == (BLOCKS, [64, 64, 5])
     rows = []
     for shard in range(3):
         with pa.memory_map(str(tmp_path / f"train/{shard:05d}.arrow")) as source, pa.ipc.open_file(source) as reader:
@@ -102,7 +101,7 @@ def test_an_error_leaves_the_finished_shards_and_no_half_one(tmp_path):
 
 def test_the_first_100_rejected_rows_are_listed(tmp_path):
     blocks = [replace(block, payload=b"\n".join([b"bad"] * 70)) for block in text_blocks(2)]
-    _, ([shard], _) = make(tmp_path, blocks)
+    _, [shard] = make(tmp_path, blocks)
     assert len(shard.tally.rejects) == 100 and shard.tally.counts[0]["bad_rows"] == 140
     assert finished_shard(tmp_path, 0, "k") == shard
 
@@ -160,5 +159,5 @@ def test_a_second_run_of_the_same_work_waits_with_a_note(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="part: cannot be written"), locked_directory(tmp_path / "file/part", refuse):
+    with pytest.raises(UserError, match="file/k: cannot be written"), work_directory(tmp_path / "file", "k", refuse):
         pass

@@ -1,4 +1,4 @@
-"""The same bytes from any number and kind of workers, either engine, several machines, and after any interruption."""
+"""The same bytes from any number and kind of workers, either engine, and after any interruption."""
 
 import os
 import shutil
@@ -16,8 +16,7 @@ from stages.tokenize import main as stage
 from tests.conftest import ROOT
 from tests.data.tokens.common import chat_row, contents, read_tokens
 from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD, make_blocks_small
-from tests.processes import run_bounded
-from tests.workspace import error, invoke, lay_out, run_module, write_rows
+from tests.workspace import invoke, lay_out, run_module, write_rows
 
 SMALL = "tests.data.tokens.small_blocks"
 OUT, FIGURES = Path("data/tokens"), Path("data/tokens/figures.json")
@@ -117,38 +116,6 @@ def test_a_killed_run_is_resumed(prepared):
     assert list(Path("scratch/tokenize").iterdir()) == []
 
 
-def test_parts_merge_to_the_bytes_of_one_run(prepared):
-    directory, expected = prepared
-    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
-    for part in range(3):
-        notes = tokenize("--part", f"{part}/3", "--out", f"parts/machine{part % 2}")
-        assert f"parts/machine{part % 2}/part-{part}-of-3 has " in notes
-    shutil.rmtree(OUT)
-    tokenize("--merge", "parts/machine1", "parts/machine0")
-    assert contents(OUT, FIGURES) == expected
-    assert error(invoke(stage, "--merge", "parts/machine1")).startswith("--merge: ")
-    assert contents(OUT, FIGURES) == expected
-    lay_out(directory, data__source="rows.jsonl", data__max_length=100)
-    assert "made with other parameters than here" in error(invoke(stage, "--merge", "parts/machine1", "parts/machine0"))
-
-
-@pytest.mark.slow
-def test_the_documented_slurm_job_makes_its_part(prepared):
-    """As SLURM starts task 1 of 3, but for the shared directory and the size of the blocks."""
-    directory, _ = prepared
-    lay_out_here(directory, data_workers=1, tokenizer_engine="tokenizers")
-    [command] = [line for line in (ROOT / "docs/data.md").read_text().splitlines() if "$SLURM_ARRAY_TASK_ID" in line]
-    command = command.replace("python -m stages.tokenize", f"{sys.executable} -m {SMALL}")
-    command = command.replace("/shared/parts", "slurm")
-    environment = {
-        **os.environ,
-        **{"PYTHONPATH": str(ROOT), "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "3"},
-    }
-    run_bounded(["sh", "-c", command], check=True, env=environment)
-    manifest = read_json(directory / "slurm/part-1-of-3/manifest.json")
-    assert manifest["shards"] == list(range(1, manifest["all_shards"], 3)) != []
-
-
 @pytest.mark.slow
 def test_the_tokens_open_with_datasets(prepared):
     """In the line that the documentation gives."""
@@ -161,11 +128,3 @@ def test_the_tokens_open_with_datasets(prepared):
     expected = read_tokens(OUT / "train")
     assert len(rows) == len(expected)
     assert [rows[place] for place in (0, 700, -1)] == [expected[place] for place in (0, 700, -1)]
-
-
-USAGE = [("--part", "1"), ("--part", "2/2"), ("--merge",), ("somewhere",), ("--merge", "--part", "0/2", "somewhere")]
-
-
-@pytest.mark.parametrize("arguments", USAGE, ids=" ".join)
-def test_options_that_exclude_each_other_are_refused(prepared, arguments):
-    assert error(invoke(stage, *arguments), 2).startswith(("--part: must be", "--merge: needs directories"))
