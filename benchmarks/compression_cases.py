@@ -31,7 +31,7 @@ from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from lean_finetune.plan.worst_micro_batches import worst_steps
-from lean_finetune.step.batch_loader import load
+from lean_finetune.step.batches import load
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows, read_lengths
 from lean_finetune.train.heldout_loss import heldout_batches

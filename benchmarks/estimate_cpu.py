@@ -45,7 +45,7 @@ from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
+from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter

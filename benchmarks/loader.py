@@ -28,8 +28,7 @@ from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_pla
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
 from lean_finetune.plan.row_index import read_index
-from lean_finetune.step.batch_loader import load
-from lean_finetune.step.batches import Batch, collate
+from lean_finetune.step.batches import Batch, collate, load
 from lean_finetune.step.token_rows import TokenRows
 
 ROWS, QUICK_ROWS = 300_000, 3_000

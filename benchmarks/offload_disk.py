@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 
 VALUES, QUICK_VALUES = 24 * 2**20, 2**20

@@ -16,8 +16,7 @@ import click
 from benchmarks.harness import Measured, at_least, at_most, benchmark
 from benchmarks.other_tools_read import Reading, another_kind, read_again
 from cuda_memory.units import round_up
-from lean_finetune.commands.convert.converted import Converted
-from lean_finetune.commands.convert.facts import LENGTH, PAD_MULTIPLE
+from lean_finetune.commands.convert.conversions import LENGTH, PAD_MULTIPLE, Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.model.attention.rows import JoinedRows
+from lean_finetune.model.attention.kernels import JoinedRows
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows

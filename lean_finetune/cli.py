@@ -12,8 +12,7 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
-from lean_finetune.commands.import_config import import_config
-from lean_finetune.commands.preset import preset
+from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.core.stage_command import one_line_after_signals
 
 

@@ -24,7 +24,6 @@ UNPINNED = {
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/fit_run.py",
     "lean_finetune/report/compare_experiments.py",
-    "lean_finetune/train/monitor/recorded_curves.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
 UNPINNED_PACKAGES = tuple(f"lean_finetune/{name}/" for name in ("commands", "other_tools", "presets"))

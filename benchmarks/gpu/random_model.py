@@ -15,8 +15,7 @@ from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing
 from lean_finetune.model.empty_model import causal_kind
-from lean_finetune.model.experts.experts_forward import experts_option
-from lean_finetune.model.experts.router import prepare_routers
+from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 

@@ -21,10 +21,9 @@ import torch
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from lean_finetune.model.model_spec import ModelSpec, precision_of
-from lean_finetune.step.batch_loader import load
-from lean_finetune.step.batches import Batch
+from lean_finetune.step.batches import Batch, load
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
+from lean_finetune.train.checkpoint.checkpointer import CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.job import Paths, make_job
 from lean_finetune.train.loop import train

@@ -16,6 +16,6 @@ def explain(curve: Path, left_gib: float | None) -> None:
     A CSV file with one line per training step. It needs the column `step` and one of `allocated_gib`,
     `reserved_gib` and `rss_gib`. A column `tokens` helps. Of another program's curve it names usual causes.
     """
-    from lean_finetune.train.monitor.recorded_curves import explained
+    from lean_finetune.train.monitor.growth_advice import explained
 
     click.echo("\n".join(explained(curve, left_gib)))

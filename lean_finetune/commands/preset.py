@@ -1,16 +1,61 @@
-"""The command `lean-finetune preset`: write a starting point into params.yaml."""
+"""The commands that write params.yaml: `preset` and `import`."""
 
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lean_finetune.commands.params_file import change_params
-from lean_finetune.config.load import PARAMS_FILE
+from cuda_memory.units import labelled
+from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.fit import COMMON_PARAMS
+from lean_finetune.config.load import PARAMS_FILE, load_params, parse_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UsageFault, UserError
-from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 from lean_finetune.core.stage_command import StageCommand
+
+WIDTH = 10**6
+"""Lines are not wrapped: `dvc exp run -S` rewrites the file in the same form."""
+
+
+def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[str, Any]:
+    """Write `template` with other values to `out`; return those that changed by dotted key.
+
+    Raises:
+        UserError: the template cannot be read, or the parameters together are wrong. Nothing is written then.
+    """
+    missing = "file is missing here; run from the root of a clone of the project"
+    if not isinstance(read_yaml(template, missing), Mapping):
+        raise UserError(f"{template}: must be a mapping of sections; change it")
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="rt")
+    yaml.width = WIDTH
+    yaml.composer.warn_double_anchors = False  # As read_yaml, which has read the file.
+    content = yaml.load(template.read_text(encoding="utf-8"))
+    changed = _update(content, values, "")
+    text = io.StringIO()
+    yaml.dump(content, text)
+    parse_params(parse_yaml(text.getvalue()))
+    write_text(out, text.getvalue())
+    return changed
+
+
+def _update(content: MutableMapping[str, Any], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Set values that differ, also in nested sections; return them by dotted key."""
+    changed: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
+            changed |= _update(content[key], value, f"{prefix}{key}.")
+        elif key not in content or content[key] != value:
+            content[key] = changed[f"{prefix}{key}"] = value
+    return changed
+
+
+# The command `lean-finetune preset`: write a starting point into params.yaml.
 
 PRESETS = Path(__file__).parents[1] / "presets"
 """One YAML file for each: its first line says what it is for, the rest are the parameters that it sets."""
@@ -64,3 +109,30 @@ def _descriptions() -> list[str]:
     width = max(map(len, files))
     first_lines = (file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for file in files.values())
     return [f"{name:<{width}}  {line}" for name, line in zip(files, first_lines, strict=True)]
+
+
+# The command `lean-finetune import`: the params.yaml of a run that another tool's configuration describes.
+
+
+@click.command("import", cls=StageCommand)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=PARAMS_FILE, show_default=True, help="The file to write."
+)
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs that share the run.")
+def import_config(config: Path, out: Path, gpus: int) -> None:
+    """Write the params.yaml of another tool's run.
+
+    CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL, torchtune, Unsloth or ms-swift, whose shell script may
+    start `swift sft`. In a checkout, the comments of its params.yaml stay, and so does its section `run`.
+    """
+    converted = read_config_of_tool(config, gpus)
+    params = with_flags(load_params(COMMON_PARAMS), converted.flags())
+    template = out if out.exists() else COMMON_PARAMS
+    load_params(template)  # Refuses a file that is no params.yaml.
+    values = params.model_dump()
+    unchanged = {"run"} if template == out else set()
+    change_params({key: value for key, value in values.items() if key not in unchanged}, template, out)
+    click.echo("\n".join(converted.lines()))
+    source = "" if "data.source" in converted.values else "; set data.source to your rows"
+    click.echo(labelled("", f"{out}: written{source}; `dvc repro estimate` predicts its memory for your data", 0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lean_finetune.model.attention.rows import TokenExchange
+from lean_finetune.model.attention.kernels import TokenExchange
 
 
 class HeadExchange(TokenExchange):

@@ -21,10 +21,9 @@ from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, decod
 from lean_finetune.distributed.pipeline import PipelineModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
-from lean_finetune.distributed.tensor_model import TensorParallelModel
-from lean_finetune.distributed.tensor_shards import TensorShards
+from lean_finetune.distributed.tensor_shards import TensorParallelModel, TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
-from lean_finetune.model.attention.rows import TokenExchange
+from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import ModelSpec

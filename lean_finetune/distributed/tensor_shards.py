@@ -1,15 +1,9 @@
-"""Divide a model's weights over processes that compute each product together (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Tensor parallelism: the plan of shards, the sharded modules, and the sharded model."""
 
-Within a block (attention, MLP) a process computes with its own heads and channels. Its inputs and its output are the
-same in all processes: the output is a sum over them, and so is the gradient of its input. Therefore a weight of a
-block that is not divided (an adapter's A before divided outputs, its B after divided inputs, the norms of queries and
-keys) gets a part of its gradient in each process.
-
-A part is a plain tensor, so adapters, 4-bit weights, FSDP2 and all optimizers work on it unchanged.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -18,15 +12,122 @@ import torch.distributed as dist
 from bitsandbytes.functional import QuantState, dequantize_blockwise
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.tensor_plan import TensorPlan, base_layer, tensor_plan
+from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.weight_broadcast import DIVIDED
-from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
-from lean_finetune.step.data_parallel import named_trained
+from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
+from lean_finetune.model.model_config import layer_settings
+from lean_finetune.step.data_parallel import (
+    DataParallelModel,
+    NamedParameters,
+    Result,
+    ShardSlice,
+    WholeTensor,
+    named_trained,
+)
 from lean_finetune.step.head_loss import VocabularyShard
 from lean_finetune.step.loss import causal_lm
+
+OUTPUTS, INPUTS = "colwise", "rowwise"
+"""A process has a part of a layer's outputs (rows of its weight) or of its inputs (columns of its weight)."""
+WHOLE = "replicated_with_grad_allreduce"
+"""Every process has the complete weight, and applies it to its own heads: norms of queries and keys."""
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """The modules of a model that tensor parallelism changes; a linear layer with an adapter counts as one module."""
+
+    outputs: tuple[nn.Module, ...]
+    """Each process computes a part of their outputs. The head, divided by tokens, is not among them."""
+    inputs: tuple[nn.Module, ...]
+    """Each process computes with a part of their inputs; the outputs of all processes are summed."""
+    blocks: tuple[nn.Module, ...]
+    """The modules around them (attention, MLP): complete inputs and outputs, parts in between."""
+
+
+def tensor_plan(lm: PreTrainedModel, size: int) -> TensorPlan:
+    """The plan of a model, with or without adapters, for `size` processes.
+
+    Raises:
+        UserError: the family or these sizes cannot be divided so.
+    """
+    styles = _styles(lm.config)
+    _refuse_sizes(lm.config, size)
+    decoder = lm.get_decoder()
+    found: dict[str, list[nn.Module]] = {OUTPUTS: [], INPUTS: [], WHOLE: []}
+    blocks: dict[str, nn.Module] = {}
+    for path, module in decoder.named_modules():
+        style = styles.get(re.sub(r"\.\d+\.", ".*.", path))
+        if style is None:
+            continue
+        found[style].append(module)
+        block = path.rpartition(".")[0]
+        blocks[block] = decoder.get_submodule(block)
+        if style != WHOLE:
+            _refuse_layer(path, module, style, size, lm.config.model_type)
+    return TensorPlan(outputs=tuple(found[OUTPUTS]), inputs=tuple(found[INPUTS]), blocks=tuple(blocks.values()))
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The linear layer itself, without its adapter."""
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
+
+
+def _styles(config: PretrainedConfig) -> dict[str, str]:
+    """The style of each module's path in the decoder, with `*` for a layer's number."""
+    family, styles = config.model_type, getattr(config.get_text_config(), "base_model_tp_plan", None)
+    if not styles:
+        raise _refused(family, "transformers has no plan for it")
+    if other := sorted(set(styles.values()) - {OUTPUTS, INPUTS, WHOLE}):
+        what = "it has experts" if any(".experts" in path for path in styles) else f"its plan has {', '.join(other)}"
+        raise _refused(family, f"{what}, which is not supported")
+    return styles
+
+
+def _refuse_sizes(config: PretrainedConfig, size: int) -> None:
+    """Refuse heads that cannot be divided."""
+    for name in HEADS:
+        for count in layer_settings(config, name):
+            if count is not None and count % size:
+                raise UserError(
+                    f"train.tensor_parallel: must divide the model's {name}={count}, since a process computes whole "
+                    f"heads; got {size}; choose a divisor, or train.sharding=zero3"
+                )
+
+
+def _refuse_layer(path: str, module: nn.Module, style: str, size: int, family: str) -> None:
+    """Refuse a layer whose outputs or inputs cannot be divided."""
+    layer = base_layer(module)
+    if not isinstance(layer, nn.Linear):
+        raise _refused(family, f"{path} is a {type(layer).__name__}, not a linear layer")
+    width = layer.out_features if style == OUTPUTS else layer.in_features
+    if width % size:
+        raise UserError(
+            f"train.tensor_parallel: must divide the {width} {'outputs' if style == OUTPUTS else 'inputs'} of {path}; "
+            f"got {size}; choose a divisor, or train.sharding=zero3"
+        )
+
+
+def _refused(family: str, reason: str) -> UserError:
+    return UserError(
+        f"train.tensor_parallel: cannot divide the layers of {family}: {reason}; set it to 1, and use "
+        "train.sharding=zero3 where the model does not fit"
+    )
+
+
+# Divide a model's weights over processes that compute each product together (Shoeybi et al. 2019, arXiv 1909.08053).
+#
+# Within a block (attention, MLP) a process computes with its own heads and channels. Its inputs and its output are the
+# same in all processes: the output is a sum over them, and so is the gradient of its input. Therefore a weight of a
+# block that is not divided (an adapter's A before divided outputs, its B after divided inputs, the norms of queries
+# and keys) gets a part of its gradient in each process.
+#
+# A part is a plain tensor, so adapters, 4-bit weights, FSDP2 and all optimizers work on it unchanged.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +357,72 @@ class _SumOfGradients(torch.autograd.Function):
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
+
+
+# Tensor parallelism (train.tensor_parallel) around any way of sharing weights (train.sharding).
+
+
+class TensorParallelModel(DataParallelModel):
+    """A `DataParallelModel` in which each process has parts of weights; `inner` shards or replicates these parts."""
+
+    def __init__(self, inner: DataParallelModel, shards: TensorShards):
+        """`inner` shards or replicates this process's parts among the processes that have the same parts."""
+        super().__init__(inner.model, rank=inner.rank, size=inner.size, layout=inner.layout)
+        self._inner, self._shards, self.owned = inner, shards, inner.owned
+
+    def run(self, compute: Callable[[nn.Module], Result]) -> Result:
+        """See DataParallelModel."""
+        return self._inner.run(compute)
+
+    @contextmanager
+    def gradient_sync(self, *, last: bool) -> Iterator[None]:
+        """See DataParallelModel."""
+        with self._inner.gradient_sync(last=last):
+            yield
+        if last:
+            trained = self._inner.trained_parameters()
+            sum_gradients([(n, p) for n, p in trained if n in self._shards.partial and p.numel()], self._shards.group)
+
+    def trained_parameters(self) -> NamedParameters:
+        """See DataParallelModel."""
+        return self._inner.trained_parameters()
+
+    def slices(self) -> list[ShardSlice]:
+        """See DataParallelModel: a divided parameter is saved under a name of this part."""
+        first = self.place.tensor == 0
+        return [
+            replace(piece, part=f"@{self.place.tensor}/{self.layout.tensor}")
+            if name in self._shards.parts
+            else replace(piece, saved_here=piece.saved_here and first)
+            for (name, _), piece in zip(self.trained_parameters(), self._inner.slices(), strict=True)
+        ]
+
+    def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
+        """See DataParallelModel: gradients of undivided weights count once."""
+        own = {id(p.grad) for name, p in self.trained_parameters() if name in self._shards.parts}
+        parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for gradient in gradients:
+            parts[id(gradient) in own].append(gradient)
+        squared = self._inner.gradient_norm(parts[True], foreach=foreach).float().square()
+        dist.all_reduce(squared, group=self._shards.group)
+        if any(name not in self._shards.parts for name, _ in self.trained_parameters()):
+            squared += self._inner.gradient_norm(parts[False], foreach=foreach).float().square()
+        return squared.sqrt()
+
+    def end_step(self, *, updated: bool) -> None:
+        """See DataParallelModel."""
+        self._inner.end_step(updated=updated)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor | WholeTensor:
+        """See DataParallelModel."""
+        if (part := self._shards.parts.get(name)) is None:
+            return tensor
+
+        def read() -> torch.Tensor:
+            return self._shards.gather(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+        return WholeTensor(dtype=tensor.dtype, shape=part.full_shape, read=read)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See DataParallelModel."""
+        return ((name, self._shards.gather(name, part)) for name, part in self._inner.full_parameters())

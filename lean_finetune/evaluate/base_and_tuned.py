@@ -21,7 +21,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.train.oom.oom_errors import is_out_of_memory
+from lean_finetune.train.oom.oom_state import is_out_of_memory
 
 MODELS = ("base", "tuned")
 

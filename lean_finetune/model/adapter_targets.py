@@ -7,8 +7,7 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.expert_adapters import linear_targets, names_of_experts, target_name
-from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.experts.router import gates
+from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.model_spec import ModelSpec
 
 READ_DIRECTLY = {

@@ -16,8 +16,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.experts.experts_forward import experts_option
-from lean_finetune.model.experts.llama4_experts import Llama4
+from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.language_part import LanguagePart, is_multimodal
 from lean_finetune.model.selective_scan import selective_scan
 

@@ -18,7 +18,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, is_grouped
-from lean_finetune.model.experts.packed_weights import (
+from lean_finetune.model.experts.grouped_products import (
     BLOCK_WEIGHTS,
     BYTE_LEVELS,
     INT8,
@@ -32,11 +32,11 @@ from lean_finetune.model.experts.packed_weights import (
 )
 from lean_finetune.model.files.quantized_checkpoint import (
     BITSANDBYTES,
+    AsStored,
     stored_format,
     stored_quantisation,
     unpacked_layers,
 )
-from lean_finetune.model.files.quantized_weights import AsStored
 from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
 
 # It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.

@@ -1,9 +1,4 @@
-"""Saved activations between forward and backward: off the device, in 8 bits, or both.
-
-Hooks replace each tensor that a layer saves for backward. train.offload_activations copies it to a store, and backward
-copies it back bit by bit; train.compress_activations rounds it to 8 bits first. Train uses a store in host memory or on
-disk, and estimate uses one that counts bytes.
-"""
+"""Store what backward needs elsewhere, or in 8 bits."""
 
 import os
 import tempfile
@@ -25,8 +20,77 @@ from cuda_memory.units import readable_size
 from lean_finetune.config.field_types import CompressActivations, OffloadActivations
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.activation_compression import compress, decompress
-from lean_finetune.step.offload.state_file import DiskFault
+from lean_finetune.step.offload.disk_weights import DiskFault
+
+# Store floating-point values in 8 bits with an fp32 scale per block (train.compress_activations).
+#
+# n values have n codes and ⌈n / 128⌉ scales. A block's largest absolute value maps to the largest code: absmax
+# quantisation by blocks (Dettmers et al. 2022, arXiv 2110.02861, section 2.1). The functions are operations, so that a
+# trace sees one call instead of several for each chunk.
+
+CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Type of the codes, and their largest value."""
+BLOCK = 128
+"""Values that share a scale."""
+CHUNK = BLOCK * 2**15
+"""Values that are converted at a time: 16 MiB in fp32."""
+
+
+@torch.library.custom_op("lean_finetune::compress", mutates_args=())
+def compress(values: torch.Tensor, bits: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (n,) and fp32 scales of values (n,); `bits` is int8 or fp8. A block with an inf or NaN becomes NaN."""
+    codes, scales = _new_codes(values, bits)
+    for part, part_codes, part_scales in _chunks(values, codes, scales):
+        scaled = part.to(torch.float32, copy=True)
+        torch.linalg.vector_norm(scaled, float("inf"), dim=1, keepdim=True, out=part_scales)
+        # The smallest normal number, so that a block of zeros is not divided by zero.
+        part_scales.div_(CODES[bits][1]).clamp_(min=torch.finfo(torch.float32).tiny)
+        scaled.div_(part_scales)
+        part_codes.copy_(scaled.round_() if bits == "int8" else scaled)
+    return codes, scales
+
+
+@compress.register_fake
+def _new_codes(values: torch.Tensor, bits: str) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty_like(values, dtype=CODES[bits][0])
+    return codes, torch.empty(-(-values.numel() // BLOCK), dtype=torch.float32, device=values.device)
+
+
+@torch.library.custom_op("lean_finetune::decompress", mutates_args=())
+def decompress(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values (n,) of codes and scales, in this type."""
+    values = _new_values(codes, scales, dtype)
+    for part, part_codes, part_scales in _chunks(values, codes, scales):
+        part.copy_(part_codes.to(torch.float32).mul_(part_scales))
+    return values
+
+
+@decompress.register_fake
+def _new_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(codes, dtype=dtype)
+
+
+def chunk_bytes(values: torch.Tensor, *rest: object) -> int:
+    """Bytes of the largest chunk in fp32, which exist inside both operations."""
+    return min(values.numel(), CHUNK) * 4
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of two tensors (n,) as (b, 128) and of scales as (b, 1), a chunk at a time; the last block may be short."""
+    *values, scales = tensors
+    whole, rest = divmod(values[0].numel(), BLOCK)
+    blocks = [*(each[: whole * BLOCK].view(whole, BLOCK) for each in values), scales[:whole].view(whole, 1)]
+    if whole:
+        yield from zip(*(each.split(CHUNK // BLOCK) for each in blocks), strict=True)
+    if rest:
+        yield (*(each[whole * BLOCK :].view(1, rest) for each in values), scales[whole:].view(1, 1))
+
+
+# Saved activations between forward and backward: off the device, in 8 bits, or both.
+#
+# Hooks replace each tensor that a layer saves for backward. train.offload_activations copies it to a store, and
+# backward copies it back bit by bit; train.compress_activations rounds it to 8 bits first. Train uses a store in host
+# memory or on disk, and estimate uses one that counts bytes.
 
 SMALLEST_BYTES = 1024
 """Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.model.attention.rows import TokenExchange
+from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.step.batches import Batch
 
 Result = TypeVar("Result")

@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from cuda_memory.units import MIB
 from lean_finetune.config.field_types import OffloadState, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.step.offload.disk_weights import DiskMasterWeights
-from lean_finetune.step.offload.host_transfer import HostContext, HostTransfer
-from lean_finetune.step.offload.master_weights import MasterWeights
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskMasterWeights, DiskPlace
+from lean_finetune.step.offload.master_weights import HostContext, HostTransfer, MasterWeights
 from lean_finetune.step.optimizers import make_state
 
 if TYPE_CHECKING:

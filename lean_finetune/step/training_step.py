@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from lean_finetune.model.experts.expert_load import counting_rows, expert_load, forget_rows
+from lean_finetune.model.experts.experts_forward import counting_rows, expert_load, forget_rows
 from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch

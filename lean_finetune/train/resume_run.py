@@ -16,13 +16,12 @@ from lean_finetune.config.field_types import Resume
 from lean_finetune.config.schema import Run
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
-from lean_finetune.train.checkpoint.checkpointer import Checkpointer
-from lean_finetune.train.checkpoint.disk_space import DiskSpace
-from lean_finetune.train.checkpoint.node_disks import find_disk
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import (
     FINISHED,
     RECORD,
     RunDirectory,
+    find_disk,
     lock_earlier_run,
     lock_run_directory,
 )

@@ -22,7 +22,7 @@ from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.monitor.growth_advice import Settings
-from lean_finetune.train.monitor.memory_counters import HostPeak
+from lean_finetune.train.monitor.memory_monitor import HostPeak
 
 CONTROL_STEPS = 4
 """Steps that are measured besides those predicted to be the worst."""

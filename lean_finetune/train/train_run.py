@@ -20,18 +20,15 @@ from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec, precision_of
 from lean_finetune.train.callbacks.registry import refuse_missing_trackers
-from lean_finetune.train.checkpoint.checkpointer import Checkpointer
-from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.monitor.memory_snapshot import OOM_FILE, MemorySnapshots
+from lean_finetune.train.monitor.memory_monitor import OOM_FILE, MemorySnapshots
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_report import oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
-from lean_finetune.train.process.best_effort_output import ignore_output_errors
-from lean_finetune.train.process.crash_marker import CrashMarker, crash_marker
 from lean_finetune.train.process.ranks import (
     claim_device,
     describe_position,
@@ -44,7 +41,13 @@ from lean_finetune.train.process.ranks import (
     watch_nccl,
     watch_other_nodes,
 )
-from lean_finetune.train.process.stop_signals import StopRequest, handle_signals
+from lean_finetune.train.process.stop_signals import (
+    CrashMarker,
+    StopRequest,
+    crash_marker,
+    handle_signals,
+    ignore_output_errors,
+)
 from lean_finetune.train.process.training_device import check_disk, refuse_absent_gpu
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
 from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures

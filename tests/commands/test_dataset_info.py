@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.commands.convert.converted import Converted
+from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import COMMON_PARAMS
 from lean_finetune.config.load import load_params

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from cuda_memory.units import COLUMNS
-from lean_finetune.commands import machine_checks
-from lean_finetune.commands.doctor import doctor
-from lean_finetune.commands.machine_checks import (
+from lean_finetune.commands import doctor as machine_checks
+from lean_finetune.commands.doctor import (
     check_disk,
     check_git,
     check_gpus,
     check_imports,
     check_memory,
     check_packages,
+    doctor,
 )
 from tests.conftest import ROOT
 from tests.processes import run_bounded
@@ -115,7 +115,7 @@ def test_a_gpu_in_use_and_an_old_one_are_noted(monkeypatch: pytest.MonkeyPatch):
 def test_nothing_imports_torch_before_the_checks_that_need_it():
     """Five seconds of silence before the first line."""
     program = (
-        "import sys; from lean_finetune.commands import machine_checks as m; "
+        "import sys; from lean_finetune.commands import doctor as m; "
         "early = m.CHECKS[: m.CHECKS.index(m.check_gpus)]; found = [f for check in early for f in check()]; "
         "assert len(found) > 5 and 'torch' not in sys.modules, sorted(sys.modules)"
     )

@@ -14,7 +14,7 @@ from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from tests.distributed.cases import Case, learn
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.ranks import STEPS, count

@@ -13,7 +13,7 @@ from benchmarks.estimate_cpu import save_small
 from cuda_memory.units import MIB
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from tests.distributed.cases import Case, learn
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of

@@ -23,8 +23,8 @@ from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.train.monitor.memory_counters import host_peak
-from lean_finetune.train.process.best_effort_output import ignore_output_errors
+from lean_finetune.train.monitor.memory_monitor import host_peak
+from lean_finetune.train.process.stop_signals import ignore_output_errors
 from tests.distributed.cases import Case, learn
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.small_model import CPU, spec_of

@@ -9,18 +9,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
-from lean_finetune.memory.trace import cuda_kernels, cuda_sorts
+from lean_finetune.memory.trace import cuda_kernels, cuda_ops
 from lean_finetune.memory.trace.cuda_kernels import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_BYTES_HOPPER,
     cuda_attention,
 )
-from lean_finetune.memory.trace.cuda_reductions import reduction_bytes
-from lean_finetune.memory.trace.efficient_attention import workspace_bytes
+from lean_finetune.memory.trace.cuda_ops import reduction_bytes, workspace_bytes
 from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
 from lean_finetune.model.attention.interface import ATTENTION
-from lean_finetune.model.attention.kernels import VARLEN_READY
-from lean_finetune.model.attention.rows import JoinedRows
+from lean_finetune.model.attention.kernels import VARLEN_READY, JoinedRows
 from tests.memory.common import CPU_TARGET, gpu_target
 
 
@@ -52,25 +50,25 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
     ),
     (partial(cuda_kernels.gemm_4bit_bytes, absmax_8bit=SCALES), (meta(1, 4, 256), PACKED, (512, 256)), 0),
     # The embedding's backward sorts many tokens.
-    (cuda_sorts.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), 0),
+    (cuda_ops.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), 0),
     (
-        cuda_sorts.embedding_backward_bytes,
+        cuda_ops.embedding_backward_bytes,
         (meta(3073, 64), meta(3073, dtype=torch.int64), 100, -1, False),
         3073 * (32 + 64 * 4),
     ),
     # Summing rows at equal indices sorts them: 1 byte in one block, more for 4,096 rows (both as recorded).
     (
-        cuda_sorts.index_put_bytes,
+        cuda_ops.index_put_bytes,
         (meta(10000, 64), [meta(4, 128, dtype=torch.int64)], meta(4, 128, 64), True),
         (*[4096] * 5, 1),
     ),
     (
-        cuda_sorts.index_put_bytes,
+        cuda_ops.index_put_bytes,
         (meta(10000, 64), [meta(4, 1024, dtype=torch.int64)], meta(64, 4, 1024).permute(1, 2, 0), True),
         (32768, 32768, 64 * 4096 * 2, *[32768] * 3, 72191),
     ),
-    (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(4, dtype=torch.int64)], meta(4, 64), False), ()),
-    (cuda_sorts.index_put_bytes, (meta(10, 64), [meta(10, dtype=torch.bool)], meta(4, 64), True), ()),
+    (cuda_ops.index_put_bytes, (meta(10, 64), [meta(4, dtype=torch.int64)], meta(4, 64), False), ()),
+    (cuda_ops.index_put_bytes, (meta(10, 64), [meta(10, dtype=torch.bool)], meta(4, 64), True), ()),
     # The backward of a softmax multiplies its gradient by its output first.
     (cuda_kernels.softmax_backward_bytes, (meta(2, 8, 100, 100), meta(2, 8, 100, 100), -1), 2 * 8 * 100 * 100 * 2),
     # One partial sum per block of 65536 values.

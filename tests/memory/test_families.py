@@ -28,8 +28,8 @@ from lean_finetune.memory.advice.one_change_sweep import sweep_switches
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
+from lean_finetune.memory.trace.cached_fake_mode import UNREAD_LAYERDROP
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
-from lean_finetune.memory.trace.trace_errors import UNREAD_LAYERDROP
 from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config
 from lean_finetune.model.row_limits import refuse_joined_rows

@@ -17,10 +17,14 @@ from benchmarks.specs import padded, random_batch
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter
-from lean_finetune.model.experts.expert_load import counting_rows, expert_load, forget_rows
-from lean_finetune.model.experts.experts_forward import expert_modules
-from lean_finetune.model.experts.packed_weights import packing_of, unpack_expert
-from lean_finetune.model.experts.router import router_parameters
+from lean_finetune.model.experts.experts_forward import (
+    counting_rows,
+    expert_load,
+    expert_modules,
+    forget_rows,
+    router_parameters,
+)
+from lean_finetune.model.experts.grouped_products import packing_of, unpack_expert
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged

@@ -20,7 +20,7 @@ from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import expert_modules
-from lean_finetune.model.experts.packed_weights import packing_of
+from lean_finetune.model.experts.grouped_products import packing_of
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.language_part import left_out, left_out_text, stored_left_out
 from lean_finetune.model.load_model import load_base, load_model

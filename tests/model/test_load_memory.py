@@ -16,7 +16,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation, quantisation_tensors
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.monitor.memory_counters import host_peak
+from lean_finetune.train.monitor.memory_monitor import host_peak
 from lean_finetune.train.save_model import save_full
 from tests.model.large import large_llama, write_checkpoint
 from tests.processes import run_bounded

@@ -13,8 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import Mxfp4Config, QuantizationMethod
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.files.quantized_checkpoint import file_tensors
-from lean_finetune.model.files.quantized_weights import Fp8Weight, Mxfp4Weight
+from lean_finetune.model.files.quantized_checkpoint import Fp8Weight, Mxfp4Weight, file_tensors
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config

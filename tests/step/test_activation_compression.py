@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step import activation_compression, activation_offload
-from lean_finetune.step.activation_compression import BLOCK, compress, decompress
-from lean_finetune.step.activation_offload import ActivationOffload
+from lean_finetune.step import activation_offload
+from lean_finetune.step.activation_offload import BLOCK, ActivationOffload, compress, decompress
 from lean_finetune.step.loss import summed_loss
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run, split
@@ -20,7 +19,7 @@ LARGEST_ERROR = {"int8": 0.5 / 127, "fp8": 16 / 448}
 @pytest.mark.parametrize("bits", LARGEST_ERROR)
 def test_values_are_rounded_to_their_blocks_codes(monkeypatch, bits):
     """A scale of another block, a chunk or a last short block that is left out, or a division by zero."""
-    monkeypatch.setattr(activation_compression, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(activation_offload, "CHUNK", 2 * BLOCK)
     for count in (1, BLOCK, 5 * BLOCK + 7):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             values = (torch.randn(count) * torch.arange(1, count + 1)).to(dtype)

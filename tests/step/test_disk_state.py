@@ -15,8 +15,7 @@ from lean_finetune.memory.predict.offloaded_states import disk_state_bytes
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload import disk_weights
-from lean_finetune.step.offload.disk_weights import DiskMasterWeights
-from lean_finetune.step.offload.state_file import DiskFault, DiskPlace, StateFile
+from lean_finetune.step.offload.disk_weights import DiskFault, DiskMasterWeights, DiskPlace, StateFile
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from tests.memory.common import setting_of
 from tests.processes import run_bounded
@@ -85,7 +84,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 model = torch.nn.ParameterList([torch.ones(16 * 2**20)])
 model[0].grad = torch.ones_like(model[0])

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.offload import host_transfer
-from lean_finetune.step.offload.host_transfer import HostTransfer, refuse_offloaded_state
+from lean_finetune.step.offload import master_weights
+from lean_finetune.step.offload.master_weights import HostTransfer, refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
 from lean_finetune.step.training_step import StepSpec, training_step
@@ -64,7 +64,7 @@ def check_on_host(directory: Path, form: dict[str, Any]) -> None:
 
 def test_tensors_larger_than_the_buffer_are_copied_in_parts(monkeypatch):
     """The last part of a tensor lost, or the parts in another order."""
-    monkeypatch.setattr(host_transfer, "STAGING_BYTES", 64)
+    monkeypatch.setattr(master_weights, "STAGING_BYTES", 64)
     weight = torch.randn(7, 13)
     link = HostTransfer([weight], torch.float32)
     assert torch.equal(link.to_host(weight, torch.float32), weight)

@@ -8,7 +8,7 @@ from typing import TextIO
 import pytest
 from tqdm import tqdm
 
-from lean_finetune.train.process.best_effort_output import ignore_output_errors
+from lean_finetune.train.process.stop_signals import ignore_output_errors
 
 
 def full_disk() -> TextIO:

@@ -16,8 +16,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.train.checkpoint.checkpoint_files import RANKS, SUMS, TENSORS, VALUES, CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import MOST_TIME_SHARE, ONE_PROCESS, Checkpointer
-from lean_finetune.train.checkpoint.node_disks import HOSTS, PARTS
-from lean_finetune.train.checkpoint.scratch_dir import RunDirectory
+from lean_finetune.train.checkpoint.scratch_dir import HOSTS, PARTS, RunDirectory
 from lean_finetune.train.monitor.measured_peak import memory_profile
 from lean_finetune.train.process.stop_signals import StopRequest
 from lean_finetune.train.resume_run import open_checkpointer

@@ -9,7 +9,7 @@ import pytest
 
 from cuda_memory.units import MIB
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.disk_space import DiskSpace
+from lean_finetune.train.checkpoint.checkpointer import DiskSpace
 from tests.train.interrupted import Breaking, finish, small_job
 
 

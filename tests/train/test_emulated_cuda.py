@@ -16,7 +16,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
 from lean_finetune.step.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter

@@ -15,18 +15,18 @@ from lean_finetune.core.process_status import STATUS
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.callbacks.registry import CALLBACKS
 from lean_finetune.train.loop import train
-from lean_finetune.train.monitor import memory_counters
+from lean_finetune.train.monitor import memory_monitor
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.monitor.memory_counters import (
+from lean_finetune.train.monitor.memory_monitor import (
     Counters,
     CudaCounters,
     MallocCounters,
+    MemoryMonitor,
     host_peak,
     make_counters,
     process_bytes,
 )
-from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from lean_finetune.train.train_metrics import train_metrics
 from tests.small_model import CPU, spec_of
@@ -67,7 +67,7 @@ def test_malloc_counters_follow_allocation_and_free_of_tensors(values: int, coun
 
 def test_without_counters_columns_are_empty(monkeypatch):
     """Zeros in the curves that look like measurements."""
-    monkeypatch.setattr(memory_counters.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(memory_monitor.platform, "system", lambda: "Darwin")
     assert type(make_counters(CPU)) is Counters
     row = MemoryMonitor(CPU, make_meter(CPU)).step_columns()
     assert row["live_bytes"] is row["reserved_bytes"] is row["alloc_retries"] is None

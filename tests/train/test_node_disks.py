@@ -15,7 +15,7 @@ from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.distributed.processes import World
-from lean_finetune.train.checkpoint import node_disks, scratch_dir
+from lean_finetune.train.checkpoint import scratch_dir
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, RunDirectory, mark_finished
 from lean_finetune.train.process.stop_signals import StopRequest
@@ -77,7 +77,7 @@ class ThreadChannel(ControlChannel):
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     found = Threads(2)
-    monkeypatch.setattr(node_disks.dist, "broadcast", found.broadcast)
+    monkeypatch.setattr(scratch_dir.dist, "broadcast", found.broadcast)
     return found
 
 

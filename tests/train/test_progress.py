@@ -14,7 +14,7 @@ from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.train.callbacks.callback import RunInfo
 from lean_finetune.train.callbacks.progress_bar import ProgressBar
 from lean_finetune.train.callbacks.slow_steps import WINDOW, SlowSteps
-from lean_finetune.train.monitor.memory_counters import Counters
+from lean_finetune.train.monitor.memory_monitor import Counters
 
 INFO = RunInfo(
     total_steps=12_000,

@@ -12,8 +12,13 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
-from lean_finetune.train.monitor.growth_advice import usual_causes
-from lean_finetune.train.monitor.recorded_curves import MOST_BYTES, PIPELINE_COLUMNS, explained, read_recorded
+from lean_finetune.train.monitor.growth_advice import (
+    MOST_BYTES,
+    PIPELINE_COLUMNS,
+    explained,
+    read_recorded,
+    usual_causes,
+)
 
 
 def written(path: Path, text: str) -> Path:

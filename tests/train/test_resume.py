@@ -14,7 +14,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter

@@ -10,7 +10,7 @@ import pytest
 
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.checkpoint.loop_hooks import NO_CHECKPOINTS, CheckpointHooks
+from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.scratch_dir import (
     DVC_LOCK,
     FINISHED,

@@ -37,7 +37,7 @@ from lean_finetune.model.row_limits import refuse_divided_rows, refuse_joined_ro
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.activation_offload import refuse_offload
-from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 
 

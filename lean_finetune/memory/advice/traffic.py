@@ -23,7 +23,7 @@ from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
-from lean_finetune.model.attention.rows import key_copies
+from lean_finetune.model.attention.kernels import key_copies
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 
 

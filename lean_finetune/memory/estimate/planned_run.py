@@ -42,7 +42,7 @@ from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.batches import refuse_other_tokens
-from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.token_rows import read_lengths
 

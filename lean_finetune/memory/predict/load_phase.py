@@ -20,9 +20,16 @@ from lean_finetune.memory.predict.state_formulas import (
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import QUANTISATION_STATE, WEIGHTS, Peak
-from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS
-from lean_finetune.model.files.quantized_checkpoint import BITSANDBYTES, FP8, MXFP4, fp8_block, stored_format
-from lean_finetune.model.files.quantized_weights import ROWS_AT_ONCE, UNPACKED
+from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
+from lean_finetune.model.files.quantized_checkpoint import (
+    BITSANDBYTES,
+    FP8,
+    MXFP4,
+    ROWS_AT_ONCE,
+    UNPACKED,
+    fp8_block,
+    stored_format,
+)
 from lean_finetune.model.model_spec import ModelSpec
 
 FILE = "weight_files"

@@ -28,8 +28,8 @@ from lean_finetune.memory.predict.state_formulas import (
 )
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, WEIGHTS
-from lean_finetune.step.offload.host_transfer import STAGING_BYTES
-from lean_finetune.step.offload.state_file import BLOCK_BYTES
+from lean_finetune.step.offload.disk_weights import BLOCK_BYTES
+from lean_finetune.step.offload.master_weights import STAGING_BYTES
 
 ON_HOST = "host_optimizer"
 """Category of optimizer state and weights in host memory (train.offload)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER
-from lean_finetune.model.experts.packed_weights import BYTE_LEVELS
+from lean_finetune.model.experts.grouped_products import BYTE_LEVELS
 from lean_finetune.step.optimizers import is_paged
 
 FP32_BYTES = 4

@@ -39,9 +39,8 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
-from lean_finetune.model.attention.rows import TokenExchange
-from lean_finetune.model.files.quantized_checkpoint import stored_format, without_quantisation
-from lean_finetune.model.files.quantized_weights import UNPACKED
+from lean_finetune.model.attention.kernels import TokenExchange
+from lean_finetune.model.files.quantized_checkpoint import UNPACKED, stored_format, without_quantisation
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses

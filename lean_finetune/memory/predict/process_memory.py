@@ -18,7 +18,7 @@ from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
-from lean_finetune.step.batch_loader import BATCHES_AHEAD
+from lean_finetune.step.batches import BATCHES_AHEAD
 
 IMPORTS_BYTES = 426 * MIB
 """RAM of a process after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
@@ -31,7 +31,7 @@ LOADING = ("loading", "model")
 GPUS_OF_A_NODE = 8
 """GPUs of a host, if their number is not known."""
 BATCH_TOKEN_BYTES = 100
-"""RAM of a batch per token (see lean_finetune.step.batch_loader)."""
+"""RAM of a batch per token (see lean_finetune.step.batches)."""
 
 
 def _derived(count: int, why: str) -> Figure:

@@ -29,9 +29,13 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.model.adapter_targets import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import kept_in_fp32, meta_model
-from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
-from lean_finetune.model.experts.packed_weights import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
-from lean_finetune.model.experts.router import router_parameters
+from lean_finetune.model.experts.experts_forward import (
+    expert_modules,
+    expert_parameters,
+    is_transposed,
+    router_parameters,
+)
+from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge.stored_experts import stored_by_expert
 from lean_finetune.model.model_spec import ModelSpec

@@ -12,13 +12,12 @@ from transformers import PretrainedConfig
 
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode
+from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.fake_distributed import shared
 from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
 from lean_finetune.memory.trace.static_state import register_rng_states, register_state
-from lean_finetune.memory.trace.trace_errors import refuse_untraceable
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, TokenPart, empty_batch, idle_batch

@@ -1,15 +1,186 @@
-"""A FakeTensorMode with a fast cache of results, by operation and metadata of its arguments.
+"""Fake tensors as a trace needs them: fast, with autograd's in-place sums, and with errors for people."""
 
-A trace repeats a few hundred calls tens of thousands of times. PyTorch's own cache is slower than most operations, and
-does not cover operations of libraries. The module uses private PyTorch functions.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import parse
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig, __version__
+
+from lean_finetune.core.errors import UserError
+
+DEPEND_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised where code reads a value, or where the shape of a result depends on values: the tokens of one expert."""
+UNTRACEABLE = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+"""Raised for operations without a shape function."""
+UNREAD_LAYERDROP = "5.23.0"
+"""Release of transformers whose OPT draws no random number for a `layerdrop` of 0; 5.17.0 compares it."""
+PACKAGE = Path(__file__).parents[2]
+
+
+@contextmanager
+def refuse_untraceable(config: PretrainedConfig) -> Iterator[None]:
+    """Refuse a model whose step cannot be traced, or whose own code fails.
+
+    Raises:
+        UserError: names the error and its place in the model's code.
+    """
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = torch_log.level
+    torch_log.setLevel(logging.CRITICAL)  # It writes the traceback of every error, also of those refused below.
+    try:
+        yield
+    except UserError:
+        raise
+    except DEPEND_ON_VALUES as error:
+        raise UserError(
+            f"model.name: the step of {config.model_type} reads values of tensors ({_place_in_model(error)}: {error}), "
+            f"which do not exist before training, so its memory is not known; {_remedy(config)}"
+        ) from None
+    except UNTRACEABLE as error:
+        raise UserError(
+            f"model.name: the step of {config.model_type} cannot be traced ({type(error).__name__}: {error}), so its "
+            "memory is not known; choose another model"
+        ) from None
+    except Exception as error:
+        if (place := _place_in_model(error)) is None:
+            raise
+        raise UserError(
+            f"model.name: {config.model_type} cannot be trained with these settings: its code fails ({place}: "
+            f"{type(error).__name__}: {error}); choose another model or another train.method"
+        ) from None
+    finally:
+        torch_log.setLevel(level)
+
+
+def _remedy(config: PretrainedConfig) -> str:
+    """Another model, or the release of transformers that computes this one without reading values."""
+    if getattr(config, "layerdrop", None) == 0 and parse(__version__) < parse(UNREAD_LAYERDROP):
+        return f"install transformers {UNREAD_LAYERDROP} ({__version__} here), or choose another model"
+    return "choose another model"
+
+
+def _place_in_model(error: Exception) -> str | None:
+    """File and line in transformers' model code that raised an error; None if our code did."""
+    place = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.name == "__torch_dispatch__":  # The trace itself: the frame that called the operation is above.
+            break
+        if "/transformers/models/" in frame.filename:
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+        elif Path(frame.filename).is_relative_to(PACKAGE):
+            place = None
+    return place
+
+
+# Emulate autograd's in-place gradient accumulation, which it skips for tensor subclasses such as fake tensors.
+#
+# - The engine adds two gradients of one tensor into the first, if nothing else refers to it or its storage
+# (torch/csrc/autograd/input_buffer.cpp).
+# - The gradient of an index operation, of a maximum along a dimension or of the largest values is written into the
+# zeros it starts from (torch/csrc/autograd/FunctionsManual.cpp).
+#
+# Without this a trace would count one tensor too many in each case. The module uses private PyTorch functions.
+
+aten = torch.ops.aten
+IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+"""Out-of-place operations, and the in-place ones that run for plain tensors."""
+WRITERS = {
+    aten.index_add.default: {"IndexSelectBackward0"},
+    aten.index_put.default: {"IndexBackward0"},
+    aten.scatter.src: {"MaxBackward0", "SortBackward0", "TopkBackward0"},
+    aten.scatter_add.default: {"GatherBackward0"},
+}
+"""Autograd nodes that write these operations into new zeros."""
+
+
+def in_place_version(operation: Any, args: Sequence[Any]) -> Any:
+    """The operation that would run for plain tensors: one of `IN_PLACE`, or `operation` itself.
+
+    Call it directly from `__torch_dispatch__`: calls from the C++ engine are recognised by the absence of Python frames
+    between the engine and the mode.
+    """
+    if torch.is_grad_enabled() or sys._getframe(2).f_code is not _engine_run_backward.__code__:
+        return operation
+    nodes = WRITERS.get(operation)
+    in_place = _accumulates(args) if nodes is None else type(torch._C._current_autograd_node()).__name__ in nodes
+    return IN_PLACE[operation] if in_place else operation
+
+
+def _accumulates(args: Sequence[Any]) -> bool:
+    """Whether an addition sums gradients into the memory of the first."""
+    if len(args) != 2 or not all(type(each) is FakeTensor for each in args):
+        return False
+    first, second = args
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return alike and _uses(first) == sole_owner_uses() and _dense(first)
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@cache
+def sole_owner_uses() -> tuple[int, int]:
+    """References to a gradient that only the engine owns, including the references of the measuring call.
+
+    Measured rather than stated, as the number may differ between PyTorch versions. Call first outside of any trace.
+    """
+    found: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+            if func is aten.add.Tensor and not torch.is_grad_enabled():
+                found.append(_uses(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), torch.enable_grad():
+        weight = torch.ones(2, requires_grad=True)
+        total = (weight * 2 + weight * 3).sum()
+        with Probe():
+            total.backward()
+    (uses,) = found  # The sum of its two gradients.
+    return uses
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are non-overlapping and dense in memory."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+# A FakeTensorMode with a fast cache of results, by operation and metadata of its arguments.
+#
+# A trace repeats a few hundred calls tens of thousands of times. PyTorch's own cache is slower than most operations,
+# and does not cover operations of libraries. The module uses private PyTorch functions.
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Arguments that are part of the cache key by type and value; calls with other arguments are not cached."""

@@ -10,11 +10,11 @@ import bitsandbytes.backends.cpu.ops as bnb_cpu
 import bitsandbytes.backends.default.ops as bnb_default
 import torch
 
-from lean_finetune.memory.trace.int8_matmul import int8_expansions
+from lean_finetune.memory.trace.cuda_ops import int8_expansions
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
-from lean_finetune.model.experts.packed_weights import unpacked_bytes
-from lean_finetune.step.activation_compression import chunk_bytes
+from lean_finetune.model.experts.grouped_products import unpacked_bytes
+from lean_finetune.step.activation_offload import chunk_bytes
 
 aten = torch.ops.aten
 bnb = torch.ops.bitsandbytes

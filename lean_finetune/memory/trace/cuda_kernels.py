@@ -16,10 +16,15 @@ from transformers import masking_utils
 
 from cuda_memory.gpus import Device
 from lean_finetune.memory.trace.cpu_kernels import PROJECT_WORKSPACES, cpu_rules
-from lean_finetune.memory.trace.cuda_reductions import reduction_workspaces
-from lean_finetune.memory.trace.cuda_sorts import embedding_backward_bytes, index_put_bytes
-from lean_finetune.memory.trace.efficient_attention import efficient_attention, efficient_backward
-from lean_finetune.memory.trace.int8_matmul import int8_expansions, int8_training_as_on_cuda
+from lean_finetune.memory.trace.cuda_ops import (
+    efficient_attention,
+    efficient_backward,
+    embedding_backward_bytes,
+    index_put_bytes,
+    int8_expansions,
+    int8_training_as_on_cuda,
+    reduction_workspaces,
+)
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS

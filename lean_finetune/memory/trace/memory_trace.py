@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lean_finetune.memory.trace.autograd_inplace import IN_PLACE, in_place_version, sole_owner_uses
+from lean_finetune.memory.trace.cached_fake_mode import IN_PLACE, in_place_version, sole_owner_uses
 from lean_finetune.step.batches import BatchShape
 
 # Categories of memory.

@@ -24,9 +24,9 @@ from lean_finetune.model.experts.experts_forward import (
     TRANSPOSED,
     expert_modules,
     expert_parameters,
+    gates,
     is_grouped,
 )
-from lean_finetune.model.experts.router import gates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,91 @@
-"""Experts of a mixture: their forward pass with memory that does not depend on the routing.
+"""Route tokens to experts and run them: the router, its balancing loss, and how evenly tokens are spread."""
 
-transformers stacks the experts of a layer in one parameter for each projection and calls a registered function. Ours
-multiplies all rows of an expert together (see `grouped_products`), reads packed weights, and adds low-rank adapters as
-products of rows, x A_e B_e, where peft would build the change of all experts' weights.
-
-Shape legend: T tokens, C experts chosen for a token, S = T × C rows, E experts, D hidden size.
-"""
-
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextModel, Llama4TextMoe
 
-from lean_finetune.model.experts.expert_load import count_rows
-from lean_finetune.model.experts.grouped_products import combine, dispatch, grouped_linear
-from lean_finetune.model.experts.packed_weights import packing_of
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.experts.grouped_products import combine, dispatch, grouped_linear, packing_of
+
+# How evenly the tokens of a step are spread over the experts of a mixture.
+#
+# Each layer adds up its rows by expert on the device. Two figures are computed from them at the end of the step, so
+# that no layer waits for the device. Padding at the end of rows counts, because it is computed too.
+#
+# Shape legend: E experts.
+
+ROWS = "_rows_by_expert"
+"""Attribute of a module of experts: its rows by expert in this step, (E,), int32."""
+_counting: ContextVar[Literal["off", "on", "idle"]] = ContextVar("counting", default="off")
+
+
+@contextmanager
+def counting_rows(*, idle: bool) -> Iterator[None]:
+    """A context of a forward pass, in which experts count their rows; those of an `idle` micro-batch as zero.
+
+    A layer that backward recomputes is outside of it, so it is counted once.
+    """
+    before = _counting.set("idle" if idle else "on")
+    try:
+        yield
+    finally:
+        _counting.reset(before)
+
+
+def count_rows(module: Any, ends_E: torch.Tensor) -> None:
+    """Add a micro-batch's rows by expert.
+
+    Args:
+        module: of experts.
+        ends_E: rows up to the end of each expert.
+    """
+    if (counting := _counting.get()) == "off":
+        return
+    rows_E = torch.zeros_like(ends_E) if counting == "idle" else ends_E.diff(prepend=ends_E.new_zeros(1))
+    before = getattr(module, ROWS, None)
+    setattr(module, ROWS, rows_E if before is None else before + rows_E)
+
+
+def forget_rows(model: nn.Module) -> None:
+    """Start a step; an earlier one may have failed."""
+    for module in model.modules():
+        module.__dict__.pop(ROWS, None)
+
+
+def expert_load(model: nn.Module, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    """The rows of the busiest expert relative to an even share (mean of the layers), and the share of idle experts.
+
+    Args:
+        model: after the forward passes of a step.
+        sum_over_ranks: sums a tensor over all processes.
+
+    Returns:
+        Two values, fp32, on the device; None without experts.
+    """
+    counted = [module.__dict__.pop(ROWS) for module in model.modules() if ROWS in module.__dict__]
+    if not counted:
+        return None
+    rows = sum_over_ranks(torch.cat(counted))
+    layers = rows.split([len(rows_E) for rows_E in counted])
+    busiest = torch.stack([rows_E.max() * len(rows_E) / rows_E.sum() for rows_E in layers])
+    return torch.stack([busiest.mean(), (rows == 0).float().mean()])
+
+
+# Experts of a mixture: their forward pass with memory that does not depend on the routing.
+#
+# transformers stacks the experts of a layer in one parameter for each projection and calls a registered function. Ours
+# multiplies all rows of an expert together (see `grouped_products`), reads packed weights, and adds low-rank adapters
+# as products of rows, x A_e B_e, where peft would build the change of all experts' weights.
+#
+# Shape legend: T tokens, C experts chosen for a token, S = T × C rows, E experts, D hidden size.
 
 EXPERTS = "lean_grouped"
 """Name of our function for transformers."""
@@ -108,3 +176,139 @@ def experts_option(kind: type[PreTrainedModel]) -> dict[str, str]:
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+
+
+# The router of a mixture of experts: which parameters it has, and which layers beside it take no adapter.
+
+ROUTERS = ("gate", "router")
+"""Names of routers in transformers, beside `experts`."""
+
+
+def router_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers by name.
+
+    Raises:
+        UserError: a layer has experts and no router of a known name.
+    """
+    modules, found = dict(model.named_modules()), {}
+    for name, _ in expert_modules(model):
+        block = name.rpartition(".")[0]
+        routers = {
+            f"{block}.{child}": modules[f"{block}.{child}"] for child in ROUTERS if f"{block}.{child}" in modules
+        }
+        if not routers:
+            raise UserError(f"model.name: the router beside {name} is of an unknown kind; choose another model")
+        found.update(routers)
+    return found
+
+
+def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the routers by name."""
+    return {
+        f"{name}.{path}": parameter
+        for name, router in router_modules(model).items()
+        for path, parameter in router.named_parameters()
+    }
+
+
+def gates(model: nn.Module) -> set[str]:
+    """Paths of linear layers that choose experts, or weigh a shared one: they take no adapter."""
+    modules = dict(model.named_modules())
+    inside = {
+        f"{name}.{path}".removesuffix(".")
+        for name, router in router_modules(model).items()
+        for path, module in router.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    blocks = {name.rpartition(".")[0] for name, _ in expert_modules(model)}
+    weighing = {
+        f"{block}.{child}"
+        for block in blocks
+        for child, module in modules[block].named_children()
+        if isinstance(module, nn.Linear) and module.out_features == 1
+    }
+    return inside | weighing
+
+
+def balancing_loss(lm: PreTrainedModel, router_logits: Any) -> torch.Tensor:
+    """Transformers' auxiliary loss of a family (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
+
+    It is least, and the number of chosen experts, when all experts get equally many tokens. Padding counts as tokens.
+
+    Args:
+        lm: the model.
+        router_logits: those of each layer, (T, E), as its decoder returns them.
+
+    Raises:
+        UserError: the family has no such loss.
+    """
+    loss = getattr(sys.modules[type(lm).__module__], "load_balancing_loss_func", None)
+    chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None)
+    if loss is None or chosen is None or not isinstance(router_logits, tuple) or not router_logits:
+        raise UserError(
+            f"train.router_aux_loss: transformers has none for {lm.config.model_type}; set train.router_aux_loss=0.0"
+        )
+    experts = next(module.num_experts for _, module in expert_modules(lm))
+    balance: torch.Tensor = loss(router_logits, experts, chosen)
+    return balance
+
+
+def prepare_routers(model: PreTrainedModel, choice: Literal["frozen", "trained"]) -> None:
+    """Freeze the routers unless they are trained.
+
+    Raises:
+        UserError: they are to be trained and the model has none.
+    """
+    routers = router_parameters(model)
+    if choice == "trained" and not routers:
+        raise UserError(f"train.router: {model.config.model_type} has no experts; got trained; set train.router=frozen")
+    if choice == "frozen":
+        for parameter in routers.values():
+            parameter.requires_grad_(False)
+
+
+# Llama 4's experts in the form of other families: chosen experts alone run, and 4 or 8 bits pack them.
+#
+# transformers' code runs every expert on a copy of every token, multiplied by the router's score; an expert that was
+# not chosen multiplies zeros and adds zeros. Here the copies of the chosen experts alone exist.
+#
+# Shape legend: T tokens, C experts chosen for a token, E experts, D hidden size.
+
+
+class GroupedExperts(Llama4TextExperts):
+    """Experts that run through `experts_forward`; the attributes are those that transformers gives other families."""
+
+    has_gate, has_bias, has_post_expert_norm, is_transposed, is_concatenated = True, False, False, False, True
+    _is_transposed_unknown_to_peft = True
+    forward = experts_forward  # type: ignore[assignment]
+
+    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
+        gate, up = up.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+
+class GroupedMoe(Llama4TextMoe):
+    """A layer whose router's scores multiply the inputs of experts, where other families multiply outputs."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output (T, D), and the router's logits (T, E)."""
+        hidden_TD = hidden_states.reshape(-1, self.hidden_dim)
+        scores_TE, logits_TE = self.router(hidden_TD)
+        scores_TC, chosen_TC = scores_TE.topk(self.top_k)
+        rows_SD = (hidden_TD[:, None] * scores_TC[:, :, None]).flatten(0, 1)
+        routed_SD = self.experts(rows_SD, chosen_TC.view(-1, 1), torch.ones_like(scores_TC).view(-1, 1))
+        return self.shared_expert(hidden_TD) + routed_SD.view(*chosen_TC.shape, -1).sum(1), logits_TE
+
+
+class Llama4:
+    """Mixed into the classes of Llama 4: its experts as above, and its decoder, which transformers does not name."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        grouped = {Llama4TextMoe: GroupedMoe, Llama4TextExperts: GroupedExperts}
+        for module in self.modules():  # type: ignore[attr-defined]
+            module.__class__ = grouped.get(type(module), type(module))
+
+    def get_decoder(self) -> Llama4TextModel:
+        """The decoder that takes token ids."""
+        return next(module for module in self.modules() if isinstance(module, Llama4TextModel))  # type: ignore[attr-defined]

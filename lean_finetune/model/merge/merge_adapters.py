@@ -19,8 +19,12 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.files.quantized_checkpoint import file_tensors, stored_format, write_16_bit_config
-from lean_finetune.model.files.quantized_weights import BitsAndBytesWeight
+from lean_finetune.model.files.quantized_checkpoint import (
+    BitsAndBytesWeight,
+    file_tensors,
+    stored_format,
+    write_16_bit_config,
+)
 from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
 from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.merge.merge_experts import MergedExperts

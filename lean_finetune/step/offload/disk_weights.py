@@ -1,21 +1,269 @@
-"""Master weights and optimizer state in a file, updated chunk by chunk in host memory (train.offload_to=disk).
-
-Updates work on single values, or on blocks that chunks never divide, so they equal updates of whole tensors to the
-bit. Chunks are read ahead and written behind: Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857, section 5.2.2.
-"""
+"""Master weights and optimizer state on disk: the file, the pipeline of its chunks, the update."""
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from cuda_memory.units import readable_size, round_up
 from lean_finetune.config.optimizers import OptimizerEntry
-from lean_finetune.step.offload.chunk_pipeline import Chunk, ChunkPipeline, FileRange
-from lean_finetune.step.offload.host_transfer import HostTransfer
-from lean_finetune.step.offload.master_weights import Groups, MasterWeights
-from lean_finetune.step.offload.state_file import DiskPlace, FileTensor, StateFile
+from lean_finetune.core.errors import UserError
+from lean_finetune.step.offload.master_weights import Groups, HostTransfer, MasterWeights
+
+BLOCK_BYTES = 4096
+"""Direct transfers begin and end at multiples of this, which suits every disk (open(2), O_DIRECT)."""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems without a disk."""
+
+
+class DiskFault(UserError):
+    """A disk failed or has no room for what a run keeps there. What it kept is lost; checkpoints are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskPlace:
+    """Directory of the optimizer state's file, and size of the host buffer."""
+
+    directory: Path
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileTensor:
+    """A tensor in the file."""
+
+    start: int
+    """First byte in the file, a multiple of `BLOCK_BYTES`."""
+    mapped: torch.Tensor
+    """The same bytes mapped into memory, for checkpoints: the pages are the system's cache, not the process's memory.
+
+    Direct writes are seen by it, and what is written to it by direct reads: Linux writes changed pages to the disk
+    before a direct read, and drops those that a direct write replaces.
+    """
+
+
+class StateFile:
+    """The file. The system removes it when the process ends, for any reason."""
+
+    def __init__(self, directory: Path):
+        """Make the file in `directory`, creating that if needed.
+
+        Raises:
+            DiskFault: the file system has no direct access or no unnamed files, or is in memory.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._end = directory.resolve(), 0
+        if (kind := _file_system(self._directory)) in IN_MEMORY:
+            raise DiskFault(
+                f"train.offload_to: disk needs a disk; {self._directory} is a {kind}, which is memory; move the "
+                "checkout to a disk, or use cpu"
+            )
+        try:
+            flags = os.O_TMPFILE | os.O_DIRECT | os.O_RDWR
+            self._file = os.open(self._directory, flags, 0o600)
+        except (AttributeError, OSError) as error:
+            raise DiskFault(
+                f"train.offload_to: disk needs a file system with unnamed files and direct access (O_TMPFILE, "
+                f"O_DIRECT: ext4, xfs and btrfs on Linux have both); {self._directory} refused ({error}); move the "
+                "checkout to another disk, or use cpu"
+            ) from None
+        weakref.finalize(self, os.close, self._file)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> FileTensor:
+        """A new tensor of zeros, whose space on the disk is reserved.
+
+        Raises:
+            DiskFault: the disk has no room for it.
+        """
+        count = torch.Size(shape).numel()
+        start, size = self._end, round_up(max(1, count * dtype.itemsize), BLOCK_BYTES)
+        with self._faults(start):
+            os.posix_fallocate(self._file, start, size)
+            pages = mmap.mmap(self._file, size, offset=start)
+        self._end += size
+        return FileTensor(start=start, mapped=torch.frombuffer(pages, dtype=dtype, count=count).view(shape))
+
+    def read(self, buffer: memoryview, start: int) -> None:
+        """Fill a buffer of whole blocks from the file."""
+        with self._faults(start):
+            while buffer:
+                count = os.preadv(self._file, [buffer], start)
+                if not count:
+                    raise RuntimeError(f"the file of optimizer state ends at {start}")
+                buffer, start = buffer[count:], start + count
+
+    def write(self, buffer: memoryview, start: int) -> None:
+        """Write a buffer of whole blocks to the file."""
+        with self._faults(start):
+            while buffer:
+                count = os.pwritev(self._file, [buffer], start)
+                buffer, start = buffer[count:], start + count
+
+    @contextmanager
+    def _faults(self, start: int) -> Iterator[None]:
+        """Raise errors of the disk as DiskFault, with a message of one line."""
+        try:
+            yield
+        except OSError as error:
+            raise DiskFault(
+                f"train.offload_to: disk must have room for the optimizer's state; {self._directory} refused after "
+                f"{readable_size(start)} ({error.strerror}); free some, or use an optimizer with less state"
+            ) from None
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the file system of a directory, as Linux names it; empty if it is not known."""
+    device = os.stat(directory).st_dev
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return ""
+    return next((fields[fields.index("-") + 1] for fields in mounts if fields[2] == numbers), "")
+
+
+# Read chunks of a file ahead into a buffer of fixed size, and write changed ones in the background.
+
+THREADS = 8
+"""Concurrent transfers; at some MiB each, enough for the full speed of a solid-state disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRange:
+    """Values of a tensor in the file: whole blocks, except at its end."""
+
+    start: int
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size of the values."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Size of its blocks."""
+        return round_up(self.bytes, BLOCK_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """Ranges of values that are read, updated and written together."""
+
+    first: int
+    """The first value in its tensor."""
+    ranges: tuple[FileRange, ...]
+
+    def tensors(self, slot: memoryview) -> list[torch.Tensor]:
+        """The ranges in a slot, one after the other."""
+        starts = accumulate((one.whole_bytes for one in self.ranges), initial=0)
+        pairs = zip(self.ranges, starts, strict=False)
+        return [torch.frombuffer(slot, dtype=one.dtype, count=one.count, offset=start) for one, start in pairs]
+
+
+class ChunkPipeline:
+    """Slots of the buffer, and threads that fill and empty them.
+
+    It expects chunks in the order of the previous step, and reads the next ones while one is updated.
+    """
+
+    def __init__(self, file: StateFile, chunks: Sequence[Chunk], *, slots: int, slot_bytes: int):
+        """`chunks` in the order of their first use, as far as it is known."""
+        self._file = file
+        self._free = [memoryview(mmap.mmap(-1, slot_bytes)) for _ in range(slots)]
+        self._most_ahead = (slots - 1) // 2
+        self._after = dict(zip(chunks, chunks[1:], strict=False))
+        self._last: Chunk | None = None
+        self._ahead: dict[Chunk, Future[memoryview]] = {}
+        self._behind: dict[Chunk, Future[memoryview]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="optimizer-state")
+
+    def fetch(self, chunk: Chunk) -> memoryview:
+        """The slot of a chunk; `release` must follow before the next one.
+
+        Raises:
+            DiskFault: the disk refused, now or when an earlier chunk was written.
+        """
+        if self._last is not None:
+            self._after[self._last] = chunk
+        self._last = chunk
+        if chunk not in self._ahead:
+            self.forget()
+            self._read(chunk, self._slot())
+        found = self._ahead.pop(chunk)
+        self._read_ahead(chunk)
+        return found.result()
+
+    def release(self, chunk: Chunk, slot: memoryview) -> None:
+        """Write a changed chunk to the file, in a thread."""
+        if chunk in self._behind:  # It was read since, so that write is over.
+            self._free.append(self._behind.pop(chunk).result())
+        self._behind[chunk] = self._threads.submit(self._transfer, self._file.write, chunk, slot)
+
+    def flush(self) -> None:
+        """Wait until everything is written; raises DiskFault if a transfer failed."""
+        while self._behind:
+            self._free.append(self._behind.pop(next(iter(self._behind))).result())
+
+    def forget(self) -> None:
+        """Drop the chunks that were read ahead: others are needed, or the file has changed."""
+        while self._ahead:
+            self._free.append(self._ahead.popitem()[1].result())
+
+    def _read_ahead(self, chunk: Chunk) -> None:
+        """Read the chunks after this one, into the slots that are free now."""
+        following = self._after.get(chunk)
+        for _ in range(self._most_ahead):
+            if following is None or following is chunk:
+                return
+            if following not in self._ahead:
+                if not self._free and not (self._behind and next(iter(self._behind.values())).done()):
+                    return
+                self._read(following, self._slot())
+            following = self._after.get(following)
+
+    def _slot(self) -> memoryview:
+        """A free slot; waits for the oldest write if there is none."""
+        if not self._free:
+            self._free.append(self._behind.pop(next(iter(self._behind))).result())
+        return self._free.pop()
+
+    def _read(self, chunk: Chunk, slot: memoryview) -> None:
+        """Read a chunk in a thread. A write of the same chunk was queued earlier, so it never waits for this thread."""
+        before = self._behind.get(chunk)
+
+        def read() -> memoryview:
+            if before is not None:
+                before.result()
+            return self._transfer(self._file.read, chunk, slot)
+
+        self._ahead[chunk] = self._threads.submit(read)
+
+    @staticmethod
+    def _transfer(move: Callable[[memoryview, int], None], chunk: Chunk, slot: memoryview) -> memoryview:
+        """Read or write all ranges of a chunk."""
+        done = 0
+        for one in chunk.ranges:
+            move(slot[done : done + one.whole_bytes], one.start)
+            done += one.whole_bytes
+        return slot
+
+
+# Master weights and optimizer state in a file, updated chunk by chunk in host memory (train.offload_to=disk).
+#
+# Updates work on single values, or on blocks that chunks never divide, so they equal updates of whole tensors to the
+# bit. Chunks are read ahead and written behind: Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857, section
+# 5.2.2.
 
 CHUNK_VALUES = 4 * 2**20
 """Maximum values of a chunk: fp32 ranges of 16 MiB reach a disk's full speed."""

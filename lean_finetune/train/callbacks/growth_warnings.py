@@ -8,7 +8,7 @@ from cuda_memory.growth import OWN, RESIDENT, Cause, classify
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
-from lean_finetune.train.monitor.memory_counters import make_counters
+from lean_finetune.train.monitor.memory_monitor import make_counters
 
 
 class GrowthWarnings(Callback):

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.core.progress_bar import LOG_SECONDS, progress_bar
 from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.monitor.memory_counters import make_counters
+from lean_finetune.train.monitor.memory_monitor import make_counters
 
 FORMAT = "{desc} {bar:6} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 """Fits 80 columns with 5-digit step counts."""

@@ -19,7 +19,7 @@ from lean_finetune.core.atomic_files import atomic_directory, partial_directory,
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.control_messages import ControlChannel
 from lean_finetune.model.files.safetensors_files import StoredTensor, stored_tensors, write_loaded
-from lean_finetune.train.checkpoint.node_disks import (
+from lean_finetune.train.checkpoint.scratch_dir import (
     PARTS,
     RANKS,
     VALUES,

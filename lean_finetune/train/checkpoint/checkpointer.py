@@ -1,25 +1,20 @@
-"""Write checkpoints during training, and resume from the newest one.
+"""When checkpoints are saved, and how the loop resumes from one."""
 
-The training loop waits only until the bytes are in the page cache. Checksums and flushing follow in a thread. When a
-checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
-
-Several processes write, publish and stop after the same step: after each step they exchange whether they got a stop
-signal and whether they are still writing a checkpoint. The first process's clock decides when one is due. A checkpoint
-gets its name once the files of all processes are on the disk. If one process fails alone, earlier checkpoints remain.
-"""
-
+import math
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.units import counted, readable_size
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
+from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
-from lean_finetune.train.checkpoint.disk_space import DiskSpace, trained_bytes
-from lean_finetune.train.checkpoint.loop_hooks import CheckpointHooks
 from lean_finetune.train.checkpoint.scratch_dir import mark_finished, metrics_digest
 from lean_finetune.train.checkpoint.training_state import (
     TrainingRun,
@@ -33,6 +28,113 @@ from lean_finetune.train.checkpoint.training_state import (
 from lean_finetune.train.monitor.finite_checks import Diverged, refuse_broken_weights
 from lean_finetune.train.oom.oom_state import OutOfMemory
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
+
+
+class CheckpointHooks:
+    """Hooks that the training loop calls; this class writes no checkpoint."""
+
+    first_step = 0
+    """First optimizer step to run."""
+    directories: Sequence[Path] = ()
+    """The unfinished run's directory, then that of the run it resumes if that is another."""
+    measures_load = True
+    """Whether memory figures start here. If not, they continue those of an earlier process."""
+
+    def resume(self, run: TrainingRun, steps: int) -> None:
+        """Restore a run of `steps` steps, which was just loaded, to the start of `first_step`."""
+
+    def saving_on_stop(self, run: TrainingRun) -> AbstractContextManager[None]:
+        """Return the context of all steps; a stop or an error inside writes a last checkpoint."""
+        return nullcontext()
+
+    def naming_kept(self, kind: type[UserError] = UserError) -> AbstractContextManager[None]:
+        """Return a context that adds to an error of this kind from which checkpoint the run can be resumed."""
+        return nullcontext()
+
+    def after_step(self, run: TrainingRun) -> bool:
+        """Write a checkpoint if one is due, and return whether it is; call when the step's row is in `run.curves`."""
+        return False
+
+    def after_last_step(self, run: TrainingRun) -> None:
+        """Write the last checkpoint; called even if an earlier process ran all steps."""
+
+    def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of a step; a stop may be raised between two."""
+        return batches
+
+
+NO_CHECKPOINTS = CheckpointHooks()
+
+
+# Check free disk space for checkpoints and weights before the first step, not when the disk is full.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSpace:
+    """What a training writes at its end, and where."""
+
+    out: Path
+    """Directory of the trained weights."""
+    merged_bytes: int
+    """Size of the merged model; 0 if none is written."""
+    enforce: bool
+    """Refuse a run without enough space (estimate.enforce)."""
+    notify: Callable[[str], None]
+    """Gets a line for the user."""
+
+    def check(self, checkpoints: Path, *, trained_bytes: int, checkpoint_bytes: int, there: int, most: int) -> None:
+        """Refuse a run whose last outputs do not fit; warn if `most` checkpoints do not. For the first process.
+
+        The end of training keeps one checkpoint and then writes the weights.
+
+        Args:
+            checkpoints: their directory.
+            trained_bytes: size of the saved weights.
+            checkpoint_bytes: size of one checkpoint.
+            there: existing checkpoints of an earlier process.
+            most: checkpoints on disk at the same time: a new one is complete before the oldest is removed.
+        """
+        weights = trained_bytes + self.merged_bytes
+        here, at_out = _existing(checkpoints), _existing(self.out)
+        free, free_at_out = shutil.disk_usage(here).free, shutil.disk_usage(at_out).free
+        same_disk = here.stat().st_dev == at_out.stat().st_dev
+        last = checkpoint_bytes * (1 - there)  # Older ones are removed first and free their space.
+        if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
+            elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
+            raise DiskFault(
+                f"{self.out}: the disk has too little free space for the end of training: {readable_size(weights)} of "
+                f"weights and {readable_size(checkpoint_bytes)} of a last checkpoint; {readable_size(free_at_out)} are "
+                f"free{elsewhere}; free space, then rerun, or set estimate.enforce=false"
+            )
+        if checkpoint_bytes * (most - there) > free:
+            self.notify(
+                f"warning: run.keep_checkpoints: up to {counted(most, 'checkpoint')} of "
+                f"{readable_size(checkpoint_bytes)} can be on the disk at a time, {there} already, and "
+                f"{readable_size(free)} are free for {checkpoints}; a checkpoint that does not fit is skipped and the "
+                "previous one stays; free space, or lower it"
+            )
+
+
+def trained_bytes(run: TrainingRun) -> int:
+    """Return the size of all trained weights as they are saved."""
+    pairs = zip(run.parallel.trained_parameters(), run.parallel.slices(), strict=True)
+    return sum(math.prod(piece.full_shape) * parameter.element_size() for (_, parameter), piece in pairs)
+
+
+def _existing(path: Path) -> Path:
+    """Return the path or its nearest existing parent."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+# Write checkpoints during training, and resume from the newest one.
+#
+# The training loop waits only until the bytes are in the page cache. Checksums and flushing follow in a thread. When a
+# checkpoint is due depends on the clock and on what the last one cost, and never changes a result.
+#
+# Several processes write, publish and stop after the same step: after each step they exchange whether they got a stop
+# signal and whether they are still writing a checkpoint. The first process's clock decides when one is due. A
+# checkpoint gets its name once the files of all processes are on the disk. If one process fails alone, earlier
+# checkpoints remain.
 
 ONE_PROCESS = layout_of(1, "none")
 MOST_TIME_SHARE = 0.02

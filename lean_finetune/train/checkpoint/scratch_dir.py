@@ -1,18 +1,27 @@
-"""Directories of unfinished training runs: one per run, locked by the process that trains it."""
+"""Directories of a run below scratch/, on one disk or on the disks of several nodes."""
 
 import hashlib
 import json
+import os
+import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
 
 from cuda_memory.units import counted, readable_size
 from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
+from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.progress_barrier import wait_for_all
 
 RECORD = "run.json"
 """In a run's directory: the fingerprint of the run, see `resume_run`."""
@@ -164,3 +173,163 @@ def _report_other_runs(directory: Path, notify: Callable[[str], None]) -> None:
             f"note: {directory.parent} has checkpoints of {counted(len(others), 'other unfinished training')} "
             f"({readable_size(size)}); delete the ones you no longer need"
         )
+
+
+# Checkpoints of several nodes, on a shared disk or on a separate disk of each node.
+#
+# A process writes its part of a checkpoint to its node's disk. Before a run resumes, every disk receives the parts
+# that it lacks, so that any process can read any part.
+
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of one message: 10 ms at 10 Gbit/s."""
+PROBE = "disk"
+VALUES = "values.json"
+RANKS, PARTS, HOSTS = "ranks", "parts", "hosts"
+"""Its keys: number of processes that wrote, processes whose parts are on this disk, machine of each process."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a run's directory, as one process sees it."""
+
+    rank: int
+    ranks: Sequence[int]
+    """Ranks that share it, in order."""
+    size: int
+    """Number of all processes."""
+
+    @property
+    def is_led_here(self) -> bool:
+        """Whether this process locks and renames files for all that share the disk."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes of the run share it."""
+        return len(self.ranks) == self.size
+
+    def share(self, parts: Sequence[int]) -> Sequence[int]:
+        """The `parts` that this process verifies; the processes of a disk divide the work."""
+        return parts[self.ranks.index(self.rank) :: len(self.ranks)]
+
+
+def find_disk(directory: Path, channel: ControlChannel) -> Disk:
+    """Find which processes share the disk of a directory: those that see a file that the first process writes there.
+
+    Every other node is assumed to have a separate disk. All processes call this.
+
+    Raises:
+        UserError: the first process cannot write there.
+    """
+    if channel.size == 1:
+        return Disk(0, (0,), 1)
+    token, probe = uuid4().hex, directory / PROBE
+    if channel.is_first:
+        with write_errors(probe):
+            directory.mkdir(parents=True, exist_ok=True)
+            probe.write_text(token)
+    expected = channel.gather_text(token if channel.is_first else "")[0]
+    sees = probe.is_file() and probe.read_text() == expected
+    found = channel.gather(-1 if sees else channel.node)
+    if channel.is_first:
+        probe.unlink()
+    mine = found[channel.rank]
+    return Disk(channel.rank, [rank for rank, one in enumerate(found) if one == mine], channel.size)
+
+
+def parts_and_hosts(disk: Disk, channel: ControlChannel) -> dict[str, Any]:
+    """For a checkpoint's values: the number of processes, those with parts on this disk, and each one's machine."""
+    return {RANKS: channel.size, PARTS: list(disk.ranks), HOSTS: channel.gather_text(platform.node())}
+
+
+def rank_directory(path: Path, rank: int) -> Path:
+    """Return the directory of one process's files in a checkpoint."""
+    return path / str(rank) if rank else path
+
+
+def send_missing_parts(
+    path: Path, names: Sequence[str], writers: Sequence[int], disk: Disk, channel: ControlChannel
+) -> str | None:
+    """Copy each part of a checkpoint to the disks that lack it; all processes call this.
+
+    A part has the files `VALUES` and `names`; the last one marks it as complete. Returns why the checkpoint is
+    incomplete, if its machine is here and a kill explains it: `writers` are the ranks on whose disks a process may have
+    been killed while it wrote.
+
+    Raises:
+        UserError: a part is on a machine that is not here, or was lost; or a disk is full.
+    """
+    written: dict[str, Any] = {}
+    with suppress(OSError, ValueError, StopIteration):  # Damaged: reported when checksums are compared.
+        written = json.loads(next(path.rglob(VALUES)).read_text())
+    own = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
+    known = map(json.loads, channel.gather_text(own))
+    found: list[Any] | None = next((one for one in known if one[1] is not None), None)
+    if found is None:
+        return None
+    ranks, parts, hosts = found
+    if disk.is_shared and len(parts) == ranks:
+        return None
+    directories = [rank_directory(path, rank) for rank in range(ranks)]
+    present = channel.gather(*(int((directory / names[-1]).exists()) for directory in directories))
+    absent = [part for part in range(len(directories)) if not any(row[part] for row in present)]
+    if absent:
+        which, machines = f"process {', '.join(map(str, absent))}", {hosts[part]: None for part in absent}
+        here = channel.gather_text(platform.node())
+        lost = {machine for rank, machine in enumerate(here) if rank not in writers}
+        if machines.keys() <= set(here) - lost:
+            return f"{which} had not finished writing it"
+        start = "" if machines.keys() <= set(here) else "start that machine with the others, "
+        raise UserError(
+            f"{path}: lacks what {which} wrote to the disk of {', '.join(machines)}; {start}copy those files to it on "
+            f"any machine, delete it on all machines to use the checkpoint before it, or delete {path.parent} on all "
+            "to start over"
+        )
+    refused: OSError | None = None
+    for part, directory in enumerate(directories):
+        source = next(rank for rank, row in enumerate(present) if row[part])
+        writes = disk.is_led_here and not present[channel.rank][part]
+        for name in (VALUES, *names) if not all(row[part] for row in present) else ():
+            refused = _send_file(directory / name, source, channel, writes=writes and refused is None) or refused
+    if failed := channel.failed_ranks(refused is not None):
+        raise UserError(
+            f"{path}: process {failed[0]} cannot write parts of it ({refused or 'see its log'}); free space"
+        )
+    return None
+
+
+def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool) -> OSError | None:
+    """Send a file of process `source` to those that write it; return why this one could not."""
+    partial = path.with_name(f"{path.name}.partial")
+    wait_for_all()
+    size = channel.gather(path.stat().st_size if channel.rank == source else 0)[source][0]
+    with ExitStack() as stack:
+        file: BinaryIO | None = None
+        refused: OSError | None = None
+        try:
+            if writes:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if writes or channel.rank == source:
+                opened = open(partial, "wb") if writes else open(path, "rb")  # noqa: SIM115 - closed by the stack
+                file = cast(BinaryIO, stack.enter_context(opened))
+        except OSError as error:
+            refused = error
+        for start in range(0, size, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            if file is not None and not writes:
+                chunk.numpy()[:] = np.frombuffer(file.read(len(chunk)), np.uint8)
+            sent = chunk.to(channel.device)
+            dist.broadcast(sent, src=source)
+            try:
+                if file is not None and writes:
+                    file.write(sent.cpu().numpy().tobytes())
+                    file.flush()
+            except OSError as error:
+                refused, file = error, None
+        if file is not None and writes:
+            try:
+                os.fsync(file.fileno())
+                partial.rename(path)
+            except OSError as error:
+                refused = error
+    return refused

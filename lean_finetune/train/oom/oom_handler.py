@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.batch_loader import load, own_micro_batches
-from lean_finetune.step.batches import Batch, TokenPart
+from lean_finetune.step.batches import Batch, TokenPart, load, own_micro_batches
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.train.oom.oom_errors import is_out_of_memory
-from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition
+from lean_finetune.train.oom.oom_state import Failure, OutOfMemory, RunPosition, is_out_of_memory
 
 Result = TypeVar("Result")
 Attempt = Callable[[list[MicroBatch], Iterator[Batch]], Result]

@@ -15,8 +15,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.train.oom.address_limit import AddressLimit
-from lean_finetune.train.oom.oom_state import READING, Failure, OutOfMemory
+from lean_finetune.train.oom.oom_state import READING, AddressLimit, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS, MOST_PLACES = 3, 3

@@ -1,15 +1,14 @@
-"""Position of a run and its memory at an out-of-memory error, as plain numbers.
+"""What is known when memory runs out, as plain numbers."""
 
-An exception references the frames it passed, and with them every tensor of the step. What is stored here references
-none, so the memory is free again once the exception is gone.
-"""
-
+import errno
 import mmap
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 
@@ -18,8 +17,62 @@ from lean_finetune.core.process_status import STATUS, process_status
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.training_step import Phase
-from lean_finetune.train.monitor.memory_counters import make_counters
-from lean_finetune.train.oom.address_limit import AddressLimit, address_limit_met
+from lean_finetune.train.monitor.memory_monitor import make_counters
+
+MESSAGES = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+"""Messages of plain RuntimeErrors: from PyTorch's CPU allocator, and from libraries that allocate themselves."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the device or the host is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
+
+
+# The address-space limit of a process (RLIMIT_AS, `ulimit -v`), which can refuse memory that the machine has.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddressLimit:
+    """The limit and its use, in bytes."""
+
+    limit_bytes: int
+    used_bytes: int
+    """Mapped addresses, with or without physical memory. Libraries and mapped files count."""
+
+
+def address_limit_met(requested_bytes: int | None) -> AddressLimit | None:
+    """The limit of this process if it caused a refused allocation; None otherwise. Only Linux enforces it.
+
+    Linux refuses an allocation only above a limit or above the machine's memory. Memory in use at that time may be free
+    now, because the exception has released the step's tensors. `requested_bytes` is None if the request is unknown.
+    """
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    beyond_machine = requested_bytes is not None and requested_bytes > psutil.virtual_memory().available
+    if limit == resource.RLIM_INFINITY or (beyond_machine and used + (requested_bytes or 0) <= limit):
+        return None
+    return AddressLimit(limit_bytes=limit, used_bytes=used)
+
+
+# Position of a run and its memory at an out-of-memory error, as plain numbers.
+#
+# An exception references the frames it passed, and with them every tensor of the step. What is stored here references
+# none, so the memory is free again once the exception is gone.
 
 FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
 HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"

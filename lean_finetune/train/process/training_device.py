@@ -18,7 +18,7 @@ from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.model_spec import ModelSpec
-from lean_finetune.step.offload.host_transfer import refuse_offloaded_state
+from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 
 PROCESS_BYTES = 345 * MIB
 """RAM that a process alone uses after the imports of stage train, measured with PyTorch 2.13 for CPUs."""
