@@ -1,6 +1,7 @@
 """The commands that write params.yaml: `preset` and `import`."""
 
 import io
+import shlex
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -135,4 +136,8 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     change_params({key: value for key, value in values.items() if key not in unchanged}, template, out)
     click.echo("\n".join(converted.lines()))
     source = "" if "data.source" in converted.values else "; set data.source to your rows"
-    click.echo(labelled("", f"{out}: written{source}; `dvc repro estimate` predicts its memory for your data", 0))
+    # Outside of a checkout there is no pipeline: full rows are predicted, not those of the data.
+    in_checkout = Path("dvc.yaml").exists()
+    command = "dvc repro estimate" if in_checkout else shlex.join(["lean-finetune", "fit", "--params", str(out)])
+    whose = " for your data" if in_checkout else ""
+    click.echo(labelled("", f"{out}: written{source}; `{command}` predicts its memory{whose}", 0))

@@ -403,6 +403,7 @@ def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monk
     (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
     result = invoke(import_config, "run.yaml", "--out", "new.yaml")
     assert result.exit_code == 0 and load_params(tmp_path / "new.yaml").train.lr == 1e-4
+    assert "`lean-finetune fit --params new.yaml` predicts its memory" in result.stdout  # No dvc.yaml here.
     shipped = (ROOT / "params.yaml").read_text(encoding="utf-8")
     (tmp_path / "params.yaml").write_text(shipped)
     invoke(import_config, "run.yaml")
