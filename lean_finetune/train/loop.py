@@ -19,7 +19,7 @@ from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import StepResult, training_step
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, RunInfo
-from lean_finetune.train.callbacks.registry import make_callbacks
+from lean_finetune.train.callbacks.run_callbacks import make_callbacks
 from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss

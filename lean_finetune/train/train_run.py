@@ -19,7 +19,7 @@ from lean_finetune.distributed.launch import report_faults_once
 from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
 from lean_finetune.model.model_spec import ModelSpec, precision_of
-from lean_finetune.train.callbacks.registry import refuse_missing_trackers
+from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device, refuse_missing_inputs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.callbacks.registry import CALLBACKS
+from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped

@@ -13,7 +13,7 @@ from cuda_memory.growth import CONFIDENCE, classify
 from cuda_memory.units import MIB
 from lean_finetune.core.process_status import STATUS
 from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.callbacks.registry import CALLBACKS
+from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_monitor
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS

@@ -15,9 +15,8 @@ import pytest
 
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.callbacks.callback import CURVE_COLUMNS, Row
-from lean_finetune.train.callbacks.registry import TRACKERS, refuse_missing_trackers
-from lean_finetune.train.callbacks.tracker import MEASURED, PREDICTED, Tracker
+from lean_finetune.train.callbacks.callback import CURVE_COLUMNS, Row, Tracker
+from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, refuse_missing_trackers
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.train_job import TrainJob, TrainResult

@@ -1,14 +1,16 @@
-"""Hooks of the training loop. A callback is one class with the hooks it needs, listed in `registry.CALLBACKS`."""
+"""Hooks of the training loop. A callback is one class with the hooks it needs, listed in `run_callbacks.CALLBACKS`."""
 
 import secrets
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from tqdm import tqdm
 
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS
@@ -103,3 +105,63 @@ class Callback:
 
     def on_fault(self, error: BaseException) -> None:
         """Called instead of `on_end` if training ends with an error or is stopped by a signal."""
+
+
+class Tracker(Callback):
+    """A callback that never ends a run: after its first error it prints one warning and does nothing more."""
+
+    name: ClassVar[str]
+    """In `run.trackers`, and in the warning."""
+    package: ClassVar[str]
+    """The module that it imports, in `open`."""
+    install: ClassVar[str]
+    """What pip has to install for it."""
+
+    def __init__(self, info: RunInfo):
+        super().__init__(info)
+        self.active = True
+
+    def open(self) -> None:
+        """Start the run `self.info.run_name`, or continue it where the library can."""
+        raise NotImplementedError
+
+    def log(self, row: Row) -> None:
+        """Send one optimizer step; after `open`."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Write what was sent to the disk; called with each checkpoint, from which a resumed run continues."""
+
+    def close(self, *, failed: bool) -> None:
+        """End the run; `failed`: training ended with an error or was stopped."""
+
+    def on_start(self) -> None:
+        """See the base class."""
+        self._try(self.open)
+
+    def on_step(self, row: Row) -> None:
+        """See the base class."""
+        self._try(self.log, row)
+
+    def on_checkpoint(self, step: int) -> None:
+        """See the base class."""
+        self._try(self.flush)
+
+    def on_end(self, peak_bytes: int | None) -> None:
+        """See the base class."""
+        self._try(self.close, failed=False)
+
+    def on_fault(self, error: BaseException) -> None:
+        """See the base class."""
+        self._try(self.close, failed=True)
+
+    def _try(self, hook: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Call a hook unless an earlier one failed."""
+        if not self.active:
+            return
+        try:
+            hook(*arguments, **options)
+        except Exception as error:  # Of any library; training is worth more than its record.
+            self.active = False
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            tqdm.write(f"warning: {self.name} is off from here on, training continues: {reason}", file=sys.stderr)
