@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import struct
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
 
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.errors import UserError
@@ -22,6 +26,7 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU
 from tests.train.interrupted import STEPS, Breaking, interrupt, small_job
+from tests.train.test_progress import INFO, ROW
 
 PREDICTED_BYTES = 3 << 20
 SLOW = pytest.mark.slow
@@ -168,15 +173,36 @@ class Failing(Tracker):
 
 
 @pytest.mark.parametrize("fails", ["open", "log", "flush", "close"])
-def test_a_tracker_that_fails_is_off_and_training_continues(job: TrainJob, fails: str, monkeypatch, capsys):
-    monkeypatch.setitem(TRACKERS, "failing", Failing)
+def test_a_tracker_that_fails_is_off_and_training_continues(fails: str, monkeypatch, capsys):
     monkeypatch.setattr(Failing, "fails", fails)
     monkeypatch.setattr(Failing, "calls", [])
-    checkpoints = Breaking(Path("checkpoints"), every_step=True)
-    result = train(replace(job, trackers=["failing"]), make_meter(CPU), checkpoints)
-    assert len(result.curves) == STEPS and Failing.calls.index(fails) == len(Failing.calls) - 1
-    warning = "warning: failing is off from here on, training continues: ConnectionError: no route to host"
-    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [warning]
+    tracker = Failing(INFO)
+    tracker.on_start()
+    for step in range(2):
+        tracker.on_step(ROW | {"step": step})
+        tracker.on_checkpoint(step + 1)
+    tracker.on_end(None)
+    assert Failing.calls.index(fails) == len(Failing.calls) - 1, "called again after it failed"
+    warning = "warning: failing is off from here on, training continues: ConnectionError: no route to host\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_a_tracker_of_one_of_several_processes_joins_none_of_them(monkeypatch, tmp_path: Path):
+    """The state of accelerate starts communication, or waits, where the environment names several processes."""
+    monkeypatch.chdir(tmp_path)
+    PartialState._reset_state()
+    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    tracker = TRACKERS["tensorboard"](INFO)
+    tracker.open()
+    tracker.log(ROW)
+    tracker.close(failed=False)
+    assert list(tmp_path.glob("logs/tensorboard/*/events.*"))
+    assert not dist.is_initialized() and torch.get_num_threads() == threads
+    assert {name: os.environ[name] for name in launched} == launched
 
 
 def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(job: TrainJob, monkeypatch):

@@ -1,15 +1,17 @@
-"""The trackers that `run.trackers` may name: they send the figures of each step to a library."""
+"""The trackers that `run.trackers` may name. Each sends a run's figures through a class of `accelerate.tracking`."""
 
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState, tracking
+from accelerate.utils import patch_environment
 from tqdm import tqdm
 
 from cuda_memory.units import GIB
@@ -43,183 +45,175 @@ def logs_root() -> Path:
     return repo_root() / "logs"
 
 
-class TensorBoardTracker(Tracker):
-    """One directory per run. A resumed run adds a file that replaces the steps after its checkpoint."""
+class AccelerateTracker(Tracker):
+    """Sends every step to a tracker of accelerate."""
+
+    library: Any
+    """The started `tracking.GeneralTracker`. (Any: the methods of its subclasses differ.)"""
+    first_step = 0
+    """Steps before it are not sent, because an earlier process of the run sent them."""
+
+    def start(self, library: tracking.GeneralTracker, parameters: Mapping[str, Any] | None = None) -> None:
+        """Start a tracker of accelerate; send the parameters of a new run."""
+        # accelerate's loggers need its state. As one process on a CPU it joins no process group and takes no GPU.
+        with patch_environment(local_rank=-1, pmi_size=1):
+            PartialState(cpu=True)
+        self.library = library
+        library.start()
+        if parameters is not None:
+            library.store_init_configuration(dict(parameters))
+
+    def log(self, row: Row) -> None:
+        """See the base class."""
+        if row["step"] >= self.first_step:
+            self.library.log(figures(row, self.info), step=row["step"])
+
+    def close(self, *, failed: bool) -> None:
+        """See the base class."""
+        self.library.finish()
+
+
+class TensorBoardTracker(AccelerateTracker):
+    """Event files in `logs/tensorboard/<run>`. A resumed run's file replaces the steps after its checkpoint."""
 
     name = package = install = "tensorboard"
 
     def open(self) -> None:
         """See the base class."""
-        from torch.utils.tensorboard import SummaryWriter
-
         resumed_step = self.info.first_step or None
-        directory = logs_root() / "tensorboard" / self.info.run_name
-        self._writer = SummaryWriter(str(directory), purge_step=resumed_step)
-        if resumed_step is None:
+        directory = logs_root() / "tensorboard"
+        self.start(tracking.TensorBoardTracker(self.info.run_name, directory, purge_step=resumed_step))
+        if resumed_step is None:  # As text: hyperparameters of TensorBoard may be neither lists nor None.
             shown = json.dumps(dict(self.info.parameters), indent=4, ensure_ascii=False)
-            self._writer.add_text("parameters", "".join(f"    {line}\n" for line in shown.splitlines()))
-
-    def log(self, row: Row) -> None:
-        """See the base class."""
-        for name, value in figures(row, self.info).items():
-            self._writer.add_scalar(name, value, row["step"])
-
-    def flush(self) -> None:
-        """See the base class."""
-        self._writer.flush()
-
-    def close(self, *, failed: bool) -> None:
-        """See the base class."""
-        self._writer.close()
+            self.library.log({"parameters": "".join(f"    {line}\n" for line in shown.splitlines())})
 
 
-# DVCLive: files below logs/dvclive, and DVC Studio where it is set up.
-
-
-class DvcLiveTracker(Tracker):
-    """One directory per run. It makes no experiment and no dvc.yaml: the pipeline has both."""
+class DvcLiveTracker(AccelerateTracker):
+    """Files in `logs/dvclive/<run>`. It makes no experiment and no dvc.yaml: the pipeline has both."""
 
     name = package = install = "dvclive"
 
     def open(self) -> None:
         """See the base class."""
-        from dvclive import Live
-
         directory = logs_root() / "dvclive" / self.info.run_name
         resumed = directory.exists()
-        self._live = Live(str(directory), resume=resumed, save_dvc_exp=False, dvcyaml=False)
-        self._first_step = self._live.step if resumed else 0
-        if not resumed:
-            given = {name: value for name, value in self.info.parameters.items() if value is not None}
-            self._live.log_params(given)
-
-    def log(self, row: Row) -> None:
-        """Log a step, unless an earlier process of the run did."""
-        if row["step"] < self._first_step:
-            return
-        self._live.step = row["step"]
-        for name, value in figures(row, self.info).items():
-            self._live.log_metric(name, value)
-        self._live.next_step()
-
-    def close(self, *, failed: bool) -> None:
-        """See the base class."""
-        self._live.end()
+        given = {name: value for name, value in self.info.parameters.items() if value is not None}
+        live = tracking.DVCLiveTracker(dir=str(directory), resume=resumed, save_dvc_exp=False, dvcyaml=False)
+        self.start(live, None if resumed else given)
+        if resumed:
+            self.first_step = self.library.tracker.step
 
 
-# Weights & Biases. Its environment variables apply: WANDB_MODE=offline, WANDB_PROJECT, WANDB_DIR, WANDB_API_KEY.
+class WandbTracker(AccelerateTracker):
+    """One run of Weights & Biases. Offline, a resumed training writes another file with the same run id.
 
-MOST_WAIT_SECONDS = 30
-"""Before training, for the service or for a login."""
-
-
-class WandbTracker(Tracker):
-    """One run per training. Offline, a resumed training writes another file with the same run id."""
+    The library's variables apply: WANDB_MODE=offline, WANDB_PROJECT, WANDB_DIR, WANDB_API_KEY. The service drops a step
+    that it has.
+    """
 
     name = package = install = "wandb"
+    MOST_WAIT_SECONDS = 30
+    """Before training, for the service or for a login."""
 
     def open(self) -> None:
         """See the base class."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # To its makers, also of an offline run.
         import wandb
 
-        root = logs_root()
+        root, name = logs_root(), self.info.run_name
         root.mkdir(exist_ok=True)
-        name = self.info.run_name
         offline = os.environ.get("WANDB_MODE") == "offline"
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            dir=os.environ.get("WANDB_DIR", str(root)),
-            id=name,
-            name=name,
-            resume=None if offline else "allow",
-            config=dict(self.info.parameters),
-            settings=wandb.Settings(
-                console="off", init_timeout=MOST_WAIT_SECONDS, login_timeout=MOST_WAIT_SECONDS, silent=True
-            ),
+        wait = self.MOST_WAIT_SECONDS
+        self.start(
+            tracking.WandBTracker(
+                os.environ.get("WANDB_PROJECT", PROJECT),
+                dir=os.environ.get("WANDB_DIR", str(root)),
+                id=name,
+                name=name,
+                resume=None if offline else "allow",
+                config=dict(self.info.parameters),
+                settings=wandb.Settings(console="off", init_timeout=wait, login_timeout=wait, silent=True),
+            )
         )
-
-        if self._run.url:
-            tqdm.write(f"wandb: {self._run.url}", file=sys.stderr)
-
-    def log(self, row: Row) -> None:
-        """See the base class; the service drops a step that it has."""
-        self._run.log(figures(row, self.info), step=row["step"])
+        if self.library.tracker.url:
+            tqdm.write(f"wandb: {self.library.tracker.url}", file=sys.stderr)
 
     def close(self, *, failed: bool) -> None:
-        """See the base class."""
-        self._run.finish(exit_code=int(failed))
+        """End the run; `finish` of accelerate cannot say that it failed."""
+        self.library.tracker.finish(exit_code=int(failed))
 
 
-# MLflow: the server that MLFLOW_TRACKING_URI names, or the local store logs/mlflow.db.
+class MlflowTracker(AccelerateTracker):
+    """One run of the experiment MLFLOW_EXPERIMENT_NAME, on the server MLFLOW_TRACKING_URI or in `logs/mlflow.db`.
 
-MOST_PARAMETERS, MOST_METRICS, MOST_VALUE_LENGTH = 100, 1000, 500
-"""That MLflow takes in one request, and characters of a parameter's value in any of its stores."""
-SEND_SECONDS = 1.0
-"""Steps are sent together, at most this long after the first of them."""
-LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""MLflow's own: 7 retries of 120 s, while training would wait."""
-
-
-class MlflowTracker(Tracker):
-    """One run per training, of the experiment in MLFLOW_EXPERIMENT_NAME. A resumed training continues it."""
+    accelerate starts or continues the run. Figures are sent here: accelerate sends each step in a request of its own
+    (44 ms into a local file, and training waits), and its `finish` cannot say that a run failed.
+    """
 
     name = package = "mlflow"
     install = "mlflow-skinny sqlalchemy alembic"
+    MOST_METRICS, MOST_VALUE_LENGTH = 1000, 500
+    """That MLflow takes in one request, and characters of a parameter's value in any of its stores."""
+    SEND_SECONDS = 1.0
+    """Steps are sent together, at most this long after the first of them."""
+    ENVIRONMENT = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    """Unless set. MLflow's own: 7 retries of 120 s, while training would wait; and counts of its use to its makers."""
 
     def open(self) -> None:
         """See the base class."""
-        for variable, value in LIMITS.items():
+        for variable, value in self.ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        import mlflow
 
         root = logs_root().absolute()
         root.mkdir(exist_ok=True)
-        self._metric = Metric
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        mlflow.set_tracking_uri(server or f"sqlite:///{root}/mlflow.db")
+        self._client = mlflow.MlflowClient()
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root}/mlflow.db")
-        experiment, name = self._experiment(str(root / "mlflow")), self.info.run_name
-        found = (
-            self._client.search_runs([experiment], f"attributes.run_name = '{name}'") if self.info.first_step else []
+        found = self._earlier_run() if self.info.first_step else None
+        given = {name: str(value)[: self.MOST_VALUE_LENGTH] for name, value in self.info.parameters.items()}
+        artifacts = None if server else str(root / "mlflow")
+        self.start(
+            tracking.MLflowTracker(PROJECT, artifacts, run_id=found, run_name=self.info.run_name),
+            None if found else given,
         )
+        self._run = self.library.tracker.info.run_id
+        mlflow.end_run("RUNNING")  # MLflow would end its active run at exit, and wait again for a server that is away.
         if found:
-            self._run = found[0].info.run_id
-            self._client.update_run(self._run, status="RUNNING")
-            self._first_step = 1 + max(
-                (one.step for one in self._client.get_metric_history(self._run, "loss")), default=-1
-            )
-            return
-        self._run, self._first_step = self._client.create_run(experiment, run_name=name).info.run_id, 0
-        params = [Param(key, str(value)[:MOST_VALUE_LENGTH]) for key, value in self.info.parameters.items()]
-        for start in range(0, len(params), MOST_PARAMETERS):
-            self._client.log_batch(self._run, params=params[start : start + MOST_PARAMETERS])
+            history = self._client.get_metric_history(self._run, "loss")
+            self.first_step = 1 + max((one.step for one in history), default=-1)
 
-    def _experiment(self, artifacts: str) -> str:
-        """Return the experiment's id; create it if there is none."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        local = "MLFLOW_TRACKING_URI" not in os.environ
-        return found.experiment_id if found else self._client.create_experiment(name, artifacts if local else None)
+    def _earlier_run(self) -> str | None:
+        """Return the id that the first process's run has on the server."""
+        experiment = self._client.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        named = f"attributes.run_name = '{self.info.run_name}'"
+        found = self._client.search_runs([experiment.experiment_id], named) if experiment else []
+        return found[0].info.run_id if found else None
 
     def log(self, row: Row) -> None:
-        """Log a step, unless an earlier process of the run did."""
-        if row["step"] < self._first_step:
+        """See the base class."""
+        from mlflow.entities import Metric
+
+        if row["step"] < self.first_step:
             return
         now = int(time.time() * 1000)
-        self._waiting += [
-            self._metric(name, value, now, row["step"]) for name, value in figures(row, self.info).items()
-        ]
-        if time.monotonic() - self._sent >= SEND_SECONDS:
+        self._waiting += [Metric(name, value, now, row["step"]) for name, value in figures(row, self.info).items()]
+        if time.monotonic() - self._sent >= self.SEND_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """See the base class."""
         waiting, self._waiting, self._sent = self._waiting, [], time.monotonic()
-        for start in range(0, len(waiting), MOST_METRICS):
-            self._client.log_batch(self._run, metrics=waiting[start : start + MOST_METRICS])
+        for start in range(0, len(waiting), self.MOST_METRICS):
+            self._client.log_batch(self._run, metrics=waiting[start : start + self.MOST_METRICS])
 
     def close(self, *, failed: bool) -> None:
         """See the base class."""
