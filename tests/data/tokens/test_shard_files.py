@@ -3,12 +3,15 @@
 import multiprocessing
 from dataclasses import replace
 
+import datasets
 import pyarrow as pa
 import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.shards.shard_files import BLOCKS_PER_SHARD, finished_shard
 from lean_finetune.data.shards.tokenize_run import make_shards, work_directory
+from tests.conftest import ROOT
+from tests.data.tokens.common import read_tokens
 from tests.data.tokens.standin import text_blocks, tokenize_bytes
 
 BLOCKS = 2 * BLOCKS_PER_SHARD + 5
@@ -41,6 +44,18 @@ def test_a_shard_has_64_blocks_as_one_batch_each_in_order(tmp_path):
             assert reader.num_record_batches <= 64
             rows += reader.read_all()["source_row"].to_pylist()
     assert rows == sorted(rows)
+
+
+def test_the_documented_line_opens_the_tokens_with_datasets(tmp_path, monkeypatch):
+    """The shards with the library that most users know, and not only with this program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    make(tmp_path / "data/tokens")
+    documented = (ROOT / "docs/data.md").read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in documented if line.startswith("datasets.")]
+    rows = eval(line, {"datasets": datasets})
+    expected = read_tokens(tmp_path / "data/tokens/train")
+    assert rows["input_ids"][:] == [row["input_ids"] for row in expected] and rows[-1] == expected[-1]
 
 
 def test_finished_shards_are_not_made_again(tmp_path):

@@ -14,7 +14,7 @@ from lean_finetune.core.atomic_files import read_json
 from stages.pin import main as pin
 from stages.tokenize import main as stage
 from tests.conftest import ROOT
-from tests.data.tokens.common import chat_row, contents, read_tokens
+from tests.data.tokens.common import chat_row, contents
 from tests.data.tokens.small_blocks import BLOCK_BYTES, BLOCKS_PER_SHARD, make_blocks_small
 from tests.workspace import invoke, lay_out, run_module, write_rows
 
@@ -114,17 +114,3 @@ def test_a_killed_run_is_resumed(prepared):
     assert contents(OUT, FIGURES) == expected
     assert {name: (OUT / "train" / f"{name}.arrow").stat().st_ino for name in inodes} == inodes
     assert list(Path("scratch/tokenize").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_tokens_open_with_datasets(prepared):
-    """In the line that the documentation gives."""
-    from datasets import load_dataset
-
-    directory, _ = prepared
-    rows = load_dataset(
-        "arrow", data_files="data/tokens/train/*.arrow", split="train", cache_dir=str(directory / "cache")
-    )
-    expected = read_tokens(OUT / "train")
-    assert len(rows) == len(expected)
-    assert [rows[place] for place in (0, 700, -1)] == [expected[place] for place in (0, 700, -1)]
