@@ -29,6 +29,7 @@ from tests.train.interrupted import STEPS, Breaking, interrupt, small_job
 from tests.train.test_progress import INFO, ROW
 
 PREDICTED_BYTES = 3 << 20
+NO_REPORTS = {"mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"}, "wandb": {"WANDB_ERROR_REPORTING": "false"}}
 SLOW = pytest.mark.slow
 Series = dict[str, list[tuple[int, float]]]
 """Step and value of each point, by the figure's name."""
@@ -141,6 +142,7 @@ def test_a_tracker_has_the_figures_of_every_step_once(job: TrainJob, name: str, 
     monkeypatch.setenv("WANDB_MODE", "offline")
     curves = in_two_parts(replace(job, trackers=[name])).curves
     assert "is off" not in capfd.readouterr().err
+    assert os.environ.items() >= NO_REPORTS.get(name, {}).items(), "the library's makers are sent reports of its use"
     found = READERS[name]()
     near = lambda values: [pytest.approx(value, rel=1e-6) for value in values]  # noqa: E731
     assert [step for step, _ in found["loss"]] == list(range(STEPS))
