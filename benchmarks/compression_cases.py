@@ -199,7 +199,7 @@ class _Run:
         if self._trainer is None:
             setting = self._planned.setting
             with self._meter.phase(LOAD):
-                model = load_model(MODEL, setting.model, CPU)
+                model = load_model(MODEL, setting.train, CPU)
                 self._trainer = Trainer.of(model, setting, CPU, scratch=self._directory, lr=LR)
         return self._trainer
 
@@ -209,7 +209,9 @@ class _Run:
         model = self._trained().model.eval()
         heldout = TokenRows(self._directory / "data/tokens", "heldout")
         batches = list(heldout_batches(heldout, len(heldout.lengths), HELDOUT_TOKENS, self._pad_id))
-        losses: list[Any] = [summed_loss(model, batch, self._planned.setting.loss_chunk).double() for batch in batches]
+        losses: list[Any] = [
+            summed_loss(model, batch, self._planned.setting.train.loss_chunk).double() for batch in batches
+        ]
         counted = self._meter.result().step_peak_bytes
         assert counted is not None
         tokens = np.sum([len(batch.supervised_index_N) for batch in batches])

@@ -38,7 +38,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from benchmarks.specs import Trainer, joined, model_spec, padded, random_batch
+from benchmarks.specs import Trainer, joined, padded, random_batch, train_of
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -142,12 +142,17 @@ class Case:
     @property
     def setting(self) -> Setting:
         """The setting that is traced and trained."""
-        return Setting(
-            model=model_spec(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt, lora_experts=self.experts),
+        train = train_of(
+            self.method,
+            self.precision,
+            rank=4,
+            grad_ckpt=self.grad_ckpt,
+            lora_experts=self.experts,
             optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
         )
+        return Setting(train=train)
 
 
 def save_small(family: str, directory: Path) -> Path:
@@ -163,7 +168,7 @@ def count(directory: Path, setting: Setting, steps: TracedSteps) -> MeasuredPeak
     meter = make_meter(CPU)
     with meter.window("run"):
         with meter.phase("load"):
-            model = load_model(directory, setting.model, CPU)
+            model = load_model(directory, setting.train, CPU)
             trainer = Trainer.of(model, setting, CPU, scratch=directory, lr=1e-3, weight_decay=0.01)
         for shapes in steps:
             trainer.step((random_batch(shape, VOCABULARY) for shape in shapes), 300, meter.phase)

@@ -9,13 +9,13 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.gptq_step import trace_gptq
-from benchmarks.specs import llama, model_spec
+from benchmarks.specs import llama, train_of
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
 from cuda_memory.units import GIB
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.model_spec import ModelSpec
 
 FACTS = Path(__file__).parent / "facts"
 GB = 10**9
@@ -64,7 +64,7 @@ class TracedFact(Fact):
     """A figure that a trace can predict."""
 
     config: PretrainedConfig
-    spec: ModelSpec
+    spec: Train
     variant: Variant
     gpu: str
     shapes: Sequence[tuple[int, int]]
@@ -81,10 +81,10 @@ class TracedFact(Fact):
         return trace_variant(self.config, self.spec, self.variant, self.shapes, target_of(resolve_gpu(self.gpu)[0]))
 
 
-def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool, dora: bool = False) -> ModelSpec:
+def spec_of(method: str, rank: int, targets: tuple[str, ...], *, grad_ckpt: bool, dora: bool = False) -> Train:
     """A bf16 model, whose sizes fp16 shares."""
-    more = {"lora_alpha": rank, "lora_targets": targets, "lora_dora": dora, "seed": 0}
-    return model_spec(method, rank=rank, grad_ckpt=grad_ckpt, **more)  # type: ignore[arg-type]
+    more = {"lora_alpha": rank, "lora_targets": targets, "lora_dora": dora}
+    return train_of(method, rank=rank, grad_ckpt=grad_ckpt, **more)  # type: ignore[arg-type]
 
 
 def peft_runs() -> dict[str, Mapping[str, str]]:

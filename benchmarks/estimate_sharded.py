@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
-from benchmarks.specs import model_spec, padded
+from benchmarks.specs import padded, train_of
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
@@ -69,14 +69,13 @@ class Case:
     @property
     def setting(self) -> Setting:
         """The setting that stage estimate would read from the parameters."""
-        model = model_spec(self.method, self.precision)
-        alone = Setting(model=model, optimizer="adamw", loss_chunk=512, max_grad_norm=1.0)
+        alone = Setting(train=train_of(self.method, self.precision, loss_chunk=512, max_grad_norm=1.0))
         if self.gpus == 1:
             return alone
         spec = ShardSpec(mode=self.mode, group_gpus=self.group_gpus, layout=self.layout)
         sharing = Sharing(spec=spec, gpus=self.gpus, accumulates_gradients=True)
         shared = replace(alone, sharing=sharing)
-        return weights_on_host(shared) if self.offload == "parameters" else replace(shared, offload=self.offload)
+        return weights_on_host(shared) if self.offload == "parameters" else shared.with_train(offload=self.offload)
 
 
 def cases() -> Iterator[Case]:

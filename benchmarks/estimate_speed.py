@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
-from benchmarks.specs import llama, model_spec
+from benchmarks.specs import changed, llama, train_of
 from lean_finetune.config.field_types import Method
 from lean_finetune.memory.advice.plan_memory import replay_plan
 from lean_finetune.memory.advice.search import advise
@@ -63,8 +63,10 @@ def answer(case: Case) -> Row:
     hidden, intermediate, layers, heads = SIZES[case.size]
     config = llama(hidden, intermediate, layers=layers, heads=heads, kv_heads=8, max_position_embeddings=131072)
     method: Method = "full" if case.advice else "qlora"
-    spec = model_spec(method, grad_ckpt=not case.advice)
-    setting = Setting(model=spec, optimizer="adamw", loss_chunk=None if case.advice else 512, max_grad_norm=1.0)
+    spec = train_of(method, grad_ckpt=not case.advice)
+    setting = Setting(
+        train=changed(spec, optimizer="adamw", loss_chunk=None if case.advice else 512, max_grad_norm=1.0)
+    )
     device, _ = resolve_gpu(case.gpu)
     target = target_of(device)
     steps = largest_steps(full_batch("bucketed", LONGEST, max_tokens=MAX_TOKENS, fixed_rows=1), several=True)

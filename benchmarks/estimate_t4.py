@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.estimate_facts import ALL_OF_LLAMA, Fact, T4Source, read_facts
-from benchmarks.specs import model_spec
+from benchmarks.specs import train_of
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
 from cuda_memory.units import MIB
 from lean_finetune.memory.devices import resolve_gpu
@@ -49,13 +49,13 @@ def trace_of(row: Mapping[str, str]) -> Traced:
     """Trace two steps of a run."""
     quantized = row["quantization"] == "nf4"
     rank, shape = int(row["lora_rank"]), (int(row["batch"]), int(row["seq_len"]))
-    spec = model_spec(
+    spec = train_of(
         "qlora" if quantized else "lora",
         "fp16",
         rank=rank,
         lora_alpha=2 * rank,
         lora_targets=ALL_OF_LLAMA[:4],
-        double_quant=False,
+        quant_double=False,
     )
     variant = Variant(
         upcast=quantized,

@@ -7,7 +7,7 @@ are compared with those of fp32. It computes what the kernels compute, but no GP
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.interpreted_triton import interpreted_kernels
-from benchmarks.specs import model_spec, padded, random_batch
+from benchmarks.specs import changed, padded, random_batch, train_of
 from lean_finetune.config.field_types import Method, Precision
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
 from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
 
 STEPS: TracedSteps = ((padded(2, 12, 16), padded(1, 16, 10)), (padded(3, 8, 16),))
@@ -43,10 +44,10 @@ class Case:
     precision: Precision = "fp32"
     grad_ckpt: bool = False
 
-    def spec(self, **changes: Any) -> ModelSpec:
+    def spec(self, **changes: Any) -> Train:
         """The model with Liger's operations, but for the changes."""
-        spec = model_spec(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt, fused_kernels="liger")
-        return replace(spec, **changes)
+        spec = train_of(self.method, self.precision, rank=4, grad_ckpt=self.grad_ckpt, fused_kernels="liger")
+        return changed(spec, **changes)
 
 
 CASES = (
@@ -108,7 +109,7 @@ def compare(case: Case) -> Row:
         }
 
 
-def differentiate(directory: Path, spec: ModelSpec) -> tuple[float, Gradients]:
+def differentiate(directory: Path, spec: Train) -> tuple[float, Gradients]:
     """Loss and gradients of one micro-batch of padded rows."""
     model = load_model(directory, spec, CPU)
     torch.manual_seed(1)
@@ -117,7 +118,7 @@ def differentiate(directory: Path, spec: ModelSpec) -> tuple[float, Gradients]:
     for name, tensor in trained.items():
         if "lora_B" in name:  # Adapters start at zero, which would hide their inputs' gradients.
             torch.nn.init.normal_(tensor, std=0.05)
-    with spec.autocast("cpu"):
+    with autocast(spec, "cpu"):
         loss = summed_loss(model, batch, 8)
     loss.backward()
     return loss.item(), {name: tensor.grad.float() for name, tensor in trained.items() if tensor.grad is not None}
@@ -129,9 +130,9 @@ def difference(found: Gradients, expected: Gradients) -> float:
     return float((sum(squares) / sum(value.square().sum() for value in expected.values())) ** 0.5)
 
 
-def peaks(directory: Path, spec: ModelSpec) -> Row:
+def peaks(directory: Path, spec: Train) -> Row:
     """Peaks of a few steps, predicted and counted by PyTorch's allocator."""
-    setting = Setting(model=spec, optimizer="adamw", loss_chunk=8, max_grad_norm=1.0)
+    setting = Setting(train=changed(spec, optimizer="adamw", loss_chunk=8, max_grad_norm=1.0))
     predicted = predict(read_config(directory), setting, STEPS, CPU_TARGET)
     counted = count(directory, setting, STEPS).peak_bytes_by_phase
     errors = {phase: abs(peak.bytes - counted[phase]) for phase, peak in predicted.by_phase.items()}

@@ -6,7 +6,6 @@ buffers for gradients in each backward. The model computes its loss in fp16 on a
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from benchmarks.specs import changed
 from benchmarks.variants import CPU, Traced
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, OPTIMIZER, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.run_optimizer import trained_parameters
 
 GROUP, PACKED = 128, 8
@@ -66,9 +66,9 @@ class GptqLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def trace_gptq(config: PretrainedConfig, spec: ModelSpec, shapes: Sequence[tuple[int, int]], target: Target) -> Traced:
+def trace_gptq(config: PretrainedConfig, spec: Train, shapes: Sequence[tuple[int, int]], target: Target) -> Traced:
     """Trace steps of one micro-batch each. `shapes` holds (rows, length)."""
-    spec = replace(spec, method="lora", precision="fp16", lora_dropout=DROPOUT)
+    spec = changed(spec, method="lora", precision="fp16", lora_dropout=DROPOUT)
     trace = MemoryTrace(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=config.vocab_size)
     with FakeTensorMode(allow_non_fake_inputs=True), target.attention():
         model = fake_model(config, spec, CPU)

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
-from benchmarks.specs import Trainer, llama, model_spec, padded, random_batch
+from benchmarks.specs import Trainer, changed, llama, padded, random_batch, train_of
 from cuda_memory.growth import classify
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.load_model import load_model
@@ -75,8 +75,8 @@ def _trainer(directory: Path, layers: int, hidden: int, device: torch.device) ->
     torch.manual_seed(SEED)
     config = llama(hidden, 3 * hidden, layers=layers, heads=4, kv_heads=2, vocabulary=VOCABULARY, tied=True)
     LlamaForCausalLM(config).save_pretrained(directory)
-    spec = model_spec("lora", "fp32", rank=8, grad_ckpt=False)
-    setting = Setting(model=spec, optimizer="adamw", loss_chunk=256, max_grad_norm=1.0)
+    spec = train_of("lora", "fp32", rank=8, grad_ckpt=False)
+    setting = Setting(train=changed(spec, optimizer="adamw", loss_chunk=256, max_grad_norm=1.0))
     return Trainer.of(load_model(directory, spec, device), setting, device)
 
 

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
+from benchmarks.specs import train_of
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
 
 VALUES, QUICK_VALUES = 24 * 2**20, 2**20
 """Of each of four weights."""
@@ -114,17 +115,8 @@ def _updates(values: int, place: DiskPlace | None) -> tuple[nn.ParameterList, to
     """Weights and their optimizer."""
     draw = torch.Generator().manual_seed(0)
     weights = nn.ParameterList([torch.randn(values, generator=draw).bfloat16() for _ in range(WEIGHTS)])
-    spec = OptimSpec(
-        name="adamw",
-        lr=1e-3,
-        weight_decay=0.01,
-        schedule="constant",
-        warmup_fraction=0.0,
-        master_weights=True,
-        offload="optimizer",
-        disk=place,
-    )
-    return weights, build_optimizer(weights, spec)
+    train = train_of("full", lr=1e-3, weight_decay=0.01, master_weights=True, offload="optimizer", offload_to="disk")
+    return weights, build_optimizer(weights, train, disk=place)
 
 
 def _update(weights: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:

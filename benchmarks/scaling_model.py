@@ -8,8 +8,7 @@ of GPUs. It prints the table of docs/several-machines.md.
 from collections.abc import Iterator
 
 from cuda_memory.gpus import GIGA, GPUS
-from lean_finetune.commands.fit import COMMON_PARAMS
-from lean_finetune.config.load import load_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.advice.fit_run import workload_of
 from lean_finetune.memory.advice.step_cost import step_seconds

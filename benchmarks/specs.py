@@ -1,7 +1,7 @@
 """Settings, small models and random batches that several benchmarks train with."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +10,43 @@ from torch import nn
 from transformers import LlamaConfig
 
 from lean_finetune.config.field_types import Method, Precision
+from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.attention.kernels import JoinedRows
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import Phase, StepResult, StepSpec, training_step
+from lean_finetune.step.training_step import Phase, StepResult, training_step
 
 SCRATCH = Path("scratch")
 LR = 1e-5
 
 
-def model_spec(method: Method, precision: Precision = "bf16", *, rank: int = 16, **more: Any) -> ModelSpec:
-    """A model with checkpointing and LoRA on all linear layers, alpha twice the rank; `more` sets other fields."""
-    fields = {
-        "grad_ckpt": True,
-        "lora_alpha": 2 * rank,
-        "lora_dropout": 0.0,
-        "lora_targets": ("all-linear",),
-        "seed": 1,
-    }
-    return ModelSpec(method=method, precision=precision, lora_rank=rank, **{**fields, **more})
+def changed(train: Train, **changes: Any) -> Train:
+    """The section with other values. Names of sections `lora` and `quant` have a prefix: lora_rank, quant_type."""
+    values: dict[str, Any] = {}
+    for name, value in changes.items():
+        section, _, key = name.partition("_")
+        if section in ("lora", "quant"):
+            before = values.get(section, getattr(train, section))
+            assert key in type(before).model_fields, name
+            values[section] = before.model_copy(update={key: list(value) if key == "targets" else value})
+        else:
+            assert name in Train.model_fields, name
+            values[name] = value
+    return train.model_copy(update=values)
+
+
+USUAL = changed(load_params(COMMON_PARAMS).train, lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+
+
+def train_of(method: Method, precision: Precision = "bf16", *, rank: int = 16, **more: Any) -> Train:
+    """Section train with checkpointing and LoRA on all linear layers, alpha twice the rank; `more` sets others."""
+    fields: dict[str, Any] = {"loss_chunk": None, "max_grad_norm": None, "lora_expert_rank": 1}
+    fields |= {"method": method, "precision": precision, "lora_rank": rank, "lora_alpha": 2 * rank}
+    return changed(USUAL, **{**fields, **more})
 
 
 def llama(
@@ -88,29 +102,24 @@ class Trainer:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    setting: Setting
-    step_spec: StepSpec
+    train: Train
+    foreach: bool
     scaler: LossScaler | None
     offload: ActivationOffload | None
 
     @classmethod
     def of(
-        cls, model: nn.Module, setting: Setting, device: torch.device, *, scratch: Path = SCRATCH, **optim: Any
+        cls, model: nn.Module, setting: Setting, device: torch.device, *, scratch: Path = SCRATCH, **changes: Any
     ) -> "Trainer":
-        """Make the optimizer of a model that is on its device; `optim` replaces fields of its OptimSpec."""
-        step_spec = StepSpec(
-            loss_chunk=setting.loss_chunk,
-            max_grad_norm=setting.max_grad_norm,
-            foreach=device.type == "cuda",
-            optimizer_in_backward=setting.optimizer_in_backward,
-        )
+        """Make the optimizer of a model that is on its device; `changes` replace parameters of the setting."""
+        train = changed(setting.train, **changes)
         return cls(
             model=model,
-            optimizer=build_optimizer(model, replace(setting.optim_spec, **{"lr": LR, **optim})),
-            setting=setting,
-            step_spec=step_spec,
-            scaler=LossScaler() if setting.model.scales_loss else None,
-            offload=make_offload(setting.offload_activations, setting.compress_activations, device, scratch),
+            optimizer=build_optimizer(model, train),
+            train=train,
+            foreach=device.type == "cuda",
+            scaler=LossScaler() if train.scales_loss else None,
+            offload=make_offload(train.offload_activations, train.compress_activations, device, scratch),
         )
 
     def step(self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase) -> StepResult:
@@ -120,8 +129,8 @@ class Trainer:
             self.optimizer,
             batches,
             supervised_tokens=supervised_tokens,
-            model_spec=self.setting.model,
-            spec=self.step_spec,
+            train=self.train,
+            foreach=self.foreach,
             phase=phase,
             guard=lambda losses, norm: None,
             scaler=self.scaler,

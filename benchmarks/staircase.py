@@ -12,7 +12,7 @@ import click
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.specs import llama, model_spec, padded
+from benchmarks.specs import changed, llama, padded, train_of
 from cuda_memory.units import GIB
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
@@ -23,7 +23,9 @@ from lean_finetune.step.batches import BatchShape
 
 GPU = "A100-80GB"
 CONFIG = llama(4096, 14336, layers=2, heads=32, kv_heads=8)
-SETTING = Setting(model=model_spec("lora", grad_ckpt=False), optimizer="adamw", loss_chunk=None, max_grad_norm=1.0)
+SETTING = Setting(
+    train=changed(train_of("lora", grad_ckpt=False), optimizer="adamw", loss_chunk=None, max_grad_norm=1.0)
+)
 LENGTHS = tuple(range(192, 1537, 96))
 """Padded lengths in tokens of the batches."""
 ROWS = 2

@@ -17,10 +17,10 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import eager_mask
 
 from cuda_memory.allocator import CachingAllocator
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.run_optimizer import trained_parameters
 
@@ -67,7 +67,7 @@ class Traced:
 
 
 def trace_variant(
-    config: PretrainedConfig, spec: ModelSpec, variant: Variant, shapes: Sequence[tuple[int, int]], target: Target
+    config: PretrainedConfig, spec: Train, variant: Variant, shapes: Sequence[tuple[int, int]], target: Target
 ) -> Traced:
     """Trace steps of one micro-batch each. `shapes` holds (rows, length)."""
     trace = MemoryTrace(

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lean_finetune.model.model_spec import ModelSpec
+from benchmarks.specs import train_of
+from lean_finetune.config.train_schema import Train
 from lean_finetune.train.save_model import Base
 
 CPU = torch.device("cpu")
@@ -35,19 +36,10 @@ def save_small_llama(directory: Path, *, seed: int = 0, dtype: torch.dtype = tor
     return directory
 
 
-def spec_of(**changes: Any) -> ModelSpec:
-    """A model spec: fp32, no checkpointing, rank 4 on all linear layers, but for the changes."""
-    values: dict[str, Any] = {
-        "method": "lora",
-        "precision": "fp32",
-        "grad_ckpt": False,
-        "lora_rank": 4,
-        "lora_alpha": 8,
-        "lora_dropout": 0.0,
-        "lora_targets": ("all-linear",),
-        "seed": 1,
-    }
-    return ModelSpec(**{**values, **changes})
+def spec_of(**changes: Any) -> Train:
+    """Section train: fp32, no checkpointing, rank 4 on all linear layers, but for the changes (see `changed`)."""
+    values: dict[str, Any] = {"method": "lora", "precision": "fp32", "grad_ckpt": False, "lr": 1e-2}
+    return train_of(**{**values, "rank": 4, **changes})
 
 
 def base_of(directory: Path, *tokenizer_files: str) -> Base:

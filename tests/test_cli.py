@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.fit import COMMON_PARAMS
-from lean_finetune.config.load import load_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 

@@ -1,18 +1,17 @@
 """What is measured on a GPU, in order of worth."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from benchmarks.gpu.model_configs import MODELS
-from benchmarks.specs import joined, model_spec, padded
+from benchmarks.specs import joined, padded, train_of
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import BatchShape
 
 
@@ -57,7 +56,7 @@ class MemoryCase:
     expandable: bool = True
     """Whether the allocator's segments grow."""
     more: tuple[tuple[str, Any], ...] = ()
-    """More parameters: fields of ModelSpec or of Setting, with their values."""
+    """More parameters of section train (see `changed`), with their values."""
 
     @property
     def name(self) -> str:
@@ -70,16 +69,13 @@ class MemoryCase:
     @property
     def setting(self) -> Setting:
         """The setting that is traced and run."""
-        names = {each.name for each in fields(ModelSpec)}
-        of_model = {key: value for key, value in self.more if key in names}
-        of_setting = {"max_grad_norm": 1.0} | {key: value for key, value in self.more if key not in names}
-        spec = model_spec(self.method, self.precision, grad_ckpt=self.grad_ckpt, **of_model)
-        return Setting(model=spec, optimizer=self.optimizer, loss_chunk=self.loss_chunk, **of_setting)
+        own = {"max_grad_norm": 1.0, "optimizer": self.optimizer, "loss_chunk": self.loss_chunk, **dict(self.more)}
+        return Setting(train=train_of(self.method, self.precision, grad_ckpt=self.grad_ckpt, **own))
 
 
 SMALL_SWITCHES: tuple[tuple[Method, str, tuple[tuple[str, Any], ...]], ...] = (
     ("full", "tiny, one a step", (("optimizer_in_backward", True), ("max_grad_norm", None))),
-    ("qlora", "tiny", (("lora_dora", True), ("quant_type", "fp4"), ("double_quant", False))),
+    ("qlora", "tiny", (("lora_dora", True), ("quant_type", "fp4"), ("quant_double", False))),
     ("int8_lora", "tiny", ()),
     ("lora", "tiny", (("grad_ckpt_policy", "selective"), ("attention", "eager"))),
 )
@@ -130,7 +126,7 @@ SEGMENTS = (
 SWITCHES: Sequence[Mapping[str, Any]] = (
     {"grad_ckpt_policy": "selective"},
     {"grad_ckpt_policy": "every_n"},
-    {"quant_type": "fp4", "double_quant": False},
+    {"quant_type": "fp4", "quant_double": False},
     {"lora_dora": True},
     {"attention": "flash_attention_2"},
 )
@@ -194,13 +190,16 @@ class SpeedCase:
     @property
     def setting(self) -> Setting:
         """The setting that is trained."""
-        return Setting(
-            model=model_spec(self.method, grad_ckpt=self.grad_ckpt, fused_kernels="liger" if self.fused else "none"),
+        train = train_of(
+            self.method,
+            grad_ckpt=self.grad_ckpt,
+            fused_kernels="liger" if self.fused else "none",
             optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
             offload_activations="cpu" if self.offload else "none",
         )
+        return Setting(train=train)
 
 
 LORA_4096, QLORA_LEAST = "LoRA, 1 x 4096", "QLoRA, 2 x 2048, everything on"

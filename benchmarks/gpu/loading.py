@@ -10,7 +10,7 @@ from benchmarks.gpu.cases import LoadCase
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.gpu.random_model import base_model, free_cached
 from benchmarks.harness import Row
-from benchmarks.specs import model_spec
+from benchmarks.specs import train_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.load_model import load_model
 
@@ -23,13 +23,13 @@ def measured(case: LoadCase, device: torch.device) -> Row:
     use_segments(True, device)
     with TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        base_model(MODELS[case.model], model_spec("full"), device).save_pretrained(directory, max_shard_size=SHARD_SIZE)
+        base_model(MODELS[case.model], train_of("full"), device).save_pretrained(directory, max_shard_size=SHARD_SIZE)
         files = [path.stat().st_size for path in directory.glob("*.safetensors")]
         free_cached()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         start = perf_counter()
-        model = load_model(directory, model_spec(case.method), device)
+        model = load_model(directory, train_of(case.method), device)
         torch.cuda.synchronize(device)
         seconds = perf_counter() - start
     loaded = torch.cuda.memory_allocated(device) - before

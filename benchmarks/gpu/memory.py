@@ -81,7 +81,7 @@ def _steps(case: MemoryCase, device: torch.device, meter: Meter) -> Row:
 
     with meter.window("run"):
         with meter.phase("load"):
-            trainer = Trainer.of(random_model(config, case.setting.model, device), case.setting, device)
+            trainer = Trainer.of(random_model(config, case.setting.train, device), case.setting, device)
             if cuda:
                 free_cached()
         loaded = torch.cuda.memory_reserved(device) if cuda else None

@@ -39,7 +39,7 @@ def measured(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS +
 
 def _timed(case: SpeedCase, device: torch.device, steps: int) -> Row:
     """Warm up, then time steps one by one. Peaks are those of the steps, without loading."""
-    trainer = Trainer.of(random_model(case.config, case.setting.model, device), case.setting, device)
+    trainer = Trainer.of(random_model(case.config, case.setting.train, device), case.setting, device)
     free_cached()
     torch.cuda.reset_peak_memory_stats(device)
     batch = random_batch(case.shape, case.config.get_text_config().vocab_size, device)

@@ -84,16 +84,16 @@ def main() -> None:
     steps = WARM_UP_STEPS + TIMED_STEPS
     device = torch.device(device_name)
     case = next(case for case in (*SPEED_CASES, *SMALL_SPEED_CASES) if case.name == name)
-    model: Any = base_model(case.config, case.setting.model, device)
+    model: Any = base_model(case.config, case.setting.train, device)
     model.config.use_cache = False
     vocabulary = case.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (case.rows * steps, case.length)).tolist()
     # TRL needs a tokenizer even for rows of token ids.
     words = WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
-    spec = case.setting.model
+    spec = case.setting.train
     adapters = LoraConfig(
-        r=spec.lora_rank, lora_alpha=spec.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=spec.lora.rank, lora_alpha=spec.lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     clock = StepClock(device)
     with tempfile.TemporaryDirectory() as out:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.harness import Row
 from benchmarks.models.small import small_timm_models, tiny_config
-from benchmarks.specs import joined, model_spec, padded
+from benchmarks.specs import changed, joined, padded, train_of
 from lean_finetune.config.field_types import Method
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
@@ -39,7 +39,7 @@ ON_TWO_GPUS = Sharing(spec=ShardSpec(mode="zero3"), gpus=2, accumulates_gradient
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora", "int8_lora")
 MOST_PARAMETERS = 3e8
 """Larger models, whose parts for images have no small sizes here, are traced but not loaded."""
-LOADED = model_spec("full", "fp32", grad_ckpt=False)
+LOADED = train_of("full", "fp32", grad_ckpt=False)
 
 
 def family_names() -> list[str]:
@@ -110,7 +110,7 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
 
     def merge(method: Method) -> None:
         if model() is not None:
-            refuse_merge(directory, model_spec(method), experts=False)
+            refuse_merge(directory, train_of(method), experts=False)
 
     methods: dict[str, Callable[[], None]] = {method: partial(train, method) for method in METHODS}
     merges = {f"merge_{method}": partial(merge, method) for method in ("lora", "qlora")}
@@ -119,5 +119,5 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
 
 def _setting(method: Method, *, grad_ckpt: bool = False, sharing: Sharing | None = None) -> Setting:
     """A setting of the check of a method."""
-    spec = model_spec(method, grad_ckpt=grad_ckpt, rank=4)
-    return Setting(model=spec, optimizer="adamw", loss_chunk=LENGTH, max_grad_norm=1.0, sharing=sharing)
+    spec = train_of(method, grad_ckpt=grad_ckpt, rank=4)
+    return Setting(train=changed(spec, optimizer="adamw", loss_chunk=LENGTH, max_grad_norm=1.0), sharing=sharing)

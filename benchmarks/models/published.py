@@ -8,8 +8,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from benchmarks.harness import Row
-from lean_finetune.commands.fit import COMMON_PARAMS
-from lean_finetune.config.load import load_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError

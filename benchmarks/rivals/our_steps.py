@@ -20,7 +20,7 @@ import torch
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.distributed.processes import SINGLE_PROCESS
-from lean_finetune.model.model_spec import ModelSpec, precision_of
+from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.step.batches import Batch, load
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.checkpoint.checkpointer import CheckpointHooks
@@ -38,7 +38,7 @@ def read_job() -> TrainJob:
     """The job of stage train, without windows that measure memory."""
     paths = Paths(**{str(option.name): Path(str(option.default)) for option in stage.params})
     params = read_params()
-    spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
+    spec = resolved(params, precision_of(params, paths.verdict))
     return replace(make_job(params, spec, CPU, SINGLE_PROCESS, paths), measured_steps=frozenset())
 
 
@@ -49,7 +49,7 @@ class Interleaved(CheckpointHooks):
 
     def __init__(self, job: TrainJob):
         """Read the batches of the bare passes into memory."""
-        self._loss_chunk = job.step_spec.loss_chunk
+        self._loss_chunk = job.train.loss_chunk
         batches = load(job.rows, job.plan, pad_id=job.pad_id, threads=0)
         self._steps = [list(islice(batches, len(micro_batches))) for micro_batches in job.plan.steps]
         self.ours: list[float] = []

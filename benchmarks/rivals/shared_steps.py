@@ -23,16 +23,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.harness import interleaved
-from benchmarks.specs import model_spec
+from benchmarks.specs import changed, train_of
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import collate, part_of, token_part
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import training_step
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128
@@ -77,9 +77,9 @@ WARM_STEPS = 1
 """First steps of each round, which do not count: the Trainer builds its DDP in each."""
 
 
-def spec_of(method: Method) -> ModelSpec:
+def spec_of(method: Method) -> Train:
     """A model without memory switches, as the other loops have it."""
-    return model_spec(method, "fp32", grad_ckpt=False)
+    return train_of(method, "fp32", grad_ckpt=False)
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:
@@ -109,17 +109,17 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
 
 def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> Run:
     """The training step of stage train; processes of one index in dimension `data` have the rows of all of them."""
-    parallel = load_parallel(directory, spec_of(method), world, sharing, CPU)
+    chunk = LOSS_CHUNK if sharing.layout_of(world).tensor > 1 else None
+    train = changed(spec_of(method), lr=LR, loss_chunk=chunk, max_grad_norm=MAX_GRAD_NORM)
+    parallel = load_parallel(directory, train, 1, world, sharing, CPU)
     ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
-    spec = OptimSpec(name="adamw", lr=LR, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
-    optimizer = build_optimizer(parallel.owned, spec)
+    optimizer = build_optimizer(parallel.owned, train)
     rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
     each = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
     size = ROWS if sharing.pipeline_stages > 1 else len(each)
     batches = [collate(each[start : start + size], LENGTH, 0) for start in range(0, len(each), size)]
     if (part := token_part(parallel.layout, world.rank)) is not None:
         batches = [part_of(batch, part) for batch in batches]
-    chunk = None if parallel.layout.tensor == 1 else LOSS_CHUNK
 
     def step() -> torch.Tensor:
         return training_step(
@@ -127,12 +127,8 @@ def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> R
             optimizer,
             iter(batches),
             supervised_tokens=ROWS * (LENGTH - 1) * world.size,
-            model_spec=spec_of(method),
-            spec=StepSpec(
-                loss_chunk=chunk,
-                max_grad_norm=MAX_GRAD_NORM,
-                foreach=False,
-            ),
+            train=train,
+            foreach=False,
             phase=lambda name: nullcontext(),
             guard=lambda losses, norm: None,
             parallel=parallel,
@@ -210,7 +206,7 @@ def loaded(directory: Path, method: Method, sharing: ShardSpec, world: World) ->
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    parallel = load_parallel(directory, spec_of(method), world, sharing, CPU)
+    parallel = load_parallel(directory, spec_of(method), 1, world, sharing, CPU)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own
@@ -237,7 +233,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     for (method, _), sharing in OURS[size].items():
-        load_parallel(small, spec_of(method), world, sharing, CPU)
+        load_parallel(small, spec_of(method), 1, world, sharing, CPU)
     loads = {name: loaded(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
     ways: dict[Way, Run] = {name: ours(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}

@@ -68,11 +68,11 @@ def chat(
 
     def answer(ids: list[int]) -> str:
         streamer = text_streamer(prompter, set(stops))
-        (found,) = answers_of_batch(lm, tuned.spec, [ids], stops, prompter.pad_id, device, streamer)
+        (found,) = answers_of_batch(lm, tuned.weights, [ids], stops, prompter.pad_id, device, streamer)
         click.echo()
         return prompter.text(found)
 
-    note(f"{tuned.directory}: {tuned.spec.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
+    note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
     Conversation(prompter, limit - max_new_tokens, [{"role": "system", "content": system}] if system else []).run(
         answer
     )

@@ -71,7 +71,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from lean_finetune.model.merge.merge_adapters import refuse_merge, write_merged
-    from lean_finetune.model.model_spec import BASE_WEIGHTS
+    from lean_finetune.model.precision import BASE_WEIGHTS
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
     modelfile_text = None
@@ -79,7 +79,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture)
         if tuned.adapter is not None:
             with named_by_option():
-                refuse_merge(tuned.base, tuned.spec, experts=bool(tuned.adapter.get("target_parameters")))
+                refuse_merge(tuned.base, tuned.weights, experts=bool(tuned.adapter.get("target_parameters")))
     copied = [tuned.directory / name for name in TOKENIZER_FILES]
     if what == "adapter":
         copied += [tuned.directory / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS)]
@@ -90,7 +90,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         refuse_foreign_link(file)
     with named_by_option(), atomic_directory(out) as directory:
         if what == "merged" and tuned.adapter is not None:
-            write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.spec, directory)
+            write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.weights, directory)
         for file in copied:
             shutil.copyfile(file, directory / file.name)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")

@@ -70,18 +70,18 @@ def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
 
 def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     """The device, the model, and how it is trained."""
-    p, model, train = run.params, run.workload.setting.model, run.params.train
+    p, train = run.params, run.workload.setting.train
     less = run.device.headroom_text(run.params.estimate.headroom_percent)
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
     yield labelled("model", f"{run.model}: {run.config.model_type}, {counted(layers, 'layer')}")
     if (others := run.not_loaded) is not None:
         yield labelled("not loaded", others)
-    adapters = f", rank {train.lora.rank}" if model.adapted else ""
+    adapters = f", rank {train.lora.rank}" if train.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
     for name, off in (("sequence_tiles", None), ("compress_activations", "none")):
         memory += f", {name}={value}" if (value := getattr(train, name)) != off else ""
-    yield labelled("run", f"{model.method}{adapters}, {model.precision}, {train.optimizer}, {memory}")
+    yield labelled("run", f"{train.method}{adapters}, {train.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
         sizes = (f"{counted(layers, 'layer')} {readable_size(size)}" for layers, size in prediction.stages)
         waits = (len(prediction.stages) - 1) / run.workload.micro_batches_per_step
@@ -164,7 +164,7 @@ def fit_json(run: FitRun, prediction: Prediction) -> dict[str, Any]:
             "attention": run.attention,
         },
         "model": {"name": run.model, "type": run.config.model_type},
-        "precision": run.workload.setting.model.precision,
+        "precision": run.workload.setting.train.precision,
         "tokens_per_second": run.tokens_per_second,
         "traffic": (traffic := traffic_of(run.workload)) and traffic.as_json(run.params.run.nodes),
         "step_seconds": run.step_seconds,

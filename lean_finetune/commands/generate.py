@@ -57,7 +57,7 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
     lm = tuned.load(device)
     found = greedy_answers(
         lm,
-        tuned.spec,
+        tuned.weights,
         [Prompt(family=NO_FAMILY, ids=ids, answer_ids=[]) for _, ids in lines],
         stops=sorted({*stop_ids(lm, None, [], set()), *ends}),
         limits=limits,

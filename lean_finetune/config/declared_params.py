@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -14,6 +14,7 @@ from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 
+AnySection = TypeVar("AnySection")
 READ_BY_RULES = attrgetter("data.max_length", "train.merge")
 """Parameters of other stages in rules that proposed overrides can break."""
 
@@ -54,6 +55,14 @@ def params_of_rules(params: Params) -> Params:
     READ_BY_RULES(params)
     found = cast(Params, params._section)
     return found.model_copy(update={"run": found.run.model_copy(update={"oom_recovery": "none"})})
+
+
+def declared_part(section: AnySection) -> AnySection:
+    """A section to pass on: a value with the parameters alone that the stage declares. All of these count as read."""
+    if not isinstance(section, Declared):
+        return section
+    values = {key: declared_part(getattr(section, key)) for key in section._declared}
+    return cast(AnySection, type(section._section).model_construct(**values))
 
 
 def tracked_values(params: Params) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import read_yaml
 
 PARAMS_FILE = Path("params.yaml")
+COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
+"""Parameters of a usual run."""
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:

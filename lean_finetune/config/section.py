@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import date
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import LoraInit, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.core.errors import UserError
 
 
 def _iso_date(value: Any) -> str:
@@ -46,3 +47,14 @@ class Section(BaseModel):
     """A frozen, strict part of params.yaml without defaults. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    if not TYPE_CHECKING:  # A type checker would accept any name.
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a parameter that a stage does not declare (see `declared_params.declared_part`)."""
+            if name in type(self).model_fields:
+                section = type(self).__name__.lower()
+                raise UserError(
+                    f"{section}.{name}: the stage reads it but dvc.yaml does not list it under params; add it there"
+                )
+            return super().__getattr__(name)

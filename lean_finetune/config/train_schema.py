@@ -47,6 +47,32 @@ class Quant(Section):
     """Quantize the scales too, which saves 0.37 bits per weight."""
 
 
+class BaseWeights(Section):
+    """How the base is stored: what the user of a saved adapter must know about its training."""
+
+    method: Method
+    """Train all weights, or adapters on 16-bit or 32-bit, 4-bit or 8-bit weights."""
+    quant: Quant
+    """4-bit weights, for method qlora."""
+    precision: AnyPrecision
+    """Data type of weights and arithmetic. Adapters are fp32 except with pure_bf16."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.method != "full"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether fp16 gradients need loss scaling."""
+        return self.precision == "fp16"
+
+    @property
+    def needs_native_bf16(self) -> bool:
+        """Whether the device must compute in bf16."""
+        return self.precision in ("bf16", "pure_bf16")
+
+
 class Lora(Section):
     """Adapters of every method but full (Hu et al. 2021)."""
 
@@ -69,16 +95,24 @@ class Lora(Section):
     expert_rank: PositiveInt
     """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
 
+    def __hash__(self) -> int:
+        """Needed because a list has no hash."""
+        return hash((self.rank, tuple(self.targets)))
 
-class Train(Section):
+    @property
+    def all_linear(self) -> bool:
+        """Whether every linear layer gets an adapter."""
+        return self.targets == [ALL_LINEAR]
+
+    @property
+    def changes_frozen_weights(self) -> bool:
+        """Whether adapters start from the base's weights, and change these; the first adapters are then kept."""
+        return ADAPTER_STARTS[self.init].changes_frozen_weights
+
+
+class Train(BaseWeights):
     """The training step and its schedule."""
 
-    method: Method
-    """Train all weights, or adapters on 16-bit or 32-bit, 4-bit or 8-bit weights."""
-    quant: Quant
-    """4-bit weights, for method qlora."""
-    precision: AnyPrecision
-    """Data type of weights and arithmetic. Adapters are fp32 except with pure_bf16."""
     master_weights: bool
     """Method full in bf16: update an fp32 copy of the weights."""
     router: Router
@@ -145,6 +179,11 @@ class Train(Section):
     """Adapters, for every method but full."""
     merge: bool
     """Also write the full model with merged adapters to data/tuned/merged."""
+
+    @property
+    def recomputed_every(self) -> int:
+        """With `grad_ckpt`, every how many layers one is recomputed, from the first on."""
+        return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
 
 
 ADAPTER_METHODS = ("lora", "qlora", "int8_lora")

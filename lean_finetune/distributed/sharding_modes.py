@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.context_parallel import HeadExchange
 from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, decoder_layers
@@ -26,7 +27,6 @@ from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ShardSpec:
 
 
 def load_parallel(
-    directory: Path, spec: ModelSpec, world: World, sharing: ShardSpec, device: torch.device
+    directory: Path, train: Train, seed: int, world: World, sharing: ShardSpec, device: torch.device
 ) -> DataParallelModel:
     """Load a model from its files and share it among the processes; raises as `load_model` and `make_parallel`.
 
@@ -110,10 +110,10 @@ def load_parallel(
     layout = sharing.layout_of(world)
     divided = sharing.mode in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
     loaded_on = torch.device("cpu") if divided else device
-    if world.is_first or spec.method in READ_BY_EVERY_PROCESS:
-        model = load_model(directory, spec, loaded_on)
+    if world.is_first or train.method in READ_BY_EVERY_PROCESS:
+        model = load_model(directory, train, loaded_on, seed)
     else:
-        model = uninitialized_model(read_config(directory), spec, loaded_on)
+        model = uninitialized_model(read_config(directory), train, loaded_on)
     return make_parallel(model, world, sharing, device)
 
 

@@ -1,7 +1,7 @@
 """Evaluate the base and the tuned model on the same held-out rows, one after the other to save memory."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
@@ -18,7 +19,6 @@ from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.oom.oom_state import is_out_of_memory
@@ -57,7 +57,7 @@ class ModelOutputs:
 def evaluate_models(
     base: Path,
     tuned: Path,
-    spec: WeightsSpec,
+    weights: BaseWeights,
     evaluated: EvaluationRows,
     limits: EvaluationLimits,
     *,
@@ -75,12 +75,12 @@ def evaluate_models(
     outputs: dict[str, ModelOutputs] = {}
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
-        for name, model in _models(base, tuned, spec, device, merged):
+        for name, model in _models(base, tuned, weights, device, merged):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
-            losses = row_sums(model, spec, rows.gather, rows.lengths, loss_rows, **shared, progress=loss_title)
-            answers = greedy_answers(model, spec, prompts, stops=stops, **shared, progress=answers_title)
+            losses = row_sums(model, weights, rows.gather, rows.lengths, loss_rows, **shared, progress=loss_title)
+            answers = greedy_answers(model, weights, prompts, stops=stops, **shared, progress=answers_title)
             if not np.isfinite(losses).all():
                 raise UserError(
                     f"{rows.path}: loss of the {name} model must be finite; it is not for row "
@@ -103,18 +103,18 @@ def evaluate_models(
 
 
 def _models(
-    base: Path, tuned: Path, spec: WeightsSpec, device: torch.device, merged: bool
+    base: Path, tuned: Path, weights: BaseWeights, device: torch.device, merged: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base model is the adapted one with its adapter disabled."""
     attention = generation_attention(read_config(base))
-    if spec.method == "full":
+    if weights.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
-            yield name, load_base(directory, spec, device, attention).eval()
+            yield name, load_base(directory, weights, device, attention).eval()
         return
-    adapted = load_adapter(load_base(base, spec, device, attention), tuned, spec).eval()
+    adapted = load_adapter(load_base(base, weights, device, attention), tuned, weights).eval()
     with adapted.disable_adapter():
         yield "base", adapted
     yield "tuned", adapted
     if merged:
         del adapted
-        yield MERGED, load_base(tuned / MERGED, replace(spec, method="full"), device, attention).eval()
+        yield MERGED, load_base(tuned / MERGED, weights.model_copy(update={"method": "full"}), device, attention).eval()

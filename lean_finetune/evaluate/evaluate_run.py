@@ -19,7 +19,7 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_
 from lean_finetune.evaluate.row_losses import spread_rows
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.model_spec import WeightsSpec, precision_of
+from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
@@ -40,7 +40,7 @@ def run_stage(
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p)
-    spec = WeightsSpec.from_params(p, precision_of(p, verdict))
+    weights = resolved(p, precision_of(p, verdict))
     names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
     with_template, date = p.evaluate.apply_chat_template, p.data.template_date
     if names and with_template == "auto":
@@ -56,7 +56,7 @@ def run_stage(
             template=compile_own_template(tuned, date) if with_template else None,
             max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
             limits=limits,
-            spec=spec,
+            weights=weights,
             pad_id=evaluated.pad_id,
             eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
             device=device,
@@ -68,7 +68,7 @@ def run_stage(
     outputs = evaluate_models(
         base,
         tuned,
-        spec,
+        weights,
         evaluated,
         limits,
         device=device,

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.precision import autocast
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.token_rows import TokenRows
@@ -98,7 +99,7 @@ def stop_ids(model: nn.Module, eos_id: int | None, prompts: Sequence[Prompt], sp
 @torch.no_grad()
 def greedy_answers(
     model: nn.Module,
-    spec: WeightsSpec,
+    weights: BaseWeights,
     prompts: Sequence[Prompt],
     *,
     stops: Sequence[int],
@@ -118,7 +119,7 @@ def greedy_answers(
         while order:
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]
-            found = answers_of_batch(model, spec, [prompts[number].ids for number in numbers], stops, pad_id, device)
+            found = answers_of_batch(model, weights, [prompts[number].ids for number in numbers], stops, pad_id, device)
             answers.update(zip(numbers, found, strict=True))
             bar.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]
@@ -145,7 +146,7 @@ def set_decoding(
 @torch.no_grad()
 def answers_of_batch(
     model: nn.Module,
-    spec: WeightsSpec,
+    weights: BaseWeights,
     prompts: Sequence[Sequence[int]],
     stops: Sequence[int],
     pad_id: int,
@@ -161,7 +162,7 @@ def answers_of_batch(
         start = length - len(ids)  # Padded on the left.
         ids_BT[row, start:] = torch.tensor(ids)
         mask_BT[row, start:] = 1
-    with spec.autocast(device.type):
+    with autocast(weights, device.type):
         output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer)
     answers = output[:, length:].tolist()
     ends = (next((k for k, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in answers)

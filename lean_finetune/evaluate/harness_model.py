@@ -98,7 +98,7 @@ class HarnessModel(TemplateLM):
             rows.append((np.array(ids), np.array([[start, len(ids)]])))
         sums = row_sums(
             self._model,
-            tasks.spec,
+            tasks.weights,
             lambda numbers: [rows[number] for number in numbers],
             np.array([len(ids) for ids, _ in rows]),
             list(range(len(rows))),
@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):
         prompts = [Prompt(family=NO_FAMILY, ids=self.tok_encode(text)[-room:], answer_ids=[]) for text in texts]
         found = greedy_answers(
             self._model,
-            tasks.spec,
+            tasks.weights,
             prompts,
             stops=self._stops,
             limits=replace(tasks.limits, max_new_tokens=max_new_tokens),

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
 YAML_SUFFIX = ".yaml"
@@ -36,7 +36,7 @@ class HarnessTasks:
     max_length: int
     """Tokens of the longest row that a model sees; longer ones lose their beginning, as in the harness."""
     limits: EvaluationLimits
-    spec: WeightsSpec
+    weights: BaseWeights
     pad_id: int
     eos_id: int
     device: torch.device

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.progress_bar import progress_bar
-from lean_finetune.model.model_spec import WeightsSpec
+from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, Row, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import token_losses
@@ -40,7 +41,7 @@ def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> 
 
 def row_sums(
     model: nn.Module,
-    spec: WeightsSpec,
+    weights: BaseWeights,
     gather: Callable[[np.ndarray], list[Row]],
     lengths: np.ndarray,
     numbers: Sequence[int],
@@ -62,7 +63,7 @@ def row_sums(
         for batch_numbers in batch_rows(lengths, numbers, limits.max_tokens):
             length = int(lengths[batch_numbers[0]])
             batch = collate(gather(np.array(batch_numbers)), length, pad_id)
-            with torch.no_grad(), spec.autocast(device.type):
+            with torch.no_grad(), autocast(weights, device.type):
                 figures_N = of_tokens(model, batch.to(device), limits.logits_chunk).double().cpu()
             sums_B = torch.zeros((len(batch_numbers), *figures_N.shape[1:]), dtype=torch.float64)
             sums_B.index_add_(0, batch.supervised_index_N // length, figures_N)

@@ -6,13 +6,14 @@ from transformers import PretrainedConfig
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import AnyPrecision, Precision
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.memory_limits import host_limit_bytes
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_products import has_grouped_kernel
-from lean_finetune.model.model_spec import ModelSpec, choose_precision
+from lean_finetune.model.precision import autocast_dtype, base_dtype, choose_precision
 
 
 def resolve_gpu(value: str) -> tuple[Device, str]:
@@ -50,25 +51,25 @@ def cpu_device(memory_bytes: int) -> Device:
     return Device(name="cpu", kind="cpu", memory_bytes=memory_bytes, compute_capability=(0, 0))
 
 
-def attention_on(device: Device, config: PretrainedConfig, spec: ModelSpec, *, masked: bool) -> str:
+def attention_on(device: Device, config: PretrainedConfig, train: Train, *, masked: bool) -> str:
     """The attention kernels that run on a device, and why; `masked` as in `choose_attention`.
 
     Raises:
         UserError: the device lacks what train.attention requires.
     """
     kernels, reason = choose_attention(
-        config, spec, kind=device.kind, capability=device.compute_capability, masked=masked
+        config, train, kind=device.kind, capability=device.compute_capability, masked=masked
     )
     return f"{kernels}: {reason}"
 
 
-def experts_on(device: Device, config: PretrainedConfig, spec: ModelSpec) -> str | None:
+def experts_on(device: Device, config: PretrainedConfig, train: Train) -> str | None:
     """How a device multiplies rows by their experts; None for a model without experts."""
     if not has_experts(meta_model(config)):
         return None
-    if spec.method in ("qlora", "int8_lora"):
+    if train.method in ("qlora", "int8_lora"):
         return "one after the other, each unpacked for its rows: one expert's 16-bit weights exist at a time"
-    dtype = spec.autocast_dtype or spec.dtype
+    dtype = autocast_dtype(train) or base_dtype(train)
     if device.kind == "cuda" and has_grouped_kernel(dtype, device.compute_capability):
         return "all in one kernel where sizes are multiples of 8; gradients of weights one after the other"
     return "one after the other: PyTorch's grouped kernel needs bf16 and compute capability 9 or 10; the same memory"

@@ -17,12 +17,12 @@ from peft.tuners.lora import LoraLayer
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.quantized_checkpoint import file_tensors
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -84,49 +84,50 @@ START_FUNCTIONS: dict[str, Callable[[FrozenLayer], Factors]] = {"pissa": pissa, 
 """By train.lora.init; peft makes the default start: A random, B zero."""
 
 
-def refuse_start(model: PeftModel, spec: ModelSpec) -> None:
+def refuse_start(model: PeftModel, train: Train) -> None:
     """Refuse a start that an adapted layer cannot have, before its weights are read.
 
     Raises:
         UserError: a layer is no nn.Linear, or its weight has fewer singular values than train.lora.rank.
     """
-    if spec.lora_init not in START_FUNCTIONS:
+    if train.lora.init not in START_FUNCTIONS:
         return
     for name, layer in adapted_layers(model):
         base = layer.get_base_layer()
         if isinstance(base, Conv1D):
             raise UserError(
-                f"train.lora.init: {spec.lora_init} starts from weights of nn.Linear; got {name}, a Conv1D; use default"
+                f"train.lora.init: {train.lora.init} starts from weights of nn.Linear; got {name}, a Conv1D; use "
+                "default"
             )
-        if spec.lora_rank > (most := min(base.in_features, base.out_features)):
+        if train.lora.rank > (most := min(base.in_features, base.out_features)):
             raise UserError(
-                f"train.lora.rank: must be at most {most} with train.lora.init={spec.lora_init}, the smaller side of "
-                f"{name}; got {spec.lora_rank}"
+                f"train.lora.rank: must be at most {most} with train.lora.init={train.lora.init}, the smaller side of "
+                f"{name}; got {train.lora.rank}"
             )
 
 
 @torch.no_grad()
-def start_adapters(model: PeftModel, spec: ModelSpec, directory: Path) -> None:
-    """Set every adapter as `spec.lora_init` says; the model computes what it did before, up to rounding.
+def start_adapters(model: PeftModel, train: Train, directory: Path, seed: int) -> None:
+    """Set every adapter as `train.lora.init` says; the model computes what it did before, up to rounding.
 
     Raises:
         UserError: the weight of an adapted layer is not in the model's files.
     """
-    if spec.lora_init not in START_FUNCTIONS:
+    if train.lora.init not in START_FUNCTIONS:
         return
-    torch.manual_seed(spec.seed)
+    torch.manual_seed(seed)
     first: dict[str, Factors] = {}
     files = file_tensors(directory, read_config(directory))
     for name, layer in adapted_layers(model):
         frozen = FrozenLayer(
             name=name,
             weight=layer.get_base_layer().weight,
-            rank=spec.lora_rank,
+            rank=train.lora.rank,
             scale=layer.scaling[ADAPTER],
             files=files,
         )
-        A_RK, B_NR = START_FUNCTIONS[spec.lora_init](frozen)
-        if ADAPTER_STARTS[spec.lora_init].changes_frozen_weights:
+        A_RK, B_NR = START_FUNCTIONS[train.lora.init](frozen)
+        if ADAPTER_STARTS[train.lora.init].changes_frozen_weights:
             first[name] = (A_RK.cpu(), B_NR.cpu())
         progress.report()
         layer.lora_A[ADAPTER].weight.copy_(A_RK)

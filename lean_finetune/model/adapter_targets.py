@@ -5,10 +5,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.expert_adapters import linear_targets, names_of_experts, target_name
 from lean_finetune.model.experts.experts_forward import gates, has_experts
-from lean_finetune.model.model_spec import ModelSpec
 
 READ_DIRECTLY = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),
@@ -46,18 +46,18 @@ def adaptable_layers(model: PreTrainedModel) -> list[nn.Linear]:
     return [layer for path, layer in _linear_layers(model).items() if target_name(path) in names]
 
 
-def layers_without_adapters(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
+def layers_without_adapters(model: PreTrainedModel, train: Train) -> list[str]:
     """Names of the linear layers that `all-linear` leaves out, apart from the head and routers."""
-    if not spec.adapted or spec.peft_targets != ALL_LINEAR or not adapts_by_name(model):
+    if not train.adapted or not train.lora.all_linear or not adapts_by_name(model):
         return []
     routers = gates(model)
     names = {target_name(path) for path in _linear_layers(model) if path not in routers}
     return sorted(names.difference(all_linear_targets(model)))
 
 
-def refuse_targets(model: PreTrainedModel, spec: ModelSpec) -> None:
+def refuse_targets(model: PreTrainedModel, train: Train) -> None:
     """Refuse names that peft would ignore silently, or whose adapters it could not load."""
-    modules, targets = dict(model.named_modules()), spec.lora_targets
+    modules, targets = dict(model.named_modules()), train.lora.targets
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
     wrong = []
     for target in targets:
@@ -70,7 +70,7 @@ def refuse_targets(model: PreTrainedModel, spec: ModelSpec) -> None:
                 f"merged; got {list(targets)}; leave it out"
             )
     family, last_names = model.config.model_type, {target.rpartition(".")[2] for target in targets}
-    if (spec.lora_dropout or spec.lora_dora) and (renamed := names_of_experts(model).intersection(last_names)):
+    if (train.lora.dropout or train.lora.dora) and (renamed := names_of_experts(model).intersection(last_names)):
         raise UserError(
             f"train.lora.targets: peft cannot load adapters of {sorted(renamed)[0]} of {family} with dropout or DoRA; "
             f"got {list(targets)}; set train.lora.dropout=0.0 and train.lora.dora=false, or leave it out"

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.config.train_schema import BaseWeights, Train
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import (
@@ -38,7 +39,7 @@ from lean_finetune.model.experts.expert_adapters import (
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.language_part import left_out, pattern_of
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.precision import adapter_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,56 +50,60 @@ ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
 """Parts of the names of adapter parameters."""
 
 
-def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool) -> PeftModel:
-    """Freeze the model and add LoRA adapters to its target layers; `spec.seed` seeds A, and B is zero.
+def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> PeftModel:
+    """Freeze the model and add LoRA adapters to its target layers; `seed` seeds A, and B is zero.
+
+    `seed` is None for a model on the meta device, where nothing is drawn.
 
     Raises:
         UserError: train.lora.targets names layers that cannot have adapters.
     """
-    if spec.peft_targets != ALL_LINEAR:
-        refuse_targets(model, spec)
-    if spec.lora_experts == "all" and not has_experts(model):
+    if not train.lora.all_linear:
+        refuse_targets(model, train)
+    if train.lora.experts == "all" and not has_experts(model):
         raise UserError(
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
         )
     known = linear_names(model)
-    by_name = adapts_by_name(model) and spec.peft_targets == ALL_LINEAR
+    by_name = adapts_by_name(model) and train.lora.all_linear
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    targets = ALL_LINEAR if train.lora.all_linear else train.lora.targets
     config = LoraConfig(
-        r=spec.lora_rank,
-        lora_alpha=spec.lora_alpha,
-        lora_dropout=spec.lora_dropout,
-        target_modules=all_linear_targets(model) if by_name else spec.peft_targets,
+        r=train.lora.rank,
+        lora_alpha=train.lora.alpha,
+        lora_dropout=train.lora.dropout,
+        target_modules=all_linear_targets(model) if by_name else targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
         exclude_modules=pattern_of(left_out(model)),
-        use_rslora=spec.lora_rslora,
-        use_dora=spec.lora_dora,
+        use_rslora=train.lora.rslora,
+        use_dora=train.lora.dora,
         task_type="CAUSAL_LM",
     )
-    if spec.lora_experts == "all":
-        target_experts(config, model, spec.lora_expert_rank)
-    torch.manual_seed(spec.seed)
+    if train.lora.experts == "all":
+        target_experts(config, model, train.lora.expert_rank)
+    if seed is not None:
+        torch.manual_seed(seed)
     try:
         with _without_peft_warnings(), names_as_given():
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=on_meta)
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=seed is None)
     except ValueError as error:  # Mamba's kernels read some weights outside of their layers' forward.
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         raise UserError(
-            f"train.lora.targets: must be layers that can have adapters; got {list(spec.lora_targets)} "
+            f"train.lora.targets: must be layers that can have adapters; got {train.lora.targets} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
-    refuse_start(adapted, spec)
+    refuse_start(adapted, train)
     multiply_by_rows(adapted)
-    _cast_adapters(adapted, spec)
+    _cast_adapters(adapted, train)
     return adapted
 
 
-def _cast_adapters(model: PeftModel, spec: WeightsSpec) -> None:
+def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     """Convert the adapters, which peft makes fp32, to their type; under autocast do not convert inputs for them."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in ADAPTER_NAMES):
-            parameter.data = parameter.data.to(spec.adapter_dtype)
+            parameter.data = parameter.data.to(adapter_dtype(weights))
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
     layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))
     for layer in (one for one in layers if isinstance(one.get_base_layer(), nn.Linear) and not one.lora_variant):
@@ -162,7 +167,7 @@ def _ordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
 
 
-def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> PeftModel:
+def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) -> PeftModel:
     """Load a saved adapter onto its base, frozen.
 
     Raises:
@@ -178,7 +183,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, spec: WeightsSpec) -> 
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     multiply_by_rows(adapted)
     keep_trainable_on_cpu(adapted)
-    _cast_adapters(adapted, spec)
+    _cast_adapters(adapted, weights)
     return adapted
 
 

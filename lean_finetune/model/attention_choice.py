@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import AttentionName
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.interface import ATTENTION, CAPPED_ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE
@@ -16,14 +17,14 @@ from lean_finetune.model.model_config import (
     has_sinks,
     largest_head_size,
 )
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def choose_attention(
     config: PretrainedConfig,
-    spec: ModelSpec,
+    train: Train,
     *,
     kind: Literal["cpu", "cuda"],
     capability: tuple[int, int],
@@ -33,7 +34,7 @@ def choose_attention(
 
     Args:
         config: of the model.
-        spec: how it is trained, with the value of train.attention.
+        train: how it is trained, with the value of train.attention.
         kind: device type.
         capability: compute capability of a GPU.
         masked: rows are longer than the model's sliding window, so that attention has a mask.
@@ -41,7 +42,7 @@ def choose_attention(
     Raises:
         UserError: the chosen kernel cannot run.
     """
-    choice, capped = spec.attention, caps_scores(config)
+    choice, capped = train.attention, caps_scores(config)
     if choice == "flex":
         reason = "makes its kernels at run time, unseen by estimate"
         if kind == "cpu":
@@ -59,7 +60,7 @@ def choose_attention(
         if choice not in ("auto", "eager"):
             raise UserError(f"train.attention: {config.model_type} computes its own attention; got {choice}; use auto")
         return "eager", "the family's own code computes all scores"
-    no_flash = _no_flash(config, spec, kind, capability, masked)
+    no_flash = _no_flash(config, train, kind, capability, masked)
     if choice == "flash_attention_2" and no_flash:
         raise UserError(f"train.attention: flash_attention_2 {no_flash}; got flash_attention_2; use auto")
     if capped or choice == "eager":
@@ -72,7 +73,7 @@ def choose_attention(
 
 
 def _no_flash(
-    config: PretrainedConfig, spec: ModelSpec, kind: str, capability: tuple[int, int], masked: bool
+    config: PretrainedConfig, train: Train, kind: str, capability: tuple[int, int], masked: bool
 ) -> str | None:
     """Why FlashAttention-2 cannot run; None if it can."""
     head_size = largest_head_size(config)
@@ -80,8 +81,8 @@ def _no_flash(
         return "needs a GPU"
     if capability < FLASH_CAPABILITY:
         return "needs compute capability 8.0 (Ampere) or later"
-    if (spec.autocast_dtype or spec.dtype) not in HALVES:
-        return f"needs 16 bits, not train.precision={spec.precision}"
+    if (autocast_dtype(train) or base_dtype(train)) not in HALVES:
+        return f"needs 16 bits, not train.precision={train.precision}"
     if head_size > FLASH_MAX_HEAD_SIZE:
         return f"needs heads of at most {FLASH_MAX_HEAD_SIZE} values, not {head_size}"
     return "takes no mask, which rows longer than the model's window need" if masked else None

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_products import GROUPED_PRODUCTS
-from lean_finetune.model.model_spec import ModelSpec
 
 aten = torch.ops.aten
 
@@ -45,25 +45,25 @@ HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
 """Dropouts of classification heads, which configs name and causal models do not have."""
 
 
-def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Recompute decoder layers in backward if `spec` says so (Chen et al. 2016, arXiv 1604.06174).
+def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
+    """Recompute decoder layers in backward if `train` says so (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
         UserError: the model does not support it.
     """
-    if not spec.grad_ckpt:
+    if not train.grad_ckpt:
         return
     # Only dropout needs the random state (5 KB per layer, and on CUDA a copy from the device).
-    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
+    dropout = train.lora.dropout > 0 or _has_dropout(model.config)
     # bitsandbytes' 8-bit product saves its inputs where non-reentrant checkpointing does not see them.
-    reentrant = spec.method == "int8_lora"
+    reentrant = train.method == "int8_lora"
     kwargs: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
     if reentrant:  # Else inputs need no gradient, and adapters in recomputed layers would get none.
         model.enable_input_require_grads()
-    if spec.grad_ckpt_policy == "selective":
-        rank = spec.lora_rank if spec.adapted else 0
-        if spec.lora_experts == "all":
-            rank = max(rank, spec.lora_expert_rank)
+    if train.grad_ckpt_policy == "selective":
+        rank = train.lora.rank if train.adapted else 0
+        if train.lora.experts == "all":
+            rank = max(rank, train.lora.expert_rank)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep_products, rank))
         # Saved outputs stay on the device under train.offload_activations, as in versions before torch 2.15.
         if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
@@ -78,7 +78,7 @@ def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec) -> None:
     else:  # transformers < 5.20
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     for number, layer in enumerate(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
-        layer.gradient_checkpointing = number % spec.recomputed_every == 0
+        layer.gradient_checkpointing = number % train.recomputed_every == 0
 
 
 def _keep_products(
@@ -101,8 +101,8 @@ def _has_dropout(config: Any) -> bool:
     )
 
 
-def enable_tiles(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Divide the MLPs and norms of decoder layers into `spec.sequence_tiles` tiles; not norms inside attention.
+def enable_tiles(model: PreTrainedModel, train: Train) -> None:
+    """Divide the MLPs and norms of decoder layers into `train.sequence_tiles` tiles; not norms inside attention.
 
     They compute one tile of the tokens after the other and save its input alone. Backward recomputes a tile, so the
     activations of one tile exist at a time, and autograd sums the gradients of weights over the tiles. Tiled MLPs:
@@ -111,16 +111,16 @@ def enable_tiles(model: PreTrainedModel, spec: ModelSpec) -> None:
     Raises:
         UserError: the model or another switch does not work with tiles.
     """
-    if spec.sequence_tiles is None:
+    if train.sequence_tiles is None:
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     children = [child for layer in layers for child in layer.named_children() if _takes_hidden_alone(child[1])]
     mlps = [child for name, child in children if name in MLP_NAMES]
-    _refuse_tiles(model, spec, mlps)
+    _refuse_tiles(model, train, mlps)
     norms = [child for _, child in children if type(child).__name__.endswith("Norm")]
-    dropout = spec.lora_dropout > 0 or _has_dropout(model.config)
+    dropout = train.lora.dropout > 0 or _has_dropout(model.config)
     for module in (*mlps, *norms):
-        module.forward = partial(_in_tiles, module.forward, spec.sequence_tiles, dropout)
+        module.forward = partial(_in_tiles, module.forward, train.sequence_tiles, dropout)
 
 
 def _takes_hidden_alone(module: nn.Module) -> bool:
@@ -128,19 +128,19 @@ def _takes_hidden_alone(module: nn.Module) -> bool:
     return len(signature(module.forward).parameters) == 1
 
 
-def _refuse_tiles(model: PreTrainedModel, spec: ModelSpec, mlps: list[nn.Module]) -> None:
+def _refuse_tiles(model: PreTrainedModel, train: Train, mlps: list[nn.Module]) -> None:
     """Raise UserError if tiles do not work with the model or with another switch."""
     name, reason = model.config.model_type, ""
     if has_experts(model):
         reason = f"divides dense MLPs, and {name} is a mixture of experts"
     elif not mlps:
         reason = f"finds no module {' or '.join(MLP_NAMES)} in the layers of {name}"
-    elif spec.method == "int8_lora":
+    elif train.method == "int8_lora":
         reason = "has no effect with train.method=int8_lora: bitsandbytes' 8-bit products save what tiles recompute"
-    elif spec.grad_ckpt_policy == "selective":
+    elif train.grad_ckpt_policy == "selective":
         reason = "has no effect with train.grad_ckpt_policy=selective, which saves the products that tiles recompute"
     if reason:
-        raise UserError(f"train.sequence_tiles: {reason}; got {spec.sequence_tiles}; leave it blank")
+        raise UserError(f"train.sequence_tiles: {reason}; got {train.sequence_tiles}; leave it blank")
 
 
 def _in_tiles(

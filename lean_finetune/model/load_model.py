@@ -18,6 +18,7 @@ from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
+from lean_finetune.config.train_schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
@@ -29,7 +30,7 @@ from lean_finetune.model.experts.grouped_products import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 from lean_finetune.pinning.config_file import json_object
 
@@ -46,29 +47,31 @@ transformers_logging.disable_progress_bar()
 LOG = transformers_logging.get_logger(__name__)
 
 
-def load_model(directory: Path, spec: ModelSpec, device: torch.device) -> nn.Module:
+def load_model(directory: Path, train: Train, device: torch.device, seed: int = 0) -> nn.Module:
     """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
+
+    `seed` seeds what adapters start from.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     config = read_config(directory)
-    refuse_other_method(config, spec)
-    model = load_base(directory, spec, device, training_attention(config, spec.attention))
+    refuse_other_method(config, train)
+    model = load_base(directory, train, device, training_attention(config, train.attention))
     adapted: nn.Module = model
-    if spec.adapted:
-        adapted = add_adapters(model, spec, on_meta=False)
-        start_adapters(adapted, spec, directory)
+    if train.adapted:
+        adapted = add_adapters(model, train, seed=seed)
+        start_adapters(adapted, train, directory, seed)
     else:
-        prepare_routers(model, spec.router)
-    enable_checkpointing(model, spec)
-    fuse_kernels(model, spec.fused_kernels)
-    enable_tiles(model, spec)
+        prepare_routers(model, train.router)
+    enable_checkpointing(model, train)
+    fuse_kernels(model, train.fused_kernels)
+    enable_tiles(model, train)
     return adapted.train()
 
 
 def load_base(
-    directory: Path, spec: WeightsSpec, device: torch.device, attention: str | None = None
+    directory: Path, weights: BaseWeights, device: torch.device, attention: str | None = None
 ) -> PreTrainedModel:
     """The base model. Weights are read one at a time; each is converted and quantised before the next is read.
 
@@ -78,7 +81,7 @@ def load_base(
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
     config = read_config(directory)
-    config_of_weights = quantisation(spec, kept_modules(config))
+    config_of_weights = quantisation(weights, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
         warnings.simplefilter("ignore", FutureWarning)
@@ -89,7 +92,7 @@ def load_base(
                 None,
                 state_dict=tensors,
                 config=own_config,
-                dtype=spec.dtype,
+                dtype=base_dtype(weights),
                 attn_implementation=attention or training_attention(config),
                 **experts_option(kind),
                 device_map={"": device},
@@ -175,7 +178,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     return config
 
 
-def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+def fake_model(config: PretrainedConfig, train: Train, device: torch.device) -> nn.Module:
     """The model of `load_model` on fake tensors: shapes, types and ties without storage.
 
     Call under an active FakeTensorMode.
@@ -185,10 +188,10 @@ def fake_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) 
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
-    return uninitialized_model(config, spec, device)
+    return uninitialized_model(config, train, device)
 
 
-def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+def uninitialized_model(config: PretrainedConfig, train: Train, device: torch.device) -> nn.Module:
     """The model of `load_model` with uninitialised weights, whose pages take no memory until they are written.
 
     It is built on the meta device first, because initialisers and quantisers run there.
@@ -196,24 +199,24 @@ def uninitialized_model(config: PretrainedConfig, spec: ModelSpec, device: torch
     Raises:
         UserError: as `fake_model`.
     """
-    refuse_other_method(config, spec)
-    model = meta_model(config, dtype=spec.dtype, attn_implementation=training_attention(config, spec.attention))
-    keep_in_fp32(model, spec.dtype)
+    refuse_other_method(config, train)
+    model = meta_model(config, dtype=base_dtype(train), attn_implementation=training_attention(config, train.attention))
+    keep_in_fp32(model, base_dtype(train))
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
-        if quantisation(spec) is not None:
-            quantize_on_meta(model, spec)
-        adapted = model if spec.method == "full" else add_adapters(model, spec, on_meta=True)
-        if spec.method == "full":
-            prepare_routers(model, spec.router)
-    enable_checkpointing(model, spec)
-    fuse_kernels(model, spec.fused_kernels)
-    enable_tiles(model, spec)
+        if quantisation(train) is not None:
+            quantize_on_meta(model, train)
+        adapted = model if train.method == "full" else add_adapters(model, train, seed=None)
+        if train.method == "full":
+            prepare_routers(model, train.router)
+    enable_checkpointing(model, train)
+    fuse_kernels(model, train.fused_kernels)
+    enable_tiles(model, train)
     keep_trainable_on_cpu(adapted)
-    _materialize(adapted, spec, device)
+    _materialize(adapted, train, device)
     return adapted.train()
 
 
-def _materialize(model: nn.Module, spec: ModelSpec, device: torch.device) -> None:
+def _materialize(model: nn.Module, train: Train, device: torch.device) -> None:
     """Replace meta tensors by empty ones on `device`; a tensor shared by several modules stays shared."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -237,7 +240,7 @@ def _materialize(model: nn.Module, spec: ModelSpec, device: torch.device) -> Non
                     tensors[name] = empty(tensor)  # type: ignore[assignment]
         state = getattr(module, "quant_state", None)
         if state is not None:
-            if spec.lora_dora:
+            if train.lora.dora:
                 _dequantize_for_dora(module)
             state.absmax, state.code = empty(state.absmax), empty(state.code)
             if state.nested:

@@ -16,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
+from lean_finetune.config.train_schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, is_grouped
 from lean_finetune.model.experts.grouped_products import (
@@ -37,7 +38,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
     stored_quantisation,
     unpacked_layers,
 )
-from lean_finetune.model.model_spec import ModelSpec, WeightsSpec
+from lean_finetune.model.precision import base_dtype
 
 # It warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -48,17 +49,17 @@ OUTLIER_THRESHOLD = 6.0
 """Input columns with a larger value are multiplied in 16 bits (LLM.int8(), section 3.2)."""
 
 
-def quantisation(spec: WeightsSpec, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
+def quantisation(weights: BaseWeights, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
     """The quantisation config of the frozen weights, without those of the layers `kept`; None without quantisation."""
     config = None
-    if spec.method == "int8_lora":
+    if weights.method == "int8_lora":
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD, llm_int8_skip_modules=kept)
-    elif spec.method == "qlora":
+    elif weights.method == "qlora":
         config = BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=spec.quant_type,
-            bnb_4bit_use_double_quant=spec.double_quant,
-            bnb_4bit_compute_dtype=spec.dtype,
+            bnb_4bit_quant_type=weights.quant.type,
+            bnb_4bit_use_double_quant=weights.quant.double,
+            bnb_4bit_compute_dtype=base_dtype(weights),
             llm_int8_skip_modules=kept,
         )
     if config is not None:
@@ -67,18 +68,18 @@ def quantisation(spec: WeightsSpec, kept: list[str] | None = None) -> BitsAndByt
     return config
 
 
-def method_fault(config: PretrainedConfig, spec: ModelSpec) -> str | None:
+def method_fault(config: PretrainedConfig, train: Train) -> str | None:
     """Why a run cannot take weights that bitsandbytes packed as they are, and what to set; None for other weights."""
     found = stored_format(config)
     if found not in BITSANDBYTES:
         return None
     method = "int8_lora" if found == INT8 else "qlora"
-    wanted: dict[str, tuple[Any, Any]] = {"train.method": (spec.method, method)}
+    wanted: dict[str, tuple[Any, Any]] = {"train.method": (train.method, method)}
     if found != INT8:
         double = bool(stored_quantisation(config).get("bnb_4bit_use_double_quant", False))
-        wanted["train.quant.type"] = (spec.quant_type, found.lower())
-        wanted["train.quant.double"] = (spec.double_quant, double)
-    wanted["train.lora.init"] = (spec.lora_init, "default")
+        wanted["train.quant.type"] = (train.quant.type, found.lower())
+        wanted["train.quant.double"] = (train.quant.double, double)
+    wanted["train.lora.init"] = (train.lora.init, "default")
     for key, (got, right) in wanted.items():
         if got != right:
             right, got = (str(value).lower() if isinstance(value, bool) else value for value in (right, got))
@@ -89,13 +90,13 @@ def method_fault(config: PretrainedConfig, spec: ModelSpec) -> str | None:
     return None
 
 
-def refuse_other_method(config: PretrainedConfig, spec: ModelSpec) -> None:
+def refuse_other_method(config: PretrainedConfig, train: Train) -> None:
     """Refuse a method that cannot take the packed weights in a model's files.
 
     Raises:
         UserError: naming the parameter and its value.
     """
-    if (fault := method_fault(config, spec)) is not None:
+    if (fault := method_fault(config, train)) is not None:
         raise UserError(fault)
 
 
@@ -189,7 +190,7 @@ def keep_trainable_on_cpu(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
+def quantize_on_meta(model: PreTrainedModel, weights: BaseWeights) -> None:
     """Replace the linear layers of a meta model as transformers would, with hand-made states, and pack its experts.
 
     The same layers are skipped (head and tied weights), so shapes and bytes equal those of a quantised model.
@@ -199,31 +200,34 @@ def quantize_on_meta(model: PreTrainedModel, spec: WeightsSpec) -> None:
     """
     for _, experts in expert_modules(model):
         for name in expert_parameters(experts):
-            kind = INT8 if spec.method == "int8_lora" else spec.quant_type
-            pack_parameter(experts, name, getattr(experts, name), kind, double_quant=spec.double_quant)
+            kind = INT8 if weights.method == "int8_lora" else weights.quant.type
+            pack_parameter(experts, name, getattr(experts, name), kind, double_quant=weights.quant.double)
     register_scales(model)
-    replace_with_bnb_linear(model, unpacked_layers(model), quantisation(spec))
+    replace_with_bnb_linear(model, unpacked_layers(model), quantisation(weights))
     # peft chooses adapters for quantised layers by these attributes.
     attributes: Any = model
-    attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = spec.method == "qlora", spec.method == "int8_lora"
+    attributes.is_loaded_in_4bit, attributes.is_loaded_in_8bit = (
+        weights.method == "qlora",
+        weights.method == "int8_lora",
+    )
     attributes.config._is_quantized = True  # As transformers sets it: Jamba's code reads no packed weight then.
     layers = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt)]
     if not layers and not has_experts(model):
         family = model.config.model_type
-        raise UserError(f"train.method: bitsandbytes can pack no layer of {family}; got {spec.method}; use lora")
+        raise UserError(f"train.method: bitsandbytes can pack no layer of {family}; got {weights.method}; use lora")
     for module in layers:
         if isinstance(module, bnb.nn.Linear4bit):
-            _set_4bit_weight(module, spec)
+            _set_4bit_weight(module, weights)
         else:
             _set_8bit_weight(module)
         if module.bias is not None:  # The layer makes it in fp32; loading would convert it like all other weights.
-            module.bias = nn.Parameter(module.bias.to(spec.dtype), requires_grad=False)
+            module.bias = nn.Parameter(module.bias.to(base_dtype(weights)), requires_grad=False)
 
 
-def _set_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
+def _set_4bit_weight(layer: bnb.nn.Linear4bit, weights: BaseWeights) -> None:
     """Give a meta layer the packed weight and state that quantising would make."""
-    weights = layer.out_features * layer.in_features
-    blocks = -(-weights // BLOCK_WEIGHTS)
+    values = layer.out_features * layer.in_features
+    blocks = -(-values // BLOCK_WEIGHTS)
     nested = QuantState(
         absmax=_meta(-(-blocks // NESTED_BLOCK_VALUES), torch.float32),
         code=_meta(BYTE_LEVELS, torch.float32),
@@ -231,22 +235,22 @@ def _set_4bit_weight(layer: bnb.nn.Linear4bit, spec: WeightsSpec) -> None:
         dtype=torch.float32,
     )
     state = QuantState(
-        absmax=_meta(blocks, torch.uint8 if spec.double_quant else torch.float32),
+        absmax=_meta(blocks, torch.uint8 if weights.quant.double else torch.float32),
         shape=torch.Size((layer.out_features, layer.in_features)),
-        dtype=spec.dtype,
+        dtype=base_dtype(weights),
         blocksize=BLOCK_WEIGHTS,
         code=_meta(LEVELS_4BIT, torch.float32),
-        quant_type=spec.quant_type,
-        offset=torch.empty((), dtype=torch.float32, device="meta") if spec.double_quant else None,
-        state2=nested if spec.double_quant else None,
+        quant_type=weights.quant.type,
+        offset=torch.empty((), dtype=torch.float32, device="meta") if weights.quant.double else None,
+        state2=nested if weights.quant.double else None,
     )
     layer.weight = bnb.nn.Params4bit(
-        torch.empty((-(-weights // 2), 1), dtype=torch.uint8, device="meta"),
+        torch.empty((-(-values // 2), 1), dtype=torch.uint8, device="meta"),
         requires_grad=False,
         quant_state=state,
         blocksize=BLOCK_WEIGHTS,
-        compress_statistics=spec.double_quant,
-        quant_type=spec.quant_type,
+        compress_statistics=weights.quant.double,
+        quant_type=weights.quant.type,
         bnb_quantized=True,
         module=layer,
     )
@@ -285,15 +289,15 @@ def quantisation_tensors(model: nn.Module) -> list[torch.Tensor]:
     return tensors
 
 
-def as_trained(stored: torch.Tensor, spec: WeightsSpec, quantised: bool) -> torch.Tensor:
+def as_trained(stored: torch.Tensor, weights: BaseWeights, quantised: bool) -> torch.Tensor:
     """A stored weight with the rounding that it had in training, fp32."""
-    weight = stored.to(spec.dtype)
+    weight = stored.to(base_dtype(weights))
     if not quantised:
         return weight.float()
-    if spec.method == "int8_lora":
+    if weights.method == "int8_lora":
         values, scales, _ = bnb.functional.int8_vectorwise_quant(weight.half(), threshold=0.0)
         return values.float() * (scales / INT8_LARGEST)[:, None]
     packed, state = bnb.functional.quantize_4bit(
-        weight, compress_statistics=spec.double_quant, quant_type=spec.quant_type
+        weight, compress_statistics=weights.quant.double, quant_type=weights.quant.type
     )
     return bnb.functional.dequantize_4bit(packed, state).float()

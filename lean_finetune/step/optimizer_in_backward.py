@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 
 Norms = dict[torch.Tensor, torch.Tensor]
@@ -49,15 +49,15 @@ def total_norm(parameters: list[nn.Parameter], norms: Norms) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norms[parameter] for parameter in parameters if parameter in norms]))
 
 
-def refuse_in_backward(spec: ModelSpec, micro_batches: Sequence[int] | np.ndarray) -> None:
+def refuse_in_backward(train: Train, micro_batches: Sequence[int] | np.ndarray) -> None:
     """Raise UserError for updates in backward if a step has several micro-batches, or gradients are scaled.
 
-    `micro_batches` is their number in each optimizer step; the precision of `spec` is resolved for the device.
+    `micro_batches` is their number in each optimizer step; the precision of `train` is resolved for the device.
     """
-    if spec.scales_loss:
+    if train.scales_loss:
         raise UserError(
             f"train.optimizer_in_backward: updates before fp16's overflow is known; got true where train.precision is "
-            f"{spec.precision} on this device; use bf16 or fp32, or set it to false"
+            f"{train.precision} on this device; use bf16 or fp32, or set it to false"
         )
     step = int(np.argmax(micro_batches))
     if micro_batches[step] > 1:

@@ -7,7 +7,8 @@ from itertools import islice
 import torch
 
 from cuda_memory.units import round_up
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.config.train_schema import Train
+from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
@@ -46,7 +47,7 @@ def heldout_loss(
     parallel: DataParallelModel,
     batches: Iterator[Batch],
     pad_id: int,
-    model_spec: ModelSpec,
+    train: Train,
     chunk: int | None,
     device: torch.device,
     part: TokenPart | None = None,
@@ -58,7 +59,7 @@ def heldout_loss(
     parallel.model.eval()
     summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
     tokens = 0
-    with model_spec.autocast(device.type):
+    with autocast(train, device.type):
         while group := list(islice(batches, parallel.layout.data)):
             batch = group[parallel.place.data] if parallel.place.data < len(group) else idle_batch(pad_id, part)
             loss = parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk, exchange=parallel.exchange))

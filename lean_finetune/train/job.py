@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from cuda_memory.units import MIB
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
@@ -22,17 +24,15 @@ from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.row_limits import refuse_divided_rows
 from lean_finetune.pinning.locate import NO_FILES, ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
+from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.optimizers import paging_note
-from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.process.training_device import (
     check_attention,
     check_device,
@@ -106,7 +106,7 @@ def dotted(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def prepare_device(
     params: Params,
-    spec: ModelSpec,
+    train: Train,
     device: torch.device,
     world: World,
     paths: Paths,
@@ -120,18 +120,18 @@ def prepare_device(
     predicted = read_json(paths.estimate)
     if (of_process := predicted["host_of_process"]) is not None:  # Stage estimate did not know this node's GPUs.
         count = world.local_size
-        predicted["host_bytes_predicted"] = host_bytes(of_process, spec.method, count, world.rank // count)
-    segments = use_segments(params.train.expandable_segments, device)
+        predicted["host_bytes_predicted"] = host_bytes(of_process, train.method, count, world.rank // count)
+    segments = use_segments(train.expandable_segments, device)
     verdict = read_json(paths.verdict)
-    check_device(device, spec, verdict, predicted, world.local_size)
-    check_offload(params.train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
-    check_host(params.train.offload, device, predicted, params.train.sharding, params.train.offload_to)
-    for note in (segments, paging_note(params.train.optimizer, device), other_device_note(device, predicted)):
+    check_device(device, train, verdict, predicted, world.local_size)
+    check_offload(train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
+    check_host(train.offload, device, predicted, train.sharding, train.offload_to)
+    for note in (segments, paging_note(train.optimizer, device), other_device_note(device, predicted)):
         if note is not None:
             notify(f"note: {note}")
 
 
-def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World, paths: Paths) -> TrainJob:
+def make_job(params: Params, train: Train, device: torch.device, world: World, paths: Paths) -> TrainJob:
     """Create the job of one of the processes of `world`.
 
     Raises:
@@ -142,18 +142,19 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     with remedies_of_node(world):
         directory = model_directory(lock)
     config = read_config(directory)
-    check_attention(device, config, spec)
-    refuse_fused(spec.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
-    if params.train.merge:
-        refuse_merge(directory, spec, experts=spec.lora_experts == "all")
+    check_attention(device, config, train)
+    refuse_fused(train.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
+    if train.merge:
+        refuse_merge(directory, train, experts=train.lora.experts == "all")
     base_files = NO_FILES
     if world.local_rank == 0:  # All processes of a node read the same files.
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
-    plan, rows = _read_plan(params, spec, paths)
+    plan, rows = _read_plan(params, train, paths)
     layout = ParallelLayout.from_params(params)
     refuse_divided_rows(config, layout.context)
-    lr, lr_note = _lr(params, config, spec)
+    lr, lr_note = _lr(train, config)
+    state_disk = DiskPlace(directory=SCRATCH, buffer_bytes=params.run.offload_buffer_mib * MIB)
     predicted = read_json(paths.estimate)
     return TrainJob(
         model_directory=directory,
@@ -162,17 +163,11 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
         rows=rows,
         heldout=TokenRows(paths.tokens, "heldout"),
         pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
-        model_spec=spec,
-        optim_spec=OptimSpec.from_params(params, lr, SCRATCH),
-        step_spec=StepSpec(
-            loss_chunk=params.train.loss_chunk,
-            max_grad_norm=params.train.max_grad_norm,
-            foreach=device.type == "cuda",
-            optimizer_in_backward=params.train.optimizer_in_backward,
-        ),
-        offload=make_offload(params.train.offload_activations, params.train.compress_activations, device, SCRATCH),
-        heldout_every_steps=params.train.heldout_every_steps,
-        heldout_rows=params.train.heldout_rows,
+        train=train.model_copy(update={"lr": lr}),
+        seed=params.seed,
+        foreach=device.type == "cuda",
+        offload=make_offload(train.offload_activations, train.compress_activations, device, SCRATCH),
+        disk=state_disk if train.offload_to == "disk" else None,
         measured_steps=measured_steps(plan, rows.lengths, chunked=bool(other_layers(config))),
         loader_threads=params.run.loader_threads,
         device=device,
@@ -188,20 +183,20 @@ def make_job(params: Params, spec: ModelSpec, device: torch.device, world: World
     )
 
 
-def _lr(params: Params, config: PretrainedConfig, spec: ModelSpec) -> tuple[float, str | None]:
+def _lr(train: Train, config: PretrainedConfig) -> tuple[float, str | None]:
     """What train.lr means, and a line that says so if it is automatic."""
-    if params.train.lr != "auto":
-        return float(params.train.lr), None
-    lr, reason = usual_lr(config, spec)
+    if train.lr != "auto":
+        return train.lr, None
+    lr, reason = usual_lr(config, train)
     return lr, f"train.lr: auto is {lr:g}: {reason}"
 
 
-def _read_plan(params: Params, spec: ModelSpec, paths: Paths) -> tuple[Plan, TokenRows]:
+def _read_plan(params: Params, train: Train, paths: Paths) -> tuple[Plan, TokenRows]:
     """Read the plan and its rows; refuse a plan for other rows, another number of GPUs or other parameters."""
     plan = read_plan(paths.plan)
     refuse_other_ranks(plan, ParallelLayout.from_params(params).data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
-    if params.train.optimizer_in_backward:
-        refuse_in_backward(spec, np.diff(plan.step_bounds))
+    if train.optimizer_in_backward:
+        refuse_in_backward(train, np.diff(plan.step_bounds))
     return plan, rows

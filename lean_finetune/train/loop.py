@@ -54,7 +54,7 @@ def train(
         UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ran out.
         Stopped: the process got a stop signal.
     """
-    oom_handler = oom_handler or OomHandler(job.device, updates_in_backward=job.step_spec.optimizer_in_backward)
+    oom_handler = oom_handler or OomHandler(job.device, updates_in_backward=job.train.optimizer_in_backward)
     return Trainer(job, meter, checkpoints, oom_handler).train()
 
 
@@ -135,7 +135,7 @@ class Trainer:
         """Load the model and create its optimizer with all its state; then seed dropout."""
         job = self.job
         with self.monitor.phase(LOAD), host_peak() as load_host:
-            parallel = load_parallel(job.model_directory, job.model_spec, job.world, job.sharing, job.device)
+            parallel = load_parallel(job.model_directory, job.train, job.seed, job.world, job.sharing, job.device)
             job.base_files.refuse_change()
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))
@@ -143,12 +143,12 @@ class Trainer:
                     parallel.run(partial(check_joined_rows, device=job.device))
                 if parallel.exchange is not None:
                     parallel.run(partial(check_divided_rows, exchange=parallel.exchange, device=job.device))
-            optimizer = build_optimizer(parallel.owned, job.optim_spec)
-        torch.manual_seed(job.model_spec.seed + parallel.seed_rank)
+            optimizer = build_optimizer(parallel.owned, job.train, disk=job.disk)
+        torch.manual_seed(job.seed + parallel.seed_rank)
         run = TrainingRun(
             parallel=parallel,
             optimizer=optimizer,
-            scaler=LossScaler() if job.model_spec.scales_loss else None,
+            scaler=LossScaler() if job.train.scales_loss else None,
             meter=self.meter,
             monitor=self.monitor,
             curves=self.curves,
@@ -169,7 +169,7 @@ class Trainer:
         with window:
             row = self._train_step(run, stream)
         row |= self.monitor.step_columns()
-        every = self.job.heldout_every_steps
+        every = self.job.train.heldout_every_steps
         if every is not None and ((step + 1) % every == 0 or step + 1 == self.total_steps):
             with self.position.phase(HELDOUT):
                 row["heldout_loss"] = self._heldout_loss(run, step)
@@ -186,7 +186,7 @@ class Trainer:
         """Update the weights once; return the step's row of the curves without the memory columns."""
         job, step = self.job, run.step
         planned = job.plan.steps[step]
-        lr = learning_rate(step, self.total_steps, job.optim_spec)
+        lr = learning_rate(step, self.total_steps, job.train)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         start = time.perf_counter()
@@ -240,8 +240,8 @@ class Trainer:
                 run.optimizer,
                 map(begin, self.checkpoints.between(batches)),
                 supervised_tokens=sum(m.supervised for m in planned),
-                model_spec=job.model_spec,
-                spec=job.step_spec,
+                train=job.train,
+                foreach=job.foreach,
                 phase=self.position.tracked(self.monitor.phase),
                 guard=guard,
                 scaler=run.scaler,
@@ -255,10 +255,12 @@ class Trainer:
         job = self.job
         budget = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
         pinned = job.device.type == "cuda"
-        batches = heldout_batches(job.heldout, job.heldout_rows, budget, job.pad_id, pin_memory=pinned, part=job.part)
+        batches = heldout_batches(
+            job.heldout, job.train.heldout_rows, budget, job.pad_id, pin_memory=pinned, part=job.part
+        )
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
-        chunk = job.step_spec.loss_chunk or budget
-        loss = heldout_loss(run.parallel, batches, job.pad_id, job.model_spec, chunk, job.device, job.part)
+        chunk = job.train.loss_chunk or budget
+        loss = heldout_loss(run.parallel, batches, job.pad_id, job.train, chunk, job.device, job.part)
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"

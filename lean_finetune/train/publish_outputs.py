@@ -75,7 +75,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
     read = NO_FILES
     if job.world.is_first:
         read = verify_files(job.model_directory, tokenizer_files)
-        if params.train.merge or not job.model_spec.adapted:
+        if params.train.merge or not job.train.adapted:
             read = FileVersions({**read.versions, **job.base_files.versions})
     template = paths.tokens / CHAT_TEMPLATE
     base = Base(
@@ -86,7 +86,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         chat_template=template if template.exists() else None,
         read=read,
     )
-    save_tuned(result.parallel, base, paths.out, job.model_spec, list(lock["files"]) if params.train.merge else None)
+    save_tuned(result.parallel, base, paths.out, job.train, list(lock["files"]) if params.train.merge else None)
 
 
 def publish_record(result: TrainResult, figures: dict[str, Any], params: Params, paths: Paths) -> None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
@@ -23,7 +24,7 @@ from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, 
 from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import BASE_WEIGHTS, WeightsSpec
+from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
 from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -100,7 +101,7 @@ def _send_shards(parallel: DataParallelModel) -> None:
 
 
 def save_tuned(
-    parallel: DataParallelModel, base: Base, out: Path, spec: WeightsSpec, merge: Sequence[str] | None = None
+    parallel: DataParallelModel, base: Base, out: Path, weights: BaseWeights, merge: Sequence[str] | None = None
 ) -> None:
     """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 
@@ -111,7 +112,7 @@ def save_tuned(
         parallel: the trained model.
         base: the model it was made from.
         out: directory to write.
-        spec: weights of the base during training.
+        weights: weights of the base during training.
         merge: names of the base's files if the merged model is written.
 
     Raises:
@@ -128,10 +129,10 @@ def save_tuned(
             if isinstance(model, PeftModel):
                 # Adapters are small: peft needs all tensors together.
                 save_adapter(model, directory, base.address, dict(parallel.full_parameters()), revision=base.revision)
-                write_json(directory / BASE_WEIGHTS, {key.name: getattr(spec, key.name) for key in fields(WeightsSpec)})
+                write_json(directory / BASE_WEIGHTS, base_weights_json(weights))
                 if merge is not None:
                     (directory / MERGED).mkdir()
-                    write_merged(base.directory, merge, directory, spec, directory / MERGED)
+                    write_merged(base.directory, merge, directory, weights, directory / MERGED)
                     base.copy_tokenizer(directory / MERGED)
             else:
                 lm = cast(PreTrainedModel, model)

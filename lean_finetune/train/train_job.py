@@ -9,18 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.locate import NO_FILES, FileVersions
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import TokenPart
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.offload.state_file import DiskPlace
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.monitor.growth_advice import Settings
 from lean_finetune.train.monitor.memory_monitor import HostPeak
 
@@ -37,13 +36,15 @@ class TrainJob:
     rows: TokenRows
     heldout: TokenRows
     pad_id: int
-    model_spec: ModelSpec
-    optim_spec: OptimSpec
-    step_spec: StepSpec
+    train: Train
+    """With the precision and the learning rate of this run, not `auto`."""
+    seed: int
+    foreach: bool
+    """Compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA."""
     offload: ActivationOffload | None
     """Where activations are stored between forward and backward; None = on the device."""
-    heldout_every_steps: int | None
-    heldout_rows: int
+    disk: DiskPlace | None = None
+    """Where offloaded master weights and optimizer state are; None = in host memory."""
     measured_steps: frozenset[int]
     """Steps whose peak memory is measured; always includes the first."""
     loader_threads: int

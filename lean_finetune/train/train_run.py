@@ -18,7 +18,7 @@ from lean_finetune.distributed.faults import EndProcess
 from lean_finetune.distributed.launch import report_faults_once
 from lean_finetune.distributed.processes import World, check_size, process_group
 from lean_finetune.distributed.progress_barrier import wait_for_all
-from lean_finetune.model.model_spec import ModelSpec, precision_of
+from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
@@ -90,10 +90,10 @@ def _run(
     fingerprint = run_fingerprint(params, paths, device, threads)
     refuse_different_runs(fingerprint, channel)
     check_size(world, params.hardware.num_gpus)
-    spec = ModelSpec.from_params(params, precision_of(params, paths.verdict))
-    prepare_device(params, spec, device, world, paths, _notify)
+    section = resolved(params, precision_of(params, paths.verdict))
+    prepare_device(params, section, device, world, paths, _notify)
     snapshots = MemorySnapshots(params.run.memory_snapshot, device, scratch_root(), world, _notify)
-    job = make_job(params, spec, device, world, paths)
+    job = make_job(params, section, device, world, paths)
     if job.note is not None and world.is_first:
         click.echo(job.note)
     stop = StopRequest()
@@ -139,11 +139,9 @@ def _train_and_publish(
 ) -> None:
     """Train, then write weights, curves, model card and metrics."""
     meter = make_meter(job.device)
-    if job.optim_spec.disk is not None:
+    if job.disk is not None:
         with checkpoints.naming_kept():
-            check_disk(
-                read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.optim_spec.disk.directory
-            )
+            check_disk(read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.disk.directory)
     with oom_handler.reported():
         result = train(job, meter, checkpoints, oom_handler)
     with checkpoints.naming_kept(), oom_handler.reported():
@@ -151,7 +149,7 @@ def _train_and_publish(
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.
         measured = largest_over_ranks(meter.result(), ControlChannel(job.world, job.device))
-        figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.optim_spec.lr}
+        figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.train.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
     checkpoints.mark_finished(paths.metrics if job.world.is_first and "DVC_STAGE" in os.environ else None)
@@ -171,7 +169,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
         name = f"{name} (process {job.world.rank})"
     split = run.oom_recovery == "split"
     snapshot: Path | None = None
-    can_split = not (split or job.world.size > 1 or job.step_spec.optimizer_in_backward)
+    can_split = not (split or job.world.size > 1 or job.train.optimizer_in_backward)
 
     def on_step(step: int) -> None:
         marker.step_started(step)
@@ -187,8 +185,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
             failure,
             prediction,
             device=name,
-            spec=job.model_spec,
-            optimizer=job.optim_spec.name,
+            train=job.train,
             can_split=can_split,
             record=scratch_root() / "oom.json",
             snapshot=snapshot,
@@ -197,7 +194,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
     return OomHandler(
         job.device,
         split=split,
-        updates_in_backward=job.step_spec.optimizer_in_backward,
+        updates_in_backward=job.train.optimizer_in_backward,
         report=report,
         on_step=on_step,
         on_failure=on_failure,

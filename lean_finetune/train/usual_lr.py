@@ -4,8 +4,8 @@ import math
 
 from transformers import PretrainedConfig
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.model_spec import ModelSpec
 
 USUAL_LRS: tuple[tuple[float, float, float], ...] = (
     (20e6, 3e-3, 3e-3),
@@ -20,10 +20,10 @@ weights: 2e-5 at 7 B (Alpaca, 2023), 5e-6 at 8 B and 2e-6 at 70 B (Lambert et al
 The first line is what suits the shipped model."""
 
 
-def usual_lr(config: PretrainedConfig, spec: ModelSpec) -> tuple[float, str]:
+def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     """The learning rate for a model and a method, and the reason."""
     parameters = sum(parameter.numel() for parameter in meta_model(config).parameters())
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
-    trained, lr = ("adapters on", adapters) if spec.adapted else ("all weights of", all_weights)
+    trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
     size = f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
     return lr, f"usual for {trained} {size} parameters"

@@ -228,12 +228,12 @@ def test_flops_of_a_token_are_those_counted_by_hand():
     linear = layers * (2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * wide) + hidden * vocabulary
     norms = (2 * layers + 1) * hidden
     scores = 6 * layers * hidden * 64
-    model = random_model(full.config, full.setting.model, CPU)
+    model = random_model(full.config, full.setting.train, CPU)
     assert speed.flops_per_token(model, full) == 6 * (linear + norms) + scores
-    adapted = random_model(lora.config, lora.setting.model, CPU)
+    adapted = random_model(lora.config, lora.setting.train, CPU)
     adapters = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert speed.flops_per_token(adapted, lora) == 4 * linear + 6 * adapters + scores
-    quantised = random_model(qlora.config, qlora.setting.model, CPU)
+    quantised = random_model(qlora.config, qlora.setting.train, CPU)
     assert speed.flops_per_token(quantised, qlora) == speed.flops_per_token(adapted, lora)
 
 

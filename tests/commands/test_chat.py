@@ -162,8 +162,8 @@ def test_the_base_is_stored_as_in_training(small_llama: Path, tmp_path: Path):
     spec, base = spec_of(method="int8_lora", precision="fp32"), replace(base_of(small_llama), address=str(small_llama))
     save_tuned(DataParallelModel(load_model(small_llama, spec, CPU)), base, tmp_path / "tuned", spec)
     tuned = tuned_model.find_tuned(tmp_path / "tuned", None)
-    assert (tuned.spec.method, tuned.spec.precision, tuned.reason) == ("int8_lora", "fp32", "as in training")
-    assert tuned_model.find_tuned(tmp_path / "tuned", "4").spec.method == "qlora"
+    assert (tuned.weights.method, tuned.weights.precision, tuned.reason) == ("int8_lora", "fp32", "as in training")
+    assert tuned_model.find_tuned(tmp_path / "tuned", "4").weights.method == "qlora"
     (tmp_path / "tuned/base_weights.json").write_text('{"method": "none"}')
     with pytest.raises(UserError, match=r"base_weights\.json: must be as training wrote it"):
         tuned_model.find_tuned(tmp_path / "tuned", None)

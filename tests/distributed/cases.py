@@ -17,14 +17,20 @@ from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 
 MOST_PARTS = 4
 """Lengths are multiples of this, so that rows that are divided have as much padding as those that are not."""
-PLAIN = {"name": "adamw", "lr": 2e-3, "weight_decay": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
+PLAIN: dict[str, Any] = {
+    "optimizer": "adamw",
+    "lr": 2e-3,
+    "weight_decay": 0.01,
+    "schedule": "constant",
+    "warmup_fraction": 0.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,14 @@ def divided(case: Case, layout: ParallelLayout, rank: int) -> tuple[list[Batch],
 
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
-    model_spec = spec_of(**case.model)
+    train = spec_of(
+        **case.model,
+        loss_chunk=case.chunk,
+        max_grad_norm=None if case.in_backward else 1.0,
+        optimizer_in_backward=case.in_backward,
+    )
+    optim = {**PLAIN, **case.optim}
+    disk = optim.pop("disk", None)
     offload_weights = case.optim.get("offload") == "parameters"
     layout = layout_of(case, world.size)
     sharing = ShardSpec(
@@ -114,10 +127,10 @@ def learn(case: Case, world: World) -> Outcome:
         layout=layout,
         stage_layers=case.stages,
     )
-    parallel = load_parallel(Path(case.directory), model_spec, world, sharing, CPU)
-    optimizer = build_optimizer(parallel.owned, OptimSpec(**{**PLAIN, **case.optim}))
+    parallel = load_parallel(Path(case.directory), train, 1, world, sharing, CPU)
+    optimizer = build_optimizer(parallel.owned, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
-    scaler = LossScaler() if model_spec.scales_loss else None
+    scaler = LossScaler() if train.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
     offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
@@ -127,13 +140,8 @@ def learn(case: Case, world: World) -> Outcome:
             optimizer,
             iter(batches),
             supervised_tokens=supervised,
-            model_spec=model_spec,
-            spec=StepSpec(
-                loss_chunk=case.chunk,
-                max_grad_norm=None if case.in_backward else 1.0,
-                foreach=False,
-                optimizer_in_backward=case.in_backward,
-            ),
+            train=train,
+            foreach=False,
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,

@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "chunk": 16,
     },
     "several micro-batches": {"model": {"method": "full"}, "optim": {"offload": "parameters"}, "sizes": (3, 5)},
-    "8 bits": {"model": {"method": "full"}, "optim": {**MASTERS, "name": "adamw_8bit"}, "in_backward": True},
+    "8 bits": {"model": {"method": "full"}, "optim": {**MASTERS, "optimizer": "adamw_8bit"}, "in_backward": True},
     "lora": {"model": {"method": "lora"}, "optim": {"offload": "parameters"}},
     "qlora": {"model": {"method": "qlora", "grad_ckpt": True}, "optim": {"offload": "parameters"}},
 }

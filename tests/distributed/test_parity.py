@@ -138,7 +138,7 @@ OF_SHARDS = {str(name): (0.005, 0.1) for name in OPTIMIZERS if "8bit" in name} |
 
 
 def optimizer_case(directory: Path, mode: str, name: str) -> Case:
-    optim = {"name": name, "lr": RATES.get(name, 2e-3)}
+    optim = {"optimizer": name, "lr": RATES.get(name, 2e-3)}
     return Case(directory=str(directory), mode=mode, sizes=(4, 4), chunk=16, model={"method": "full"}, optim=optim)
 
 

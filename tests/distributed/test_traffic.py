@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.commands.fit import COMMON_PARAMS, gpu_flags
-from lean_finetune.config.load import load_params
+from benchmarks.specs import changed
+from lean_finetune.commands.fit import gpu_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
@@ -43,7 +44,7 @@ def predicted(case: Case, gpus: int) -> Traffic:
     model = spec_of(**case.model)
     run = Workload(
         config=read_config(Path(case.directory)),
-        setting=Setting(model=model, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0, sharing=sharing),
+        setting=Setting(train=changed(model, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0), sharing=sharing),
         steps=(tuple(shapes),),
         mode="bucketed",
         max_tokens=64,

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.monitor.memory_monitor import host_peak
 from lean_finetune.train.process.stop_signals import ignore_output_errors
 from tests.distributed.cases import Case, learn
@@ -94,7 +94,7 @@ def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any
 def do_wait_in_vain(world: World, directory: Path, model_directory: Path, seconds: float) -> float:
     """Share a model by hsdp; return the seconds that the first process then waits for the second."""
     sharing = ShardSpec(mode="hsdp", group_gpus=2, timeout_seconds=seconds)
-    parallel = load_parallel(model_directory, spec_of(method="full"), world, sharing, CPU)
+    parallel = load_parallel(model_directory, spec_of(method="full"), 1, world, sharing, CPU)
     start = time.monotonic()
     if world.is_first:
         with suppress(RuntimeError):
@@ -136,10 +136,10 @@ def do_slow_first_process(
     return {"load_seconds": took, "reports": reports.item()}
 
 
-def do_load_peaks(world: World, directory: Path, source: Path, mode: Sharding, spec: ModelSpec) -> dict[str, int]:
+def do_load_peaks(world: World, directory: Path, source: Path, mode: Sharding, spec: Train) -> dict[str, int]:
     """Load a model as training does; the most of the host's memory that the first process and another one took."""
     with host_peak() as host:
-        load_parallel(source, spec, world, ShardSpec(mode=mode), CPU)
+        load_parallel(source, spec, 1, world, ShardSpec(mode=mode), CPU)
     assert host.added_bytes is not None
     peaks = torch.zeros(world.size, dtype=torch.int64)
     peaks[world.rank] = host.added_bytes

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lean_finetune.config.train_schema import BaseWeights, Quant
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.token_rows import TokenRows
 from tests.small_model import save_small_llama
 from tests.small_model import spec_of as model_spec_of
@@ -25,14 +25,15 @@ EOS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def spec_of(method: str, precision: str = "fp32") -> WeightsSpec:
-    return WeightsSpec(method=method, precision=precision)  # type: ignore[arg-type]
+def spec_of(method: str, precision: str = "fp32") -> BaseWeights:
+    quant = Quant(type="nf4", double=True)
+    return BaseWeights(method=method, quant=quant, precision=precision)  # type: ignore[arg-type]
 
 
 def save_random_adapter(base: Path, method: str, out: Path) -> Path:
     """An adapter with a random B, as after training: a fresh one changes nothing."""
-    spec = model_spec_of(method=method, seed=3)
-    model = add_adapters(load_base(base, spec, CPU), spec, on_meta=False)
+    spec = model_spec_of(method=method)
+    model = add_adapters(load_base(base, spec, CPU), spec, seed=3)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

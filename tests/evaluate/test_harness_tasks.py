@@ -82,7 +82,7 @@ def tasks_of(
         template=compile_own_template(base, "2024-07-26") if chat else None,
         max_length=limits.max_tokens,
         limits=limits,
-        spec=spec_of("full"),
+        weights=spec_of("full"),
         pad_id=PAD,
         eos_id=EOS,
         device=CPU,

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.specs import changed
+from lean_finetune.config.train_schema import Train
 from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.batches import collate
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.training_step import training_step
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_full, save_tuned
@@ -27,10 +28,10 @@ from tests.small_model import spec_of as model_spec_of
 
 MAX_TOKENS = 192
 """Padded tokens of a micro-batch, and of every evaluation batch: enough for more activations than a merged weight."""
-NUMBERS = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+NUMBERS = model_spec_of(optimizer="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
 
-def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRows, out: Path) -> dict[str, int]:
+def train_and_save(base: Path, spec: Train, chunk: int | None, rows: TokenRows, out: Path) -> dict[str, int]:
     """Peaks by phase of one step on the longest rows, of held-out losses after it, and of saving."""
     batches = list(heldout_batches(rows, len(rows), MAX_TOKENS, PAD))
     largest = sorted(rows.used.tolist(), key=lambda row: -rows.lengths[row])
@@ -46,8 +47,8 @@ def train_and_save(base: Path, spec: ModelSpec, chunk: int | None, rows: TokenRo
             optimizer,
             iter([collate(micro_batch, longest, PAD)]),
             supervised_tokens=9,
-            model_spec=spec,
-            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            train=changed(spec, loss_chunk=chunk, max_grad_norm=1.0),
+            foreach=False,
             phase=meter.phase,
             guard=lambda losses, norm: None,
         )

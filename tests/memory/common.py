@@ -60,10 +60,9 @@ LLAMA_3_1_70B = large_llama(8192, 28672, layers=80, heads=64, kv_heads=8)
 
 
 def setting_of(**changes: Any) -> Setting:
-    """A setting from fields of `Setting` and of its `ModelSpec`."""
-    own: dict[str, Any] = {"optimizer": "adamw", "loss_chunk": 32, "max_grad_norm": 1.0}
-    own |= {name: changes.pop(name) for name in set(changes) & set(Setting.__dataclass_fields__)}
-    return Setting(model=spec_of(**changes), **own)
+    """A setting from fields of `Setting` and of its section train."""
+    own = {name: changes.pop(name) for name in set(changes) & set(Setting.__dataclass_fields__)}
+    return Setting(train=spec_of(**{"loss_chunk": 32, "max_grad_norm": 1.0, **changes}), **own)
 
 
 def host_bytes(optimizer: torch.optim.Optimizer, setting: Setting) -> int:
@@ -72,7 +71,7 @@ def host_bytes(optimizer: torch.optim.Optimizer, setting: Setting) -> int:
     tensors = [
         *optimizer.link.buffers,
         *(state["master"] for state in optimizer.state.values()),
-        *device_state(optimizer.inner, setting.optimizer, cuda=False),
+        *device_state(optimizer.inner, setting.train.optimizer, cuda=False),
     ]
     sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}  # Code books exist once.
     return sum(sizes.values())

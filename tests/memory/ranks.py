@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.estimate_cpu import make_code_books, without_onednn
-from benchmarks.specs import random_batch
+from benchmarks.specs import changed, random_batch
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
@@ -27,7 +27,7 @@ from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.training_step import training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
@@ -138,14 +138,15 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     sharing = setting.sharing
     assert sharing is not None
     part = token_part(sharing.spec.layout_of(world), world.rank)
-    offload = make_offload(setting.offload_activations, setting.compress_activations, CPU, Path(tempfile.gettempdir()))
+    train, scratch = setting.train, Path(tempfile.gettempdir())
+    offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
-            parallel = make_parallel(load_model(directory, setting.model, CPU), world, sharing.spec, CPU)
-            optimizer = build_optimizer(parallel.owned, replace(setting.optim_spec, lr=1e-3, weight_decay=0.01))
+            parallel = make_parallel(load_model(directory, setting.train, CPU), world, sharing.spec, CPU)
+            optimizer = build_optimizer(parallel.owned, changed(setting.train, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
             idle = sharing.accumulates_gradients and len(shapes) == 1 and sharing.spec.pipeline_stages == 1
 
@@ -160,16 +161,11 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                 optimizer,
                 batches(),
                 supervised_tokens=300,
-                model_spec=setting.model,
-                spec=StepSpec(
-                    loss_chunk=setting.loss_chunk,
-                    max_grad_norm=setting.max_grad_norm,
-                    foreach=False,
-                    optimizer_in_backward=setting.optimizer_in_backward,
-                ),
+                train=setting.train,
+                foreach=False,
                 phase=meter.phase,
                 guard=lambda losses, norm: None,
-                scaler=LossScaler() if setting.model.scales_loss else None,
+                scaler=LossScaler() if setting.train.scales_loss else None,
                 offload=offload,
                 parallel=parallel,
                 micro_batches=len(shapes) + idle,
@@ -188,7 +184,7 @@ def do_peaks_by_rank(
 ) -> list[dict[str, int]]:
     """Peaks by phase of every process."""
     kernels = nullcontext() if onednn else without_onednn()
-    with kernels, without_launches(setting.model.fused_kernels, 1):  # Triton has no kernels for a CPU.
+    with kernels, without_launches(setting.train.fused_kernels, 1):  # Triton has no kernels for a CPU.
         found = count(world, model, setting, steps)
     peaks = torch.zeros(world.size, len(found), dtype=torch.int64)
     peaks[world.rank] = torch.tensor([found[name] for name in sorted(found)])
@@ -199,7 +195,7 @@ def do_peaks_by_rank(
 def do_host_bytes(world: World, directory: Path, model: Path, setting: Setting) -> int:
     """Bytes of what the optimizer of train.offload=optimizer allocates: the most of all processes."""
     assert setting.sharing is not None
-    parallel = make_parallel(load_model(model, setting.model, CPU), world, setting.sharing.spec, CPU)
-    most = torch.tensor(host_bytes(build_optimizer(parallel.owned, setting.optim_spec), setting))
+    parallel = make_parallel(load_model(model, setting.train, CPU), world, setting.sharing.spec, CPU)
+    most = torch.tensor(host_bytes(build_optimizer(parallel.owned, setting.train), setting))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

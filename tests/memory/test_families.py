@@ -22,6 +22,7 @@ from transformers import (
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
 from benchmarks.models.small import tiny_config
+from benchmarks.specs import changed
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.one_change_sweep import sweep_switches
@@ -171,7 +172,7 @@ class Changed(Case):
     def setting(self) -> Setting:
         """See Case."""
         setting = super().setting
-        return replace(setting, model=replace(setting.model, **self.changes))
+        return replace(setting, train=changed(setting.train, **self.changes))
 
 
 @pytest.mark.parametrize("method", ["qlora", pytest.param("lora", marks=pytest.mark.slow)])
@@ -202,7 +203,7 @@ def test_weights_of_two_types_are_predicted_as_they_are_counted(router, tmp_path
         {"method": "full", "router": "trained"},
         {"method": "lora", "lora_experts": "all", "lora_expert_rank": 2},
         {"method": "qlora", "lora_experts": "all"},
-        {"method": "qlora", "double_quant": False},
+        {"method": "qlora", "quant_double": False},
         {"method": "int8_lora"},
     ],
     ids=str,

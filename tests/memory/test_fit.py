@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from cuda_memory.units import COLUMNS, LABEL_WIDTH, labelled
-from lean_finetune.commands.fit import COMMON_PARAMS, fit, gpu_flags
+from lean_finetune.commands.fit import fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
-from lean_finetune.config.load import load_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.advice.fit_run import FitRun, fit_run
 from tests.memory.common import card_for

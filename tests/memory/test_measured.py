@@ -48,7 +48,7 @@ PADDED: list[dict[str, Any]] = [
     {"method": "full"},
     # The random generator's state is saved for each layer.
     {"method": "lora", "grad_ckpt": True, "lora_dropout": 0.1, "lora_dora": True, "loss_chunk": None},
-    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "every_n", "double_quant": False, "attention": "eager"},
+    {"method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "every_n", "quant_double": False, "attention": "eager"},
     {"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective", "optimizer": "adafactor"},
     {"method": "int8_lora", "optimizer": "adamw_8bit"},
     {"method": "full", "optimizer": "lion_8bit", "offload_activations": "disk"},
@@ -61,7 +61,7 @@ PADDED_SLOW: list[dict[str, Any]] = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "loss_chunk": None},
     {"method": "lora", "attention": "eager"},
-    {"method": "qlora", "double_quant": False},
+    {"method": "qlora", "quant_double": False},
     {"method": "int8_lora"},
     {"method": "full", "optimizer": "adafactor"},
     {"method": "full", "optimizer": "lion_8bit"},

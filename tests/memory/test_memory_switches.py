@@ -1,7 +1,6 @@
 """The registry of memory switches: its variants pass the rules of params.yaml, and a new switch needs one entry."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -43,7 +42,7 @@ def lighter(name: str, setting: Setting, support: Support = GPU) -> list[tuple[s
 
 
 def halved_rank(setting: Setting, support: Support) -> list[Values]:
-    return [{"train.lora.rank": setting.model.lora_rank // 2}] if setting.model.adapted else []
+    return [{"train.lora.rank": setting.train.lora.rank // 2}] if setting.train.adapted else []
 
 
 @pytest.fixture
@@ -51,12 +50,12 @@ def new_switch() -> Iterator[Switch]:
     """A switch and a rule that only this test knows."""
     switch = Switch(
         name="rank",
-        parameters={"train.lora.rank": "model.lora_rank"},
+        parameters=("train.lora.rank",),
         lighter=halved_rank,
         shown=halved_rank,
         effect=OTHER_WEIGHTS,
         ease=7,
-        time=lambda setting, more: 1.0 if setting.model.lora_rank > 2 else 1.25,
+        time=lambda setting, more: 1.0 if setting.train.lora.rank > 2 else 1.25,
     )
     rule = Rule("train.lora.rank", lambda p: p.train.lora.rank % 2 == 1, "must be even; got {train.lora.rank}; add 1")
     SWITCHES.append(switch)
@@ -73,7 +72,7 @@ def test_a_new_switch_is_swept_priced_advised_documented_and_refused_by_its_rule
     offered = Space(run, costs_of(run), native_bf16=True).of_effect(OTHER_WEIGHTS)
     smaller = next(candidate for candidate in offered if candidate.flags == ("train.lora.rank=2",))
     assert smaller.slowdown == pytest.approx(1.25, rel=0.01)
-    assert smaller.run.setting == replace(run.setting, model=replace(run.setting.model, lora_rank=2))
+    assert smaller.run.setting == run.setting.with_train(lora=run.setting.train.lora.model_copy(update={"rank": 2}))
     assert "| rank | `train.lora.rank` | trains different weights |" in switch_table()
     with pytest.raises(UserError, match=r"^train\.lora\.rank: must be even; got 7; add 1$"):
         with_flags(PARAMS, ["train.lora.rank=7"])
@@ -154,7 +153,7 @@ def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_c
     [
         ({"method": "lora", "lora_dora": True}, with_method("qlora"), ["method=qlora", "lora.dora=false"]),
         (
-            {"method": "qlora", "quant_type": "fp4", "double_quant": False},
+            {"method": "qlora", "quant_type": "fp4", "quant_double": False},
             with_method("lora"),
             ["method=lora", "quant.type=nf4", "quant.double=true"],
         ),

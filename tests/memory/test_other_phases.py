@@ -27,10 +27,10 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
-from tests.small_model import CPU, VOCABULARY
+from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import slow
 
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
@@ -45,7 +45,7 @@ AROUND = OtherPhases(
     generation=(ANSWERS,),
     merged=False,
 )
-NUMBERS = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+NUMBERS = spec_of(optimizer="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 
 
 def batch_of(wanted: BatchShape) -> Batch:
@@ -63,12 +63,12 @@ def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("all"):
-        model = load_model(small_llama, setting.model, CPU)
+        model = load_model(small_llama, setting.train, CPU)
         with meter.phase("evaluate"):
             token_losses(model.eval(), batch_of(EVALUATION), CHUNK)
         optimizer = build_optimizer(model, NUMBERS)
         with meter.phase("heldout"), torch.no_grad():
-            summed_loss(model, batch_of(TRAINING), setting.loss_chunk)
+            summed_loss(model, batch_of(TRAINING), setting.train.loss_chunk)
     measured = meter.result().peak_bytes_by_phase
     assert optimizer.state
     assert predicted["evaluate"].bytes == pytest.approx(measured["evaluate"], rel=0.02)
@@ -100,9 +100,9 @@ def test_answers_take_what_is_predicted(family, method, new_tokens, prompt_token
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("all"):
-        model = load_model(tmp_path, setting.model, CPU).eval()
+        model = load_model(tmp_path, setting.train, CPU).eval()
         with meter.phase("generate"):
-            greedy_answers(model, setting.model, prompts, stops=(), limits=limits, pad_id=0, device=CPU)
+            greedy_answers(model, setting.train, prompts, stops=(), limits=limits, pad_id=0, device=CPU)
     assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["generate"], rel=0.005)
     assert predicted.by_category["kv_cache"] > 0
 
@@ -179,7 +179,7 @@ def check_load(model: Path, setting: Setting, rel: float = 0.005) -> None:
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("load"), meter.phase("load"):
-        build_optimizer(load_model(model, setting.model, CPU), NUMBERS)
+        build_optimizer(load_model(model, setting.train, CPU), NUMBERS)
     assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=rel)
 
 

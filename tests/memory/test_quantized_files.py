@@ -12,7 +12,7 @@ from tests.memory.test_measured import PADDED_STEPS, check
 from tests.memory.test_other_phases import check_load
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8, save_fp8_experts, save_mxfp4
 
-PACKED: dict[str, Any] = {"method": "qlora", "double_quant": False}
+PACKED: dict[str, Any] = {"method": "qlora", "quant_double": False}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("mxfp4", {"method": "full"}),
     ("mxfp4", {"method": "qlora"}),

@@ -49,7 +49,7 @@ SETTINGS = [
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "lora_init": "pissa"},
     {"method": "qlora", "precision": "bf16", "optimizer": "adamw_8bit"},  # Biases beside packed weights.
-    {"method": "qlora", "quant_type": "fp4", "double_quant": False, "precision": "fp16"},
+    {"method": "qlora", "quant_type": "fp4", "quant_double": False, "precision": "fp16"},
     {"method": "int8_lora", "precision": "bf16"},
     {"method": "full", "precision": "bf16", "master_weights": True},
     {"method": "full", "precision": "bf16", "master_weights": True, "optimizer": "adamw_8bit"},
@@ -104,14 +104,14 @@ def test_adapters_of_named_layers():
     """Targets that end alike taken for each other, or the head adapted."""
     setting = setting_of(method="lora", lora_targets=("q_proj", "down_proj"))
     closed = state_bytes(state_lines(model_shapes(uneven()), setting, cuda=False), granularity_bytes=1)
-    assert closed["adapters"] == 4 * 3 * setting.model.lora_rank * ((264 + 264) + (264 + 520))
+    assert closed["adapters"] == 4 * 3 * setting.train.lora.rank * ((264 + 264) + (264 + 520))
 
 
 def test_every_tensor_of_llama_3_1_8b_is_in_the_closed_form():
     """Formulas that are right for small models only: every tensor of the 8B, without memory."""
     setting = setting_of(method="qlora", precision="bf16", lora_rank=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(LLAMA_3_1_8B, setting.model, CPU)
+        model = fake_model(LLAMA_3_1_8B, setting.train, CPU)
     lines = state_lines(model_shapes(LLAMA_3_1_8B), setting, cuda=False)
     closed = state_bytes(lines, granularity_bytes=1)
     trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
@@ -147,9 +147,9 @@ def test_llama_8b_with_fp32_master_weights_takes_16_bytes_a_parameter():
 def test_the_closed_form_of_host_memory_is_what_the_optimizer_allocates(optimizer, small_llama):
     """Host memory underestimated: copies, moments, room for a gradient, and the staging buffer."""
     setting = setting_of(method="full", precision="bf16", master_weights=True, optimizer=optimizer, offload="optimizer")
-    model = load_model(small_llama, setting.model, CPU)
+    model = load_model(small_llama, setting.train, CPU)
     lines = host_lines(model_shapes(read_config(small_llama)), setting)
-    counted = host_bytes(build_optimizer(model, setting.optim_spec), setting)
+    counted = host_bytes(build_optimizer(model, setting.train), setting)
     assert sum(line.total_bytes(1) for line in lines) == counted
 
 

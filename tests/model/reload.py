@@ -7,9 +7,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model
-from lean_finetune.model.model_spec import ModelSpec
 from tests.small_model import CPU
 
 TOKENS = torch.arange(24).view(2, 12) % 60
@@ -25,7 +25,7 @@ def changed_adapters(model: Any) -> Any:
     return model.eval()
 
 
-def reload_adapter(base: Path, spec: ModelSpec, directory: Path) -> Any:
+def reload_adapter(base: Path, spec: Train, directory: Path) -> Any:
     """Our model with adapters, which plain PEFT and `load_adapter` read from a file with equal logits."""
     ours: Any = changed_adapters(load_model(base, spec, CPU))
     save_adapter(ours, directory, "base")

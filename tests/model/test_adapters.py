@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS, AdapterStart
 from lean_finetune.config.load import parse_params
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
@@ -20,7 +21,7 @@ from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import base_dtype, resolved
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.save_model import save_tuned
@@ -38,7 +39,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "pissa, rslora": {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
     "pure_bf16": {"method": "lora", "precision": "pure_bf16"},
     "nf4": {"method": "qlora"},
-    "fp4": {"method": "qlora", "quant_type": "fp4", "double_quant": False},
+    "fp4": {"method": "qlora", "quant_type": "fp4", "quant_double": False},
     "loftq": {"method": "qlora", "lora_init": "loftq"},
     "int8": {"method": "int8_lora"},
 }
@@ -52,7 +53,7 @@ MERGED_ROUNDED = {name: 2e-5 for name in FORMS} | {"pure_bf16": 5e-2, "int8": 5e
 """bf16 rounds the merged weight; the 8-bit product also rounds its inputs."""
 
 
-def trained(directory: Path, spec: ModelSpec) -> PeftModel:
+def trained(directory: Path, spec: Train) -> PeftModel:
     """A model whose adapters have moved, as by training."""
     model: Any = load_model(directory, spec, CPU)
     draw = torch.Generator().manual_seed(3)
@@ -69,11 +70,11 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model.eval()(input_ids=IDS, use_cache=False).logits.float()
 
 
-def plain_peft(directory: Path, adapter: Path, spec: ModelSpec) -> PeftModel:
+def plain_peft(directory: Path, adapter: Path, spec: Train) -> PeftModel:
     """As someone without this project loads base and adapter."""
     how = quantisation(spec)
     base = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=spec.dtype, **({} if how is None else {"quantization_config": how})
+        directory, dtype=base_dtype(spec), **({} if how is None else {"quantization_config": how})
     )
     model = PeftModel.from_pretrained(base, str(adapter), autocast_adapter_dtype=spec.precision != "pure_bf16")
     keep_trainable_on_cpu(model)
@@ -144,7 +145,7 @@ def test_pissa_starts_as_the_model_it_was(small_llama: Path):
     stored = model_tensors(small_llama)
     for name, layer in adapted_layers(start):  # type: ignore[arg-type]
         values = torch.linalg.svdvals(stored[f"{name}.weight"].read().float())
-        least = values[spec.lora_rank :].square().sum().sqrt().item()
+        least = values[spec.lora.rank :].square().sum().sqrt().item()
         assert layer.get_base_layer().weight.norm().item() == pytest.approx(least, rel=5e-3)
 
 
@@ -200,7 +201,7 @@ def test_a_start_is_added_by_an_entry_and_a_function(
     with pytest.raises(UserError, match=r"train\.lora\.init: milora needs .*=qlora; use train\.method=lora"):
         parse_params(values)
     values["train"]["method"] = "lora"
-    spec = ModelSpec.from_params(parse_params(values), "fp32")
+    spec = resolved(parse_params(values), "fp32")
     before, start = logits(load_base(small_llama, spec, CPU)), load_model(small_llama, spec, CPU)
     assert (logits(start) - before).abs().max().item() < 2e-5
     model = trained(small_llama, spec)

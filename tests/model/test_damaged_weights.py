@@ -10,8 +10,7 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.model_spec import WeightsSpec
-from tests.small_model import CPU, save_small_llama
+from tests.small_model import CPU, save_small_llama, spec_of
 
 VALUES: tuple[Any, ...] = (None, "F64", [1, 2], [-1, 5], [10**30], {}, "x", [[1]], 5, [0, 10**20], "BOOL", "F8_E4M3")
 LENGTH = struct.Struct("<Q")
@@ -53,7 +52,7 @@ def test_mutated_weights_are_refused_in_one_line(tmp_path: Path):
         kind = list(kinds)[number % len(kinds)]
         file.write_bytes(kinds[kind]())
         try:
-            load_base(tmp_path, WeightsSpec(method="full", precision="fp32"), CPU)
+            load_base(tmp_path, spec_of(method="full"), CPU)
             ends[kind, "loads"] += 1
         except UserError as error:
             assert str(error).startswith("model.name: ") and str(tmp_path) in str(error) and "\n" not in str(error)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL
 from benchmarks.models.small import tiny_config
 from benchmarks.specs import padded, random_batch
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter
@@ -28,7 +29,6 @@ from lean_finetune.model.experts.grouped_products import packing_of, unpack_expe
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
@@ -223,10 +223,10 @@ def test_merged_experts_are_the_adapted_ones(family, form, saved, tmp_path):
     assert_merged(model, base, spec, tmp_path, INT8_ROUNDED if form == "int8_lora" else 2e-5)
 
 
-def assert_merged(model: Any, base: Path, spec: ModelSpec, directory: Path, tolerated: float) -> None:
+def assert_merged(model: Any, base: Path, spec: Train, directory: Path, tolerated: float) -> None:
     """The merged model has the logits of the adapted one."""
     files = [path.name for path in base.iterdir()]
-    refuse_merge(base, spec, experts=spec.lora_experts == "all")
+    refuse_merge(base, spec, experts=spec.lora.experts == "all")
     save_tuned(DataParallelModel(model), base_of(base), directory / "tuned", spec, files)
     merged: Any = load_base(directory / "tuned" / MERGED, spec_of(method="full"), CPU)
     plain: Any = load_base(base, spec_of(method="full"), CPU)

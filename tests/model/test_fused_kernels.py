@@ -101,7 +101,7 @@ def test_the_prediction_equals_what_the_allocator_counted(tmp_path: Path, change
     save_small_llama(tmp_path, dtype=torch.float32, tie_word_embeddings=False)
     make_code_books()
     setting, steps = setting_of(**changes, fused_kernels="liger"), LAYOUTS[layout]
-    if setting.optimizer_in_backward:
+    if setting.train.optimizer_in_backward:
         steps = tuple(step[:1] for step in steps)
     predicted = predict(read_config(tmp_path), setting, steps, CPU_TARGET)
     with without_onednn(), without_launches("liger", 1):

@@ -14,7 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from benchmarks.estimate_cpu import CPU_TARGET, Case, compare, worst_share
 from benchmarks.models.small import small_timm_models
-from benchmarks.specs import model_spec
+from benchmarks.specs import train_of
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
@@ -26,7 +27,6 @@ from lean_finetune.model.language_part import left_out, left_out_text, stored_le
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, check_head, check_joined_rows, decoder_hidden, head_logits
 from lean_finetune.train.save_model import save_tuned
@@ -77,7 +77,7 @@ def complete(directory: Path, **options: Any) -> Any:
         )
 
 
-def save(model: nn.Module, base: Path, out: Path, spec: WeightsSpec, merge: list[str] | None = None) -> Path:
+def save(model: nn.Module, base: Path, out: Path, spec: BaseWeights, merge: list[str] | None = None) -> Path:
     """Save as stage train does, with a file of the processor."""
     (base / PROCESSOR).write_text("{}")
     save_tuned(DataParallelModel(model), base_of(base, PROCESSOR), out, spec, merge)
@@ -93,7 +93,7 @@ def lora_layers(model: nn.Module) -> int:
 def test_adapter_and_merged_model_are_of_the_complete_model(family, saved, tmp_path):
     """Names of another model, adapters in vision layers of the same names, or a merged model without vision."""
     base = saved(family)
-    spec = model_spec("lora", "fp32", rank=4)
+    spec = train_of("lora", "fp32", rank=4)
     model = load_model(base, spec, CPU)
     check_head(model, CPU)
     torch.manual_seed(1)
@@ -119,7 +119,7 @@ def test_adapter_and_merged_model_are_of_the_complete_model(family, saved, tmp_p
 def test_a_full_model_is_saved_with_the_parts_that_were_not_loaded(family, saved, tmp_path):
     """A checkpoint that lost its vision tower, or whose language model is the old one."""
     base = saved(family)
-    spec = model_spec("full", "fp32")
+    spec = train_of("full", "fp32")
     model = load_model(base, spec, CPU)
     assert left_out(model)
     for parameter in model.parameters():
@@ -158,7 +158,7 @@ def test_vision_is_neither_loaded_nor_counted(saved):
 def test_answers_are_those_of_the_complete_model(family, saved):
     """Prompts padded on the left, whose positions the complete model computes in its own way."""
     base, config = saved(family), read_config(saved(family))
-    ours = load_base(base, model_spec("full", "fp32"), CPU, generation_attention(config)).eval()
+    ours = load_base(base, train_of("full", "fp32"), CPU, generation_attention(config)).eval()
     theirs = complete(base).eval()
     ids = torch.cat([IDS, IDS.flip(1)])
     mask = torch.ones_like(ids)
@@ -175,7 +175,7 @@ def test_answers_are_those_of_the_complete_model(family, saved):
 )
 def test_rows_can_be_joined(family, saved):
     """Positions of images' coordinates, which joined rows give as plain positions."""
-    check_joined_rows(load_model(saved(family), model_spec("full", "fp32"), CPU), CPU)
+    check_joined_rows(load_model(saved(family), train_of("full", "fp32"), CPU), CPU)
 
 
 def test_the_parts_that_are_not_loaded_are_named(saved):
@@ -196,7 +196,7 @@ def test_gemma_3n_needs_no_package_for_its_vision_part():
 @pytest.mark.parametrize("family", ["gemma4_moe", "llama4", "qwen3_vl_moe"])
 def test_adapted_experts_are_those_of_the_complete_model(family, method, saved, tmp_path):
     """Experts that files have transposed (Qwen3-VL-MoE), or that the complete model all runs (Llama 4)."""
-    base, spec = saved(family), model_spec(method, "fp32", rank=4, lora_experts="all", lora_expert_rank=2)
+    base, spec = saved(family), train_of(method, "fp32", rank=4, lora_experts="all", lora_expert_rank=2)
     model = changed_adapters(load_model(base, spec, CPU))
     packed = {packing_of(experts, "down_proj") is not None for _, experts in expert_modules(model)}
     assert packed == {method == "qlora"}

@@ -14,6 +14,7 @@ from lean_finetune.core.process_status import process_status
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import quantisation, quantisation_tensors
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import host_peak
@@ -41,7 +42,7 @@ def test_weights_are_those_that_transformers_loads(family: str, tmp_path: Path):
         if how is not None and has_experts(ours):
             continue  # transformers does not quantise experts; tests/model/test_experts.py has ours.
         theirs = AutoModelForCausalLM.from_pretrained(
-            tmp_path, config=read_config(tmp_path), dtype=spec.dtype, quantization_config=how
+            tmp_path, config=read_config(tmp_path), dtype=base_dtype(spec), quantization_config=how
         )
         mine = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
         expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}

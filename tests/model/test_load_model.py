@@ -28,7 +28,7 @@ FORMS: list[dict[str, Any]] = [
     {"method": "lora", "lora_init": "pissa", "lora_rslora": True},
     {"method": "qlora"},
     {"method": "qlora", "quant_type": "fp4", "lora_init": "loftq"},
-    {"method": "qlora", "double_quant": False},
+    {"method": "qlora", "quant_double": False},
     {"method": "int8_lora"},
 ]
 """Every kind of frozen weight and of adapter."""

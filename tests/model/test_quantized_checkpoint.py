@@ -130,7 +130,7 @@ def test_every_method_takes_unpacked_weights(tmp_path: Path, method: Any, save: 
 def test_packed_weights_are_those_that_packing_gives(tmp_path: Path, double: bool):
     """A checkpoint of bitsandbytes packed twice, or with the scales of another weight."""
     save_bitsandbytes(tmp_path, **NF4, bnb_4bit_use_double_quant=double)
-    spec = spec_of(method="qlora", precision="bf16", double_quant=double)
+    spec = spec_of(method="qlora", precision="bf16", quant_double=double)
     ours, packed = load_base(tmp_path, spec, CPU), load_base(tmp_path / "16_bit", spec, CPU)
     check_equal(ours, packed)
     pairs = list(zip(quantisation_tensors(ours), quantisation_tensors(packed), strict=True))
@@ -152,7 +152,7 @@ def test_packed_in_8_bits(tmp_path: Path):
 def test_layers_that_bitsandbytes_did_not_pack_stay_as_they_are(tmp_path: Path):
     """A layer that a publisher left in 16 bits for its precision packed after all."""
     save_bitsandbytes(tmp_path, **NF4, llm_int8_skip_modules=["lm_head", "model.layers.1.mlp.down_proj"])
-    model = load_base(tmp_path, spec_of(method="qlora", precision="bf16", double_quant=False), CPU)
+    model = load_base(tmp_path, spec_of(method="qlora", precision="bf16", quant_double=False), CPU)
     down = "mlp.down_proj.weight"
     assert model.get_parameter(f"model.layers.0.{down}").dtype == torch.uint8
     assert model.get_parameter(f"model.layers.1.{down}").dtype == torch.bfloat16
@@ -162,7 +162,7 @@ def test_a_packed_head_is_refused(tmp_path: Path):
     """The loss multiplies by the head's weight, which would be packed bytes."""
     save_bitsandbytes(tmp_path, **NF4, llm_int8_skip_modules=["nothing"])
     with pytest.raises(UserError, match="whose layer must be in 16 bits, such as the head"):
-        load_base(tmp_path, spec_of(method="qlora", precision="bf16", double_quant=False), CPU)
+        load_base(tmp_path, spec_of(method="qlora", precision="bf16", quant_double=False), CPU)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_packed_head_is_refused(tmp_path: Path):
         ({"method": "lora"}, "train.method: must be qlora .* NF4 of bitsandbytes; got lora; set it to qlora"),
         ({"method": "full"}, "train.method: must be qlora"),
         ({"method": "qlora", "quant_type": "fp4"}, "train.quant.type: must be nf4 .* got fp4; set it to nf4"),
-        ({"method": "qlora", "double_quant": False}, "train.quant.double: must be true .* got false; set it to true"),
+        ({"method": "qlora", "quant_double": False}, "train.quant.double: must be true .* got false; set it to true"),
         ({"method": "qlora", "lora_init": "loftq"}, "train.lora.init: must be default"),
     ],
 )

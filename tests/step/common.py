@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
-from lean_finetune.step.training_step import StepResult, StepSpec, training_step
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import StepResult, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 
@@ -23,7 +24,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-OPTIM = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
+OPTIM = spec_of(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.1)
 
 
 def rows(count: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -56,28 +57,27 @@ def run(
     *,
     chunk: int | None = None,
     steps: int = 3,
-    optim: OptimSpec = OPTIM,
+    optim: Train = OPTIM,
     offload: ActivationOffload | None = None,
     max_grad_norm: float | None = 1.0,
     in_backward: bool = False,
     **spec: Any,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """A few steps over the same micro-batches; results and trained parameters."""
-    model_spec = spec_of(**spec)
-    model = load_model(directory, model_spec, CPU)
+    step = {"loss_chunk": chunk, "max_grad_norm": max_grad_norm, "optimizer_in_backward": in_backward}
+    train = spec_of(**{**step, **spec})
+    model = load_model(directory, train, CPU)
     optimizer = build_optimizer(model, optim)
     torch.manual_seed(0)
-    scaler = LossScaler() if model_spec.scales_loss else None
+    scaler = LossScaler() if train.scales_loss else None
     results = [
         training_step(
             model,
             optimizer,
             iter(batches),
             supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
-            model_spec=model_spec,
-            spec=StepSpec(
-                loss_chunk=chunk, max_grad_norm=max_grad_norm, foreach=False, optimizer_in_backward=in_backward
-            ),
+            train=train,
+            foreach=False,
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lean_finetune.model.load_model import load_model
+from lean_finetune.model.precision import autocast
 from lean_finetune.step import activation_offload
 from lean_finetune.step.activation_offload import BLOCK, ActivationOffload, compress, decompress
 from lean_finetune.step.loss import summed_loss
@@ -66,7 +67,7 @@ def test_only_activations_are_compressed_and_each_once(small_llama, monkeypatch,
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
-    with recorded(monkeypatch) as seen, spec.autocast("cpu"):
+    with recorded(monkeypatch) as seen, autocast(spec, "cpu"):
         summed_loss(model, split([8])[0], None, ActivationOffload(None, "int8"))
     tokens = 8 * 27
     assert seen and all(values.numel() % tokens == 0 for values in seen)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from benchmarks.specs import changed
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.predict.optimizer_states import Trained, optimizer_tensors
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.optimizers import device_state
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, split
@@ -23,15 +25,15 @@ MOMENTUM = OptimizerEntry(
 
 
 @pytest.fixture
-def optim(monkeypatch: pytest.MonkeyPatch) -> OptimSpec:
+def optim(monkeypatch: pytest.MonkeyPatch) -> Train:
     """The settings of a run with an optimizer that exists in this test alone, read from params.yaml."""
     monkeypatch.setitem(OPTIMIZERS, "nesterov", MOMENTUM)
     values = YAML(typ="safe").load(ROOT / "params.yaml")
     values["train"] |= {"optimizer": "nesterov", "weight_decay": 0.0}
-    return OptimSpec.from_params(parse_params(values), 0.05, Path("scratch"))
+    return changed(parse_params(values).train, lr=0.05)
 
 
-def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec):
+def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: Train):
     results, weights = run(small_llama, split([8]), method="full", optim=optim, max_grad_norm=None, steps=4)
     assert results[-1].loss.item() < results[0].loss.item() - 0.05
     model = load_model(small_llama, spec_of(method="full"), CPU)
@@ -45,10 +47,10 @@ def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: OptimSpec
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_its_state_is_predicted_to_the_byte(small_llama: Path, optim: OptimSpec, master_weights: bool):
+def test_its_state_is_predicted_to_the_byte(small_llama: Path, optim: Train, master_weights: bool):
     spec = spec_of(method="full", precision="bf16")
     model = load_model(small_llama, spec, CPU)
-    optimizer = build_optimizer(model, OptimSpec(**{**vars(optim), "master_weights": master_weights}))
+    optimizer = build_optimizer(model, changed(optim, master_weights=master_weights))
     copies = sum(4 * p.numel() for p in model.parameters()) if master_weights else 0
     counted = sum(tensor.nbytes for tensor in device_state(optimizer, "nesterov", cuda=False))
     size = 4 if master_weights else 2

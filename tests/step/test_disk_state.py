@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.specs import changed
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.predict.offloaded_states import disk_state_bytes
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload import disk_weights
 from lean_finetune.step.offload.disk_weights import DiskFault, DiskMasterWeights, DiskPlace, StateFile
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer, peak_lr
 from tests.memory.common import setting_of
 from tests.processes import run_bounded
 from tests.small_model import CPU
@@ -26,15 +28,17 @@ SIZES = ((1100, 513), (70,), (2, 128, 1024), (5000,), (1,))
 """Several chunks with a short last one, one exact chunk, and tensors too small for 8 bits."""
 
 
-def updated(spec: OptimSpec, dtype: torch.dtype, steps: int = 4) -> tuple[list[torch.Tensor], Any]:
+def updated(
+    spec: Train, dtype: torch.dtype, disk: DiskPlace | None = None, steps: int = 4
+) -> tuple[list[torch.Tensor], Any]:
     """Weights after some steps with gradients that are the same for every optimizer, and the optimizer."""
     draw = torch.Generator().manual_seed(0)
     model = nn.ParameterList([torch.randn(size, generator=draw).to(dtype) for size in SIZES])
-    optimizer = build_optimizer(model, spec)
+    optimizer = build_optimizer(model, spec, disk=disk)
     for step in range(steps):
         for parameter in model:
             parameter.grad = torch.randn(parameter.shape, generator=draw).to(dtype)
-        optimizer.param_groups[0]["lr"] = spec.lr / (step + 1)
+        optimizer.param_groups[0]["lr"] = peak_lr(spec) / (step + 1)
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach() for parameter in model], optimizer
@@ -52,9 +56,9 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DiskPlace:
 @pytest.mark.parametrize("name", ["adamw", *map(slow, ("adamw_8bit", "lion", "lion_8bit", "sgd"))])
 def test_state_on_disk_learns_as_in_memory(place, name, dtype, masters):
     """A chunk that is lost, stale or shifted; a step counted once a chunk; scales of another block."""
-    spec = replace(OPTIM, name=name, offload="optimizer", master_weights=masters)
+    spec = changed(OPTIM, optimizer=name, offload="optimizer", master_weights=masters)
     expected, memory = updated(spec, dtype)
-    found, disk = updated(replace(spec, disk=place), dtype)
+    found, disk = updated(spec, dtype, place)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for here, there in zip(disk.inner.state.values(), memory.inner.state.values(), strict=True):
         assert here.keys() == there.keys()
@@ -76,7 +80,7 @@ def test_a_disk_without_room_is_found_before_the_first_step(place, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DiskFault, match=r"^train\.offload_to: .* refused after 0 B \(No space left on device\); free"):
-        updated(replace(OPTIM, offload="optimizer", disk=place), torch.float32)
+        updated(changed(OPTIM, offload="optimizer"), torch.float32, place)
 
 
 LIMITED = """
@@ -85,15 +89,14 @@ from pathlib import Path
 import torch
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
+from tests.small_model import spec_of
 model = torch.nn.ParameterList([torch.ones(16 * 2**20)])
 model[0].grad = torch.ones_like(model[0])
 private = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (private + 160 * 2**20,) * 2)
 place = DiskPlace(directory=Path(sys.argv[1]), buffer_bytes=64 * 2**20) if sys.argv[2] == "disk" else None
-spec = OptimSpec(name="adamw", lr=1e-3, weight_decay=0.0, schedule="constant", warmup_fraction=0.0, offload="optimizer",
-                 disk=place)
-optimizer = build_optimizer(model, spec)
+optimizer = build_optimizer(model, spec_of(optimizer="adamw", lr=1e-3, offload="optimizer"), disk=place)
 optimizer.step()
 optimizer.zero_grad()
 state = next(iter(optimizer.inner.state.values()))
@@ -119,9 +122,9 @@ def test_neither_updates_nor_checkpoints_need_memory_for_all_state(tmp_path, whe
 def test_the_predicted_size_is_that_of_the_file(small_llama, tmp_path, name):
     """A disk that is full although there was room by the prediction."""
     setting = setting_of(method="full", precision="bf16", optimizer=name, offload="optimizer", offload_to="disk")
-    setting = replace(setting, master_weights=True, offload_buffer_bytes=64 * 2**20)
-    model = load_model(small_llama, setting.model, CPU)
+    setting = replace(setting.with_train(master_weights=True), offload_buffer_bytes=64 * 2**20)
+    model = load_model(small_llama, setting.train, CPU)
     place = DiskPlace(directory=tmp_path, buffer_bytes=setting.offload_buffer_bytes)
-    made = build_optimizer(model, replace(setting.optim_spec, disk=place))
+    made = build_optimizer(model, setting.train, disk=place)
     assert isinstance(made, DiskMasterWeights)
     assert made._file._end == disk_state_bytes(read_config(small_llama), setting)

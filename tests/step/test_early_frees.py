@@ -14,7 +14,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.training_step import training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import OPTIM, rows
 
@@ -62,8 +62,8 @@ def test_logits_are_freed_before_the_layers_backward_and_gradients_after_the_upd
             build_optimizer(model, OPTIM),
             batches,
             supervised_tokens=9,
-            model_spec=spec_of(method="full"),
-            spec=StepSpec(loss_chunk=chunk, max_grad_norm=1.0, foreach=False),
+            train=spec_of(method="full", loss_chunk=chunk, max_grad_norm=1.0),
+            foreach=False,
             phase=phase,
             guard=lambda losses, norm: None,
         )

@@ -1,7 +1,6 @@
 """Updates of master weights, on the host and in backward, learn the same as plain updates."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.models.small import tiny_config
+from benchmarks.specs import changed
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.offload import master_weights
 from lean_finetune.step.offload.master_weights import HostTransfer, refuse_offloaded_state
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.training_step import training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split
 
@@ -24,14 +25,14 @@ OTHERS = ("adamw_8bit", "lion", "lion_8bit", "adafactor", "ademamix_8bit", "sgd"
 FORMS: list[dict[str, Any]] = [
     {"method": "full"},
     {"method": "full", "precision": "bf16"},
-    {"method": "full", "precision": "bf16", "optim": replace(OPTIM, master_weights=True)},
+    {"method": "full", "precision": "bf16", "optim": changed(OPTIM, master_weights=True)},
     {"method": "full", "precision": "fp16"},
     {"method": "qlora", "precision": "bf16"},
 ]
 
 
-def optim_of(name: str) -> OptimSpec:
-    return replace(OPTIM, name=name, lr=1e-3 if name == "lion" else OPTIM.lr)
+def optim_of(name: str) -> Train:
+    return changed(OPTIM, optimizer=name, lr=1e-3 if name == "lion" else OPTIM.lr)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_weights_of_two_types_are_updated_on_the_host_and_in_backward(tmp_path):
 def check_on_host(directory: Path, form: dict[str, Any]) -> None:
     """Updates on the host are those of the device, to the bit."""
     plain, weights = run(directory, split([3, 5]), **form)
-    results, offloaded = run(directory, split([3, 5]), **{**form, "optim": replace(form["optim"], offload="optimizer")})
+    results, offloaded = run(directory, split([3, 5]), **{**form, "optim": changed(form["optim"], offload="optimizer")})
     assert [r.loss.item() for r in results] == [r.loss.item() for r in plain]
     assert_equal(offloaded, weights, 0)
 
@@ -68,9 +69,9 @@ def test_tensors_larger_than_the_buffer_are_copied_in_parts(monkeypatch):
     weight = torch.randn(7, 13)
     link = HostTransfer([weight], torch.float32)
     assert torch.equal(link.to_host(weight, torch.float32), weight)
-    changed = torch.randn(7, 13)
-    link.to_device(changed, weight)
-    assert torch.equal(weight, changed)
+    other = torch.randn(7, 13)
+    link.to_device(other, weight)
+    assert torch.equal(weight, other)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", *map(slow, OTHERS[1:])])
@@ -90,10 +91,10 @@ def test_an_update_in_backward_is_that_after_it(small_llama, name):
 
 def test_host_updates_in_backward_are_the_plain_update(small_llama):
     """A gradient sent to the host in backward after it was freed, or with another step's norm."""
-    chosen = replace(OPTIM, master_weights=True)
+    chosen = changed(OPTIM, master_weights=True)
     form: dict[str, Any] = {"method": "full", "precision": "bf16", "max_grad_norm": None}
     _, weights = run(small_llama, split([8]), optim=chosen, **form)
-    _, updated = run(small_llama, split([8]), optim=replace(chosen, offload="optimizer"), in_backward=True, **form)
+    _, updated = run(small_llama, split([8]), optim=changed(chosen, offload="optimizer"), in_backward=True, **form)
     assert_equal(updated, weights, 0)
 
 
@@ -115,8 +116,8 @@ def test_a_loss_that_is_not_finite_ends_the_step_before_any_weight_changes(small
             optimizer,
             split([8]),
             supervised_tokens=10,
-            model_spec=spec_of(method="full"),
-            spec=StepSpec(loss_chunk=None, max_grad_norm=None, foreach=False, optimizer_in_backward=True),
+            train=spec_of(method="full", optimizer_in_backward=True),
+            foreach=False,
             phase=lambda name: contextlib.nullcontext(),
             guard=guard,
         )
@@ -147,7 +148,7 @@ def test_settings_that_cannot_take_effect_are_refused():
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_saved_master_weights_load_to_the_bit(small_llama, offload):
     """Copies rounded by a checkpoint, or left on the device."""
-    chosen = replace(OPTIM, master_weights=True, offload=offload)
+    chosen = changed(OPTIM, master_weights=True, offload=offload)
     model = load_model(small_llama, spec_of(method="full", precision="bf16"), CPU)
     first = build_optimizer(model, chosen)
     for parameter in model.parameters():

@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.specs import changed
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.model_spec import choose_precision
+from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, slow, split
 
-STILL = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+STILL = spec_of(optimizer="adamw", lr=1e-5, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
 """A rate whose updates are below 1/256 of most weights."""
-MASTERS = OptimSpec(**{**vars(STILL), "master_weights": True})
+MASTERS = changed(STILL, master_weights=True)
 
 
 HIDDEN_SIZE = 64
@@ -36,7 +37,7 @@ def test_losses_follow_those_of_fp32(small_llama: Path, method: str, precision: 
     for a, b in zip(plain, other, strict=True):
         assert a.loss.item() == pytest.approx(b.loss.item(), abs=BOUNDS[method])
     spec = spec_of(method=method, precision=precision)
-    assert {value.dtype for value in weights.values()} == {spec.adapter_dtype if spec.adapted else spec.dtype}
+    assert {value.dtype for value in weights.values()} == {adapter_dtype(spec) if spec.adapted else base_dtype(spec)}
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
@@ -55,7 +56,7 @@ def test_inputs_of_adapters_are_saved_once(small_llama: Path, method: str):
             into[storage._cdata] = storage  # Which stays alive, so that no other one gets its address.
             return tensor
 
-        with saved_tensors_hooks(note, lambda tensor: tensor), spec.autocast("cpu"):
+        with saved_tensors_hooks(note, lambda tensor: tensor), autocast(spec, "cpu"):
             loss = summed_loss(model, batch, 16)
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -9,10 +9,11 @@ import torch
 
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.optimizers import device_state, paging_note
-from lean_finetune.step.run_optimizer import OptimSpec, build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer, peak_lr
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split
 
@@ -24,10 +25,10 @@ LR = {"lion": 1e-3, "lion_8bit": 1e-3, "sgd": 0.5}
 LEARNS = 1e-2
 
 
-def optim_of(name: OptimizerName) -> OptimSpec:
+def optim_of(name: OptimizerName) -> Train:
     """No schedule, so that two steps of the same rows are two of the same kind."""
     rate = LR.get(name, LEARNS)
-    return OptimSpec(name=name, lr=rate, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
+    return spec_of(optimizer=name, lr=rate, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
 
 
 def weights_after(directory: Path, name: OptimizerName, *, forget: bool, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -123,5 +124,5 @@ def test_decay_is_apart_from_the_gradient(name: OptimizerName):
     optimizer = build_optimizer(layer, optim_of(name))
     layer.weight.grad = torch.zeros_like(before)
     optimizer.step()
-    shrunk = 1 - optim_of(name).lr * OPTIM.weight_decay
+    shrunk = 1 - peak_lr(optim_of(name)) * OPTIM.weight_decay
     torch.testing.assert_close(layer.weight.detach(), before * shrunk, rtol=1e-5, atol=1e-7)

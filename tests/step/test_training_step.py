@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
-from lean_finetune.step.run_optimizer import OptimSpec, learning_rate
+from lean_finetune.step.run_optimizer import learning_rate
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows, split
 
@@ -31,11 +31,11 @@ def test_loss_is_that_of_the_model_on_unpadded_rows(small_llama: Path):
 
 
 def test_learning_rate_warms_up_and_falls(small_llama: Path):
-    spec = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="cosine", warmup_fraction=0.2)
+    spec = spec_of(optimizer="adamw", lr=1.0, weight_decay=0.0, schedule="cosine", warmup_fraction=0.2)
     rates = [learning_rate(step, 10, spec) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert 0 < rates[-1] < 0.1
-    constant = OptimSpec(name="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
+    constant = spec_of(optimizer="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     assert {learning_rate(step, 5, constant) for step in range(5)} == {1.0}
 
 

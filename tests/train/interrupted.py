@@ -23,7 +23,7 @@ from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from lean_finetune.train.train_job import TrainJob
 from lean_finetune.train.train_metrics import train_metrics
 from tests.repeatable import repeatable
-from tests.small_model import CPU, spec_of
+from tests.small_model import CPU
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
 STEPS, MICRO_BATCHES, ROWS_A_BATCH = 5, 2, 3
@@ -43,9 +43,8 @@ def small_job(model: Path, directory: Path, *, optim: dict[str, Any] | None = No
         model,
         tokens,
         plan_of(tokens[0], steps),
-        optim={**decaying, **(optim or {})},
-        model_spec=spec_of(**spec),
         measured_steps=frozenset(range(STEPS)) - {1},
+        **{**decaying, **(optim or {}), **spec},
     )
 
 
@@ -127,7 +126,7 @@ def finish(job: TrainJob, checkpoints: Checkpointer | None = None) -> Outcome:
         curves=[{key: row.get(key) for key in LEARNT} for row in result.curves],
         metrics={key: value for key, value in repeatable(metrics).items() if not _is_measured(key)},
         measured_bytes={**sizes, **measured.peak_bytes_by_phase, "all": measured.peak_bytes},
-        noise_bytes=NOISE_BYTES.get(job.optim_spec.name, 0),
+        noise_bytes=NOISE_BYTES.get(job.train.optimizer, 0),
     )
 
 

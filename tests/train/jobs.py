@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.specs import changed
+from lean_finetune.config.train_schema import Train
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.run_optimizer import OptimSpec
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.train_job import TrainJob
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 
+TRAIN = set(Train.model_fields)
 Tokens = tuple[TokenRows, TokenRows]
 """Training and held-out rows."""
 
@@ -44,23 +45,22 @@ def plan_of(rows: TokenRows, steps: Iterable[Iterable[Sequence[int]]], *, flat: 
     return Plan.of(planned)
 
 
-def make_job(
-    model: Path, tokens: Tokens, plan: Plan, *, optim: dict[str, Any] | None = None, **changes: Any
-) -> TrainJob:
-    """Return a job on the CPU; `optim` and `changes` replace defaults."""
-    optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
+def make_job(model: Path, tokens: Tokens, plan: Plan, *, train: Train | None = None, **changes: Any) -> TrainJob:
+    """Return a job on the CPU; `changes` replace fields of the job and of its section train."""
+    values: dict[str, Any] = {"loss_chunk": 16, "heldout_every_steps": 2, "heldout_rows": 4, "max_grad_norm": 1.0}
+    values |= {
+        name: changes.pop(name) for name in list(changes) if name in TRAIN or name.startswith(("lora_", "quant_"))
+    }
     job = TrainJob(
         model_directory=model,
         plan=plan,
         rows=tokens[0],
         heldout=tokens[1],
         pad_id=0,
-        model_spec=spec_of(method="lora"),
-        optim_spec=OptimSpec(**{**optimizer, **(optim or {})}),
-        step_spec=StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=False),
+        train=changed(train or spec_of(), **values),
+        seed=1,
+        foreach=False,
         offload=None,
-        heldout_every_steps=2,
-        heldout_rows=4,
         measured_steps=frozenset(),
         loader_threads=1,
         device=CPU,

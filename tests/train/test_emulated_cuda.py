@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.estimate_cpu import save_small
+from benchmarks.specs import changed
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.evaluate.row_losses import row_sums
 from lean_finetune.model.load_model import load_base
@@ -17,7 +18,6 @@ from lean_finetune.step import batches
 from lean_finetune.step.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
@@ -28,7 +28,6 @@ from tests.train.interrupted import Breaking
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 
 STEPS, MICRO_BATCHES, ROWS_A_BATCH, HELDOUT_ROWS = 2, 2, 2, 3
-STEP = StepSpec(loss_chunk=16, max_grad_norm=1.0, foreach=True)
 OLDER_GPU = (7, 5)
 """Without flash kernels, which PyTorch has for GPUs alone."""
 
@@ -51,7 +50,7 @@ def job_of(
     """A run of a few rows."""
     shape = (-1, micro_batches, ROWS_A_BATCH)
     plan = plan_of(tokens[0], np.arange(len(tokens[0])).reshape(shape).tolist(), flat=flat)
-    return make_job(model, tokens, plan, loader_threads=0, heldout_rows=HELDOUT_ROWS, **{"step_spec": STEP, **more})
+    return make_job(model, tokens, plan, loader_threads=0, heldout_rows=HELDOUT_ROWS, foreach=True, **more)
 
 
 def results(job: TrainJob) -> list[float]:
@@ -82,7 +81,7 @@ def spec_for(method: str, **changes: Any) -> Any:
 )
 def test_a_run_on_a_gpu_has_the_results_of_the_cpu(model, tokens, method, flat):
     """A tensor made on the host where the GPU computes, in loading, batches, step, update or held-out loss."""
-    expected, found, gpu = both(job_of(model, tokens, flat=flat, model_spec=spec_for(method)))
+    expected, found, gpu = both(job_of(model, tokens, flat=flat, train=spec_for(method)))
     assert found == expected and len(found) == 2 * STEPS + 1
     assert gpu.record.launches
 
@@ -91,7 +90,7 @@ def test_a_run_on_a_gpu_has_the_results_of_the_cpu(model, tokens, method, flat):
 @pytest.mark.parametrize("flat", [False, True])
 def test_int8_runs_on_a_gpu(model, tokens, flat):
     """As above; bitsandbytes multiplies in 8 bits on a GPU alone, so results are near those of the CPU."""
-    expected, found, _ = both(job_of(model, tokens, flat=flat, model_spec=spec_for("int8_lora")))
+    expected, found, _ = both(job_of(model, tokens, flat=flat, train=spec_for("int8_lora")))
     assert found == pytest.approx(expected, rel=0.02)
 
 
@@ -99,19 +98,20 @@ def test_int8_runs_on_a_gpu(model, tokens, flat):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optim": {"master_weights": True}, "model_spec": spec_of(method="full", precision="pure_bf16")},
-        {"model_spec": spec_of(precision="fp16")},
-        {"model_spec": spec_of(lora_dora=True)},
-        {"model_spec": spec_for("lora", lora_dropout=0.1)},
-        {"model_spec": spec_of(lora_init="pissa")},
-        {"optim": {"name": "adamw_8bit"}},
-        {"optim": {"name": "adafactor"}},
-        {"optim": {"name": "lion_8bit"}},
-        {"step_spec": replace(STEP, loss_chunk=None, max_grad_norm=None)},
+        {"master_weights": True, "train": spec_of(method="full", precision="pure_bf16")},
+        {"train": spec_of(precision="fp16")},
+        {"train": spec_of(lora_dora=True)},
+        {"train": spec_for("lora", lora_dropout=0.1)},
+        {"train": spec_of(lora_init="pissa")},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "adafactor"},
+        {"optimizer": "lion_8bit"},
+        {"loss_chunk": None, "max_grad_norm": None},
         {
             "micro_batches": 1,
-            "model_spec": spec_of(method="full"),
-            "step_spec": replace(STEP, max_grad_norm=None, optimizer_in_backward=True),
+            "train": spec_of(method="full"),
+            "max_grad_norm": None,
+            "optimizer_in_backward": True,
         },
     ],
     ids=str,
@@ -138,20 +138,20 @@ def test_other_switches_on_a_gpu_have_the_results_of_the_cpu(model, tokens, chan
 def test_other_families_on_a_gpu_have_the_results_of_the_cpu(tmp_path, tokens, family, changes):
     """The same for experts, and for attention with caps, other head sizes and windows."""
     save_small(family, tmp_path)
-    expected, found, _ = both(job_of(tmp_path, tokens, model_spec=spec_of(**{"method": "lora", **changes})))
+    expected, found, _ = both(job_of(tmp_path, tokens, train=spec_of(**{"method": "lora", **changes})))
     assert found == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_offload_to_the_host_has_the_results_without(tmp_path, model, tokens):
     """A copy that is never made, made to the wrong device, or from memory that is not pinned."""
-    job = job_of(model, tokens, model_spec=spec_of(method="full"))
+    job = job_of(model, tokens, train=spec_of(method="full"))
     expected, found, gpu = both(job, offload=ActivationOffload(HostStore(CUDA)))
     assert found == expected
     there = [kind for kind, place in gpu.record.copies if "activation_offload" in place]
     assert sorted(there) == ["to device, pinned", "to host, pinned"]
     for disk in (None, DiskPlace(directory=tmp_path, buffer_bytes=64 * 2**20)):
-        _, found, gpu = both(job, optim_spec=replace(job.optim_spec, offload="optimizer", disk=disk))
+        _, found, gpu = both(job, train=changed(job.train, offload="optimizer"), disk=disk)
         assert found == expected
         there = sorted({kind for kind, place in gpu.record.copies if "host_transfer" in place})
         assert there == ["to device, pinned", "to host, pinned"]
@@ -160,7 +160,7 @@ def test_offload_to_the_host_has_the_results_without(tmp_path, model, tokens):
 @pytest.mark.slow
 def test_an_interrupted_run_on_a_gpu_resumes_exactly(tmp_path, model, tokens):
     """State that is restored to the host, or the GPU's random numbers that are not restored."""
-    job = job_of(model, tokens, model_spec=spec_for("lora", lora_dropout=0.1))
+    job = job_of(model, tokens, train=spec_for("lora", lora_dropout=0.1))
     with emulated_cuda(OLDER_GPU):
         job = replace(job, device=CUDA)
         expected = results(job)
@@ -191,7 +191,7 @@ def test_evaluation_on_a_gpu_has_the_results_of_the_cpu(model, tokens):
 def test_the_host_waits_for_the_gpu_only_for_results(model, tokens):
     """An `.item()` in the step, which stops the host from launching work ahead of the GPU."""
     with emulated_cuda(OLDER_GPU) as gpu:
-        results(job_of(model, tokens, device=CUDA, model_spec=spec_for("full")))
+        results(job_of(model, tokens, device=CUDA, train=spec_for("full")))
     waits: Counter[str] = Counter()
     for (_, place), count in gpu.record.waits.items():
         waits[place] += count

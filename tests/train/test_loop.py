@@ -16,8 +16,6 @@ from lean_finetune.pinning.locate import verify_files
 from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import refuse_other_ranks
-from lean_finetune.step.run_optimizer import OptimSpec
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train import loop
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
 from lean_finetune.train.loop import train
@@ -49,13 +47,12 @@ def test_place_and_time_of_updates_do_not_change_results(small_llama: Path, toke
     """A learning rate or held-out pass that updates in backward or on the host ignore."""
     two = two_micro_batches(tokens, flat=False)
     plan = Plan.of([replace(two.micro_batch(number), step=number) for number in range(STEPS)])
-    full: dict[str, Any] = {"model_spec": spec_of(method="full"), "measured_steps": frozenset({0})}
+    full: dict[str, Any] = {"train": spec_of(method="full"), "measured_steps": frozenset({0})}
     found = []
     for in_backward, place in ((False, "none"), (True, "none"), (True, "optimizer")):
-        optim = OptimSpec(name="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_fraction=0.5)
-        spec = StepSpec(loss_chunk=16, max_grad_norm=None, foreach=False, optimizer_in_backward=in_backward)
-        chosen = replace(optim, offload=place)  # type: ignore[arg-type]
-        found.append(losses(small_llama, tokens, plan, step_spec=spec, optim_spec=chosen, **full))
+        decaying: dict[str, Any] = {"weight_decay": 0.1, "schedule": "cosine", "warmup_fraction": 0.5}
+        updates: dict[str, Any] = {"max_grad_norm": None, "optimizer_in_backward": in_backward, "offload": place}
+        found.append(losses(small_llama, tokens, plan, **decaying, **updates, **full))
     assert found[0] == found[1] == found[2] and found[0][0] > 1
 
 
@@ -98,9 +95,7 @@ def test_the_curves_of_a_mixture_have_the_load_of_its_experts(tmp_path, small_ll
     save_small("Qwen3-MoE", tmp_path)
     loads = []
     for directory, grad_ckpt in ((tmp_path, False), (tmp_path, True), (small_llama, False)):
-        job = make_job(
-            directory, tokens, two_micro_batches(tokens, flat=False), model_spec=spec_of(grad_ckpt=grad_ckpt)
-        )
+        job = make_job(directory, tokens, two_micro_batches(tokens, flat=False), train=spec_of(grad_ckpt=grad_ckpt))
         result = train(job, make_meter(CPU))
         loads.append([[row[name] for name in EXPERT_COLUMNS if name in row] for row in result.curves])
     plain, recomputed, none = loads

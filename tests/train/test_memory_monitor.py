@@ -138,7 +138,7 @@ def job(small_llama: Path, tmp_path_factory) -> TrainJob:
     rows, held = random_tokens(tmp_path_factory.mktemp("tokens"), random_lengths(6, 30, 30))
     longest = int(rows.lengths.argmax())
     plan = plan_of(rows, [[[(longest + step) % len(rows)]] for step in range(STEPS)])
-    return make_job(small_llama, (rows, held), plan, model_spec=spec_of(), heldout_every_steps=None, loader_threads=0)
+    return make_job(small_llama, (rows, held), plan, train=spec_of(), heldout_every_steps=None, loader_threads=0)
 
 
 def run(job: TrainJob, leak: Callable[[], object] = lambda: None) -> TrainResult:

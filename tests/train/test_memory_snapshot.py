@@ -12,6 +12,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
+from benchmarks.specs import changed
 from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
 from lean_finetune.core.errors import UserError
@@ -170,15 +171,15 @@ def test_snapshot_of_a_run_names_its_memory(tmp_path: Path):
     """A report that calls the weights, states or logits of our own training unknown."""
     model = save_small_llama(tmp_path / "model", vocab_size=LARGE_VOCABULARY)
     tokens = random_tokens(tmp_path, [LENGTH] * 8)
-    job = make_job(model, tokens, plan_of(tokens[0], STEPS), model_spec=spec_of(method="full"))
+    job = make_job(model, tokens, plan_of(tokens[0], STEPS), train=spec_of(method="full"))
     with Recorder() as recorder:
-        trained = train(replace(job, heldout_every_steps=None), make_meter(CPU)).model
+        trained = train(replace(job, train=changed(job.train, heldout_every_steps=None)), make_meter(CPU)).model
     (recording,) = read_snapshot(recorder.snapshot.write(tmp_path / "run.pickle"))
     peak = analyse(recording).timeline.by_category()
     weights = sum(parameter.nbytes for parameter in trained.parameters())
     assert peak["weights"][-1] == pytest.approx(weights, rel=0.01)
     assert peak["optimizer"][-1] == pytest.approx(2 * weights, rel=0.01)
     assert peak["gradients"].max() == pytest.approx(weights, rel=0.01)
-    assert job.step_spec.loss_chunk is not None
-    assert peak["logits"].max() >= job.step_spec.loss_chunk * LARGE_VOCABULARY * 4
+    assert job.train.loss_chunk is not None
+    assert peak["logits"].max() >= job.train.loss_chunk * LARGE_VOCABULARY * 4
     assert peak["unknown"].max() < 0.02 * weights

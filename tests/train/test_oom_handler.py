@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.training_step import StepSpec
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
@@ -37,7 +36,7 @@ def job_of(directory: Path, tokens: Tokens, *, flat: bool = False, **model: Any)
     steps = np.arange(len(tokens[0])).reshape(STEPS, ROWS).tolist()
     plan = plan_of(tokens[0], [(rows[:6], rows[6:]) for rows in steps], flat=flat)
     spec = spec_of(method="lora", **model)
-    return make_job(directory, tokens, plan, model_spec=spec, heldout_every_steps=STEPS, heldout_rows=3)
+    return make_job(directory, tokens, plan, train=spec, heldout_every_steps=STEPS, heldout_rows=3)
 
 
 class Limited(TorchDispatchMode):
@@ -233,8 +232,7 @@ def wide_job(model: Path, directory: Path) -> TrainJob:
     """One micro-batch a step, on the GPU."""
     tokens = random_tokens(directory, [LENGTH] * (GPU_STEPS * GPU_ROWS), 3)
     plan = plan_of(tokens[0], np.arange(GPU_STEPS * GPU_ROWS).reshape(GPU_STEPS, 1, GPU_ROWS).tolist())
-    step_spec = StepSpec(loss_chunk=None, max_grad_norm=1.0, foreach=True)
-    return make_job(model, tokens, plan, device=torch.device("cuda", 0), step_spec=step_spec)
+    return make_job(model, tokens, plan, device=torch.device("cuda", 0), loss_chunk=None, foreach=True)
 
 
 @pytest.mark.gpu

@@ -8,11 +8,12 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from lean_finetune.step.batches import IGNORED
-from lean_finetune.step.run_optimizer import OptimSpec
+from lean_finetune.step.run_optimizer import peak_lr
+from tests.small_model import spec_of
 from tests.step.common import rows, run, split
 
 STEPS = 20
-OPTIM = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
+OPTIM = spec_of(optimizer="adamw", lr=2e-3, weight_decay=0.1, schedule="constant", warmup_fraction=0.0)
 
 
 class InOrder(Trainer):
@@ -61,7 +62,7 @@ def test_transformers_trainer_gives_the_same_losses_and_weights(small_llama: Pat
         output_dir=str(tmp_path),
         per_device_train_batch_size=8,
         max_steps=STEPS,
-        learning_rate=OPTIM.lr,
+        learning_rate=peak_lr(OPTIM),
         weight_decay=OPTIM.weight_decay,
         max_grad_norm=1.0,
         lr_scheduler_type="constant",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.estimate_cpu import save_small
+from benchmarks.specs import changed
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -31,16 +32,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 PRECISIONS = [
-    ("full", {"name": "adamw", "master_weights": True}, "bf16"),
-    ("full", {"name": "adamw_8bit", "master_weights": True}, "bf16"),
-    ("full", {"name": "adafactor"}, "bf16"),
-    ("full", {"name": "adafactor"}, "pure_bf16"),
-    ("full", {"name": "adamw"}, "pure_bf16"),
-    ("lora", {"name": "adamw"}, "fp16"),
-    ("lora", {"name": "lion_8bit"}, "pure_bf16"),
+    ("full", {"optimizer": "adamw", "master_weights": True}, "bf16"),
+    ("full", {"optimizer": "adamw_8bit", "master_weights": True}, "bf16"),
+    ("full", {"optimizer": "adafactor"}, "bf16"),
+    ("full", {"optimizer": "adafactor"}, "pure_bf16"),
+    ("full", {"optimizer": "adamw"}, "pure_bf16"),
+    ("lora", {"optimizer": "adamw"}, "fp16"),
+    ("lora", {"optimizer": "lion_8bit"}, "pure_bf16"),
 ]
 """State in another type than the weights', which PyTorch's own loading would round to theirs."""
-SLOW = [*((method, {"name": name}, "fp32") for method, name in REST), *PRECISIONS]
+SLOW = [*((method, {"optimizer": name}, "fp32") for method, name in REST), *PRECISIONS]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +174,8 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(small_llama: Path, tmp_pat
 
 def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: Path):
     """A checkpoint of broken weights would end every later run; the message says which checkpoint there is."""
-    job = small_job(small_llama, tmp_path / "tokens", optim={"name": "sgd", "lr": 1.0, "schedule": "constant"})
-    broken = replace(job, optim_spec=replace(job.optim_spec, lr=1e45))
+    job = small_job(small_llama, tmp_path / "tokens", optim={"optimizer": "sgd", "lr": 1.0, "schedule": "constant"})
+    broken = replace(job, train=changed(job.train, lr=1e45))
 
     def diverge(checkpoints: Breaking) -> str:
         with pytest.raises(UserError) as error:
@@ -197,7 +198,7 @@ def test_a_run_with_its_state_on_disk_goes_on_in_memory_and_the_reverse(small_ll
     moved = {"name": optimizer, "offload": "optimizer"}
     place = DiskPlace(directory=tmp_path / "scratch", buffer_bytes=64 * 2**20)
     in_memory = small_job(small_llama, tmp_path / "tokens", method="full", optim=moved)
-    on_disk = replace(in_memory, optim_spec=replace(in_memory.optim_spec, disk=place))
+    on_disk = replace(in_memory, disk=place)
     expected = finish(in_memory)
     for number, (first, second) in enumerate([(on_disk, in_memory), (in_memory, on_disk), (on_disk, on_disk)]):
         interrupt(first, tmp_path / str(number), stop_after=3)

@@ -103,7 +103,8 @@ def opened_for(choice: RunDirectory, messages: list[str]) -> Any:
 
 def quick_job(model: Path, place: Path, **spec: Any) -> TrainJob:
     """A job without measurements."""
-    return replace(small_job(model, place / "tokens", **spec), measured_steps=frozenset(), heldout_every_steps=None)
+    job = small_job(model, place / "tokens", heldout_every_steps=None, **spec)
+    return replace(job, measured_steps=frozenset())
 
 
 def weights_of(job: TrainJob, checkpoints: CheckpointHooks = NO_CHECKPOINTS) -> list[Any]:

@@ -6,7 +6,7 @@ the largest difference of a loss, and the norm of the difference of what was lea
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.specs import changed
 from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.run_optimizer import OptimSpec
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 from tests.step.common import joined, run, split
 
 STEPS = 20
-PLAIN = OptimSpec(name="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
+PLAIN = spec_of(optimizer="adamw", lr=2e-3, weight_decay=0.01, schedule="constant", warmup_fraction=0.0)
 LION_RATE = 4e-4
 """Lion takes a third to a tenth of AdamW's."""
 DOCS = ROOT / "docs/memory-switches.md"
@@ -93,14 +93,14 @@ MEMORY_ONLY = [
     *(Row(switch="bucket.mode=packed", method=method, joined=True, **ROUNDING) for method in ("full", "lora", "qlora")),
 ]
 BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
-MASTER, LION_8BIT = {"master_weights": True}, {"name": "lion_8bit", "lr": LION_RATE}
+MASTER, LION_8BIT = {"master_weights": True}, {"optimizer": "lion_8bit", "lr": LION_RATE}
 INT8, FP8 = "compress_activations=int8", "compress_activations=fp8"
 STORED = "grad_ckpt=true offload_activations=disk"
 CHECKPOINTED_ON_DISK: dict[str, Any] = {"method": "qlora", "model": CHECKPOINTED, "on_disk": True}
 OTHER_ARITHMETIC = [
-    Row(switch="optimizer=paged_adamw_32bit", optim={"name": "paged_adamw_32bit"}, **ROUNDING),
-    Row(switch="optimizer=adamw_8bit", optim={"name": "adamw_8bit"}, loss=0.005, learnt=0.1),
-    Row(switch="optimizer=paged_adamw_8bit", optim={"name": "paged_adamw_8bit"}, loss=0.005, learnt=0.1),
+    Row(switch="optimizer=paged_adamw_32bit", optim={"optimizer": "paged_adamw_32bit"}, **ROUNDING),
+    Row(switch="optimizer=adamw_8bit", optim={"optimizer": "adamw_8bit"}, loss=0.005, learnt=0.1),
+    Row(switch="optimizer=paged_adamw_8bit", optim={"optimizer": "paged_adamw_8bit"}, loss=0.005, learnt=0.1),
     Row(switch="optimizer=lion_8bit against lion", plain="lion", optim=LION_8BIT, loss=0.005, learnt=0.2),
     *(
         Row(switch=f"sequence_tiles=4{more}", method=method, model={"sequence_tiles": 4, **model}, **ROUNDING)
@@ -131,7 +131,7 @@ OTHER_ARITHMETIC = [
     Row(switch="precision=fp16", method="qlora", model=FP16, loss=0.0003, learnt=0.05),
     Row(switch="precision=bf16", method="int8_lora", model=BF16, loss=0.002, learnt=0.1),
     Row(switch="precision=fp16", method="int8_lora", model=FP16, loss=0.0003, learnt=0.05),
-    Row(switch="quant.double=false", method="qlora", model={"double_quant": False}, loss=0.001, learnt=0.1),
+    Row(switch="quant.double=false", method="qlora", model={"quant_double": False}, loss=0.001, learnt=0.1),
     Row(switch="quant.type=fp4", method="qlora", model={"quant_type": "fp4"}, loss=0.01, learnt=0.8),
 ]
 ROWS = MEMORY_ONLY + OTHER_ARITHMETIC
@@ -145,7 +145,7 @@ PLAINS = {
         for method in ("lora", "int8_lora")
     },
     "unclipped": Row(switch="max_grad_norm=null", clipped=False, sizes=(8,)),
-    "lion": Row(switch="optimizer=lion", optim={"name": "lion", "lr": LION_RATE}),
+    "lion": Row(switch="optimizer=lion", optim={"optimizer": "lion", "lr": LION_RATE}),
 }
 """Baselines."""
 
@@ -189,7 +189,7 @@ def learn(directory: Path, row: Row) -> Learnt:
     """Train with the row's switch."""
     start = load_model(directory, spec_of(method=row.method, **row.model), CPU)
     before = {name: p.detach().float().clone() for name, p in start.named_parameters() if p.requires_grad}
-    optim = replace(PLAIN, **row.optim)
+    optim = changed(PLAIN, **row.optim)
     scratch = directory.parent / "scratch"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -18,7 +17,9 @@ from lean_finetune.commands.tuned.tuned_files import (
     object_in,
     read_adapter,
 )
-from lean_finetune.config.field_types import ALL_LINEAR, Method, Precision
+from lean_finetune.config.field_types import ALL_LINEAR, Method
+from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.config.train_schema import BaseWeights, Quant
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, largest_fitting
@@ -30,7 +31,7 @@ from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.model_spec import BASE_WEIGHTS, ModelSpec, WeightsSpec
+from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
 from lean_finetune.pinning.model_source import CONFIG_FILES, INDEX, shard_names
@@ -50,9 +51,9 @@ class TunedModel:
     """adapter_config.json; None for a full model."""
     base: Path
     """Directory of the base's weights; `directory` for a full model."""
-    spec: WeightsSpec
+    weights: BaseWeights
     reason: str
-    """Why the base is stored as `spec` says."""
+    """Why the base is stored as `weights` says."""
     config: PretrainedConfig
     read: FileVersions
     """The files of `directory` and `base`, before any was read."""
@@ -69,8 +70,8 @@ class TunedModel:
             UserError: weights are missing, do not fit, or changed.
         """
         with named_by_option():
-            base = load_base(self.base, self.spec, device, generation_attention(self.config))
-            model = base if self.adapter is None else load_adapter(base, self.directory, self.spec)
+            base = load_base(self.base, self.weights, device, generation_attention(self.config))
+            model = base if self.adapter is None else load_adapter(base, self.directory, self.weights)
         self.refuse_change()
         return model.eval()
 
@@ -112,20 +113,20 @@ class TunedModel:
         adapter = self.adapter or {}
         targets = adapter.get("target_modules") or ALL_LINEAR
         experts = adapter.get("rank_pattern") if adapter.get("target_parameters") else None
-        spec = ModelSpec(
-            **vars(self.spec),
-            grad_ckpt=False,
-            lora_rank=adapter.get("r", 1),
-            lora_alpha=adapter.get("lora_alpha", 1),
-            lora_dropout=0.0,
-            lora_targets=(targets,) if isinstance(targets, str) else tuple(targets),
-            lora_rslora=adapter.get("use_rslora", False),
-            lora_dora=adapter.get("use_dora", False),
-            lora_experts="all" if experts else "none",
-            lora_expert_rank=next(iter(experts.values())) if experts else 1,
-            seed=0,
+        usual = load_params(COMMON_PARAMS).train
+        lora = usual.lora.model_copy(
+            update={
+                "rank": adapter.get("r", 1),
+                "alpha": adapter.get("lora_alpha", 1),
+                "targets": [targets] if isinstance(targets, str) else list(targets),
+                "rslora": adapter.get("use_rslora", False),
+                "dora": adapter.get("use_dora", False),
+                "experts": "all" if experts else "none",
+                "expert_rank": next(iter(experts.values())) if experts else 1,
+            }
         )
-        return Setting(model=spec, optimizer="sgd", loss_chunk=None, max_grad_norm=None)
+        stored = {name: getattr(self.weights, name) for name in BaseWeights.model_fields}
+        return Setting(train=usual.model_copy(update={**stored, "lora": lora, "grad_ckpt": False}))
 
     def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int) -> int:
         """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens."""
@@ -179,7 +180,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     read = versions_in(directory)
     if (directory / ADAPTER_CONFIG).is_file():
         adapter = read_adapter(directory)
-        spec, reason = _adapter_spec(directory, bits)
+        weights, reason = _adapter_weights(directory, bits)
         base = base_directory(adapter)
         read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
@@ -187,7 +188,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
             check_weights(base)
             read_generation_config(base)
         return TunedModel(
-            directory=directory, adapter=adapter, base=base, spec=spec, reason=reason, config=config, read=read
+            directory=directory, adapter=adapter, base=base, weights=weights, reason=reason, config=config, read=read
         )
     if not (directory / CONFIG_FILE).is_file():
         raise UsageFault(
@@ -196,41 +197,49 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         )
     if bits is not None:
         raise UsageFault(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
-    spec = WeightsSpec(method="full", precision=_precision())
+    weights = _weights("full")
     with named_by_option():
         config = read_config(directory)
         check_weights(directory)
         read_generation_config(directory)
     return TunedModel(
-        directory=directory, adapter=None, base=directory, spec=spec, reason="a full model", config=config, read=read
+        directory=directory,
+        adapter=None,
+        base=directory,
+        weights=weights,
+        reason="a full model",
+        config=config,
+        read=read,
     )
 
 
-def _adapter_spec(directory: Path, bits: str | None) -> tuple[WeightsSpec, str]:
+def _adapter_weights(directory: Path, bits: str | None) -> tuple[BaseWeights, str]:
     """How to store an adapter's base, and why."""
     if bits is not None:
-        return WeightsSpec(method=METHODS[bits], precision=_precision()), "--bits says so"
+        return _weights(METHODS[bits]), "--bits says so"
     if (directory / BASE_WEIGHTS).is_file():
-        return _spec_in_training(directory / BASE_WEIGHTS), "as in training"
-    return WeightsSpec(method="qlora", precision=_precision()), "the default; --bits 8 or 16 for another"
+        return _weights_in_training(directory / BASE_WEIGHTS), "as in training"
+    return _weights("qlora"), "the default; --bits 8 or 16 for another"
 
 
-def _spec_in_training(file: Path) -> WeightsSpec:
+def _weights_in_training(file: Path) -> BaseWeights:
     """How training stored the base, as `save_tuned` wrote it.
 
     Raises:
         UserError: the file has something else.
     """
     try:
-        return TypeAdapter(WeightsSpec).validate_python(object_in(file))
-    except ValidationError:
+        return base_weights_from(object_in(file))
+    except ValueError:
         raise UserError(
             f"--model: {file}: must be as training wrote it; write it back, or remove it and set --bits"
         ) from None
 
 
-def _precision() -> Precision:
-    return precision_on(resolve_gpu("auto")[0], "auto")[0]
+def _weights(method: Method) -> BaseWeights:
+    """Base weights by this method, in the precision that this machine's device computes best."""
+    precision, _ = precision_on(resolve_gpu("auto")[0], "auto")
+    return BaseWeights(method=method, quant=Quant(type="nf4", double=True), precision=precision)
 
 
 def base_directory(adapter: Mapping[str, Any]) -> Path:

@@ -17,15 +17,15 @@ LOSS_CHUNK_TOKENS = 512
 def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
     """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
     full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full"}
-    if not setting.model.grad_ckpt and setting.model.method != "int8_lora":
+    if not setting.train.grad_ckpt and setting.train.method != "int8_lora":
         yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
     yield full
-    if support.cuda and setting.offload_activations == "none":
+    if support.cuda and setting.train.offload_activations == "none":
         yield {**full, "train.offload_activations": "cpu"}
 
 
 def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
-    if not setting.model.grad_ckpt:
+    if not setting.train.grad_ckpt:
         return [{"train.grad_ckpt": True}]
     return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
 
@@ -33,49 +33,45 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
 def _plain_layers(setting: Setting) -> bool:
     """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
     divided = (setting.tensor_parallel, setting.context, setting.pipeline_stages) != (1, 1, 1)
-    return setting.model.fused_kernels == "none" and not divided
+    return setting.train.fused_kernels == "none" and not divided
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
     """MLPs in tiles: the intermediate values of an MLP, the largest of a recomputed layer, exist a tile at a time."""
-    saved_here = setting.offload_activations == setting.compress_activations == "none"
-    if setting.model.sequence_tiles is None and _plain_layers(setting) and saved_here:
+    saved_here = setting.train.offload_activations == setting.train.compress_activations == "none"
+    if setting.train.sequence_tiles is None and _plain_layers(setting) and saved_here:
         yield {"train.sequence_tiles": TILES}
 
 
 def _compressed_activations(setting: Setting, support: Support) -> Iterable[Values]:
     """Saved activations in 8 bits. On a CPU it takes longer than recomputing."""
-    free = setting.compress_activations == "none" and setting.model.sequence_tiles is None
+    free = setting.train.compress_activations == "none" and setting.train.sequence_tiles is None
     if support.cuda and free and _plain_layers(setting):
         yield {"train.compress_activations": "int8"}
 
 
 def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
     """Liger's kernels where they are installed; a family that they do not support is refused when it is traced."""
-    if setting.model.fused_kernels != "none":
+    if setting.train.fused_kernels != "none":
         yield {"train.fused_kernels": "none"}
-    elif support.cuda and find_spec("liger_kernel") and setting.model.grad_ckpt_policy != "selective":
+    elif support.cuda and find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
         yield {"train.fused_kernels": "liger"}
 
 
 def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.loss_chunk is None else []
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.train.loss_chunk is None else []
 
 
 def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
     if setting.tensor_parallel > 1:  # It needs the chunked loss.
         return []
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.loss_chunk is None else None}]
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}]
 
 
 ACTIVATION_SWITCHES = [
     Switch(
         name="activations",
-        parameters={
-            "train.grad_ckpt": "model.grad_ckpt",
-            "train.grad_ckpt_policy": "model.grad_ckpt_policy",
-            "train.offload_activations": "offload_activations",
-        },
+        parameters=("train.grad_ckpt", "train.grad_ckpt_policy", "train.offload_activations"),
         lighter=_lighter_activations,
         shown=_shown_activations,
         effect=SAME,
@@ -86,7 +82,7 @@ ACTIVATION_SWITCHES = [
     ),
     Switch(
         name="fused_kernels",
-        parameters={"train.fused_kernels": "model.fused_kernels"},
+        parameters=("train.fused_kernels",),
         lighter=lambda setting, support: (),  # Not advised: not measured on a GPU.
         shown=_shown_fused_kernels,
         effect=ROUNDED,
@@ -94,7 +90,7 @@ ACTIVATION_SWITCHES = [
     ),
     Switch(
         name="tiles",
-        parameters={"train.sequence_tiles": "model.sequence_tiles"},
+        parameters=("train.sequence_tiles",),
         lighter=_tiles,
         shown=_tiles,
         effect=SAME,
@@ -105,7 +101,7 @@ ACTIVATION_SWITCHES = [
     ),
     Switch(
         name="compression",
-        parameters={"train.compress_activations": "compress_activations"},
+        parameters=("train.compress_activations",),
         lighter=_compressed_activations,
         shown=_compressed_activations,
         effect=ROUNDED,
@@ -117,7 +113,7 @@ ACTIVATION_SWITCHES = [
     ),
     Switch(
         name="loss_chunk",
-        parameters={"train.loss_chunk": "loss_chunk"},
+        parameters=("train.loss_chunk",),
         lighter=_lighter_loss_chunk,
         shown=_shown_loss_chunk,
         effect=SAME,

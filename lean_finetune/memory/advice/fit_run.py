@@ -69,12 +69,12 @@ class FitRun:
         """Attention kernels on the device."""
         beyond_window = self.workload.longest >= (attention_window(self.config) or math.inf)
         masked = beyond_window and self.params.bucket.mode != "packed"
-        return attention_on(self.device, self.config, self.workload.setting.model, masked=masked)
+        return attention_on(self.device, self.config, self.workload.setting.train, masked=masked)
 
     @property
     def experts(self) -> str | None:
         """How the device multiplies rows by their experts; None without experts."""
-        return experts_on(self.device, self.config, self.workload.setting.model)
+        return experts_on(self.device, self.config, self.workload.setting.train)
 
     @property
     def not_loaded(self) -> str | None:
@@ -97,7 +97,7 @@ class FitRun:
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted, and layers without adapters."""
         notes = list(environment_notes(self.params.train.expandable_segments)) if self.device.kind == "cuda" else []
-        if names := layers_without_adapters(meta_model(self.config), self.workload.setting.model):
+        if names := layers_without_adapters(meta_model(self.config), self.workload.setting.train):
             notes.append(f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)")
         if of_kernels := fused_kernels.memory_note(self.params.train.fused_kernels):
             notes.append(of_kernels)
@@ -178,7 +178,7 @@ class FitRun:
             run = _checked_workload(with_flags(self.params, candidate.flags), self.device, candidate.run.config)
             offloaded_bytes = 0
             same = (run.setting, run.steps) == (candidate.run.setting, candidate.run.steps)
-            if not same or (run.host_ram_bytes and run.setting.offload_activations != "none"):
+            if not same or (run.host_ram_bytes and run.setting.train.offload_activations != "none"):
                 prediction = predict(run.config, run.setting, run.steps, target_of(self.device))
                 peak_bytes, offloaded_bytes = prediction.peak.bytes, prediction.offloaded_bytes
         except UserError:
@@ -218,7 +218,7 @@ def _checked_workload(p: Params, device: Device, config: PretrainedConfig) -> Wo
     """The workload of a run; refuses what its steps do not support."""
     run = workload_of(p, config, precision_on(device, p.train.precision)[0])
     if p.train.optimizer_in_backward:
-        refuse_in_backward(run.setting.model, [math.ceil(run.micro_batches_per_step)])
+        refuse_in_backward(run.setting.train, [math.ceil(run.micro_batches_per_step)])
     return run
 
 

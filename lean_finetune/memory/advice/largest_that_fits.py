@@ -69,7 +69,7 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
     """The known GPU with the least memory that the run fits. `known` are peaks of the run by generation."""
     peaks = dict(known)
     for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
-        if run.setting.model.needs_native_bf16 and not gpu.native_bf16:
+        if run.setting.train.needs_native_bf16 and not gpu.native_bf16:
             continue
         kind = _generation(gpu)
         if kind not in peaks:

@@ -57,12 +57,12 @@ def sweep_switches(
     changes = [
         (flags, changed, steps)
         for flags, changed in single_changes(setting, support)
-        if method_fault(config, changed.model) is None and (allowed is None or allowed(flags))
+        if method_fault(config, changed.train) is None and (allowed is None or allowed(flags))
     ]
     if smaller_batch is not None and allowed is not None and not allowed((smaller_batch,)):
         smaller_batch = None
     fewer = halved(steps)
-    if fewer is not None and smaller_batch is not None and not setting.optimizer_in_backward:
+    if fewer is not None and smaller_batch is not None and not setting.train.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
     bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not progress)
     points: list[SweepPoint] = [((), current.peak.bytes)]

@@ -30,6 +30,14 @@ STAGES_TIME = 1.10
 """Assumed factor on the time of a step, besides the pipeline's bubble: stages are never equally long."""
 MOST_STAGES = 4
 """Each stage is traced, so no more are tried."""
+SHARED: Mapping[str, str] = {
+    "train.sharding": "sharing.spec.mode",
+    "train.shard_group_gpus": "sharing.spec.group_gpus",
+    "train.pipeline_stages": "pipeline_stages",
+    "train.tensor_parallel": "sharing.spec.layout.tensor",
+    "train.context_parallel": "sharing.spec.layout.context",
+}
+"""Parameters whose values have a place in `Setting.sharing` too, with that place."""
 UNTRIED = frozenset({"compression", "tiles", "fused_kernels"})
 """Switches that work only where all GPUs take different rows."""
 
@@ -38,24 +46,28 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     """Modes with smaller shards; at last, weights and gradients in host memory too."""
     if setting.sharing is None or setting.sharing.gpus == 1:
         return
-    mode, values, model = setting.sharing.spec.mode, {}, setting.model
+    mode, values, train = setting.sharing.spec.mode, {}, setting.train
     for lighter in LIGHTER_SHARDING[mode]:
         # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
-        unsplittable = lighter in SPLIT_WEIGHTS and model.method == "int8_lora"
-        if not unsplittable and not (lighter == "zero1" and (model.adapted or setting.tensor_parallel > 1)):
+        unsplittable = lighter in SPLIT_WEIGHTS and train.method == "int8_lora"
+        if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.tensor_parallel > 1)):
             mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
             yield values
-    on_device = setting.offload != "parameters" and not OPTIMIZERS[setting.optimizer].paged
+    on_device = setting.train.offload != "parameters" and not OPTIMIZERS[setting.train.optimizer].paged
     if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
         yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
-        if support.host_ram_known and OPTIMIZERS[setting.optimizer].updates_by_value and not model.adapted:
+        if support.host_ram_known and OPTIMIZERS[setting.train.optimizer].updates_by_value and not train.adapted:
             yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
 
 
 def _untried(setting: Setting) -> bool:
     """Whether a setting works only where all GPUs take different rows."""
-    model = setting.model
-    return setting.compress_activations != "none" or model.sequence_tiles is not None or model.fused_kernels != "none"
+    train = setting.train
+    return (
+        setting.train.compress_activations != "none"
+        or train.sequence_tiles is not None
+        or train.fused_kernels != "none"
+    )
 
 
 def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
@@ -63,7 +75,7 @@ def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
     layout = None if setting.sharing is None else setting.sharing.spec.layout
     if layout is None or layout.tensor * layout.pipeline > 1:
         return
-    if not setting.model.router_aux_loss and not _untried(setting):
+    if not setting.train.router_aux_loss and not _untried(setting):
         for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
             if context > layout.context and layout.size % context == 0:
                 yield {"train.context_parallel": context}
@@ -88,14 +100,19 @@ def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
     """More GPUs for each matrix product; if these are all GPUs, none share weights by train.sharding."""
     if setting.sharing is None:
         return
-    layout, model = setting.sharing.spec.layout, setting.model
-    if layout is None or layout.context > 1 or setting.loss_chunk is None or setting.offload == "parameters":
+    layout, train = setting.sharing.spec.layout, setting.train
+    if (
+        layout is None
+        or layout.context > 1
+        or setting.train.loss_chunk is None
+        or setting.train.offload == "parameters"
+    ):
         return
     if (
         _untried(setting)
         or setting.sharing.spec.mode not in DIVISIBLE
-        or model.method == "int8_lora"
-        or model.lora_dora
+        or train.method == "int8_lora"
+        or train.lora.dora
     ):
         return
     for size in NODE_DIVISORS:
@@ -106,12 +123,12 @@ def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
     """A stage on each GPU, if no other setting divides rows or products."""
-    sharing, model = setting.sharing, setting.model
+    sharing, train = setting.sharing, setting.train
     if sharing is None or sharing.spec.layout is None or not 1 < sharing.layout.data == sharing.gpus <= MOST_STAGES:
         return
-    if _untried(setting) or model.method == "int8_lora" or model.keeps_first_adapters:
+    if _untried(setting) or train.method == "int8_lora" or train.lora.changes_frozen_weights:
         return
-    if setting.offload != "parameters":
+    if setting.train.offload != "parameters":
         yield {"train.pipeline_stages": sharing.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
 
 
@@ -130,10 +147,7 @@ def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
 PARALLEL_SWITCHES = [
     Switch(
         name="sharding",
-        parameters={
-            "train.sharding": "sharing.spec.mode",
-            "train.shard_group_gpus": "sharing.spec.group_gpus",
-        },
+        parameters=("train.sharding", "train.shard_group_gpus"),
         lighter=_lighter_sharding,
         effect=SAME,
         ease=9,
@@ -142,7 +156,7 @@ PARALLEL_SWITCHES = [
     ),
     Switch(
         name="stages",
-        parameters={"train.pipeline_stages": "pipeline_stages"},
+        parameters=("train.pipeline_stages",),
         lighter=_divided_layers,
         effect=SAME,
         ease=10,
@@ -151,7 +165,7 @@ PARALLEL_SWITCHES = [
     ),
     Switch(
         name="tensor_parallel",
-        parameters={"train.tensor_parallel": "sharing.spec.layout.tensor"},
+        parameters=("train.tensor_parallel",),
         lighter=_smaller_parts,
         effect=SAME,
         ease=10,
@@ -160,7 +174,7 @@ PARALLEL_SWITCHES = [
     ),
     Switch(
         name="context_parallel",
-        parameters={"train.context_parallel": "sharing.spec.layout.context"},
+        parameters=("train.context_parallel",),
         lighter=_divided_rows,
         effect=SAME,
         ease=10,

@@ -115,7 +115,7 @@ class Space:
         unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
         support = Support(cuda=costs.cuda, native_bf16=native_bf16, host_ram_known=run.host_ram_bytes is not None)
         # Updates in the backward pass need steps of one micro-batch.
-        smaller = [] if run.setting.optimizer_in_backward else budgets_of(run)
+        smaller = [] if run.setting.train.optimizer_in_backward else budgets_of(run)
         found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
         self._options = [[unchanged, *options] for options in found]
         self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)

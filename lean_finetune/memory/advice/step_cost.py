@@ -7,12 +7,12 @@ therefore rough, and printed as a range. Both sides of a comparison use the same
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 
 from cuda_memory.gpus import GIGA, GPUS, Device, Speed
 from cuda_memory.units import readable_times
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.offloaded_states import disk_bytes, offloaded_state_bytes
@@ -28,7 +28,7 @@ from lean_finetune.memory.predict.state_formulas import (
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.model.model_config import largest_head_size, layer_settings
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 RANKED_AS = "A100-80GB"
 """Its speed ranks changes for a device of unknown speed. Their order hardly depends on the GPU."""
@@ -137,9 +137,10 @@ class Costs:
 
 def _state_key(setting: Setting) -> Setting:
     """The setting without what does not change states: a search needs few states of many settings."""
-    model = replace(setting.model, grad_ckpt=False, grad_ckpt_policy="full", sequence_tiles=None)
-    key = replace(setting, model=model, loss_chunk=None, max_grad_norm=None)
-    return replace(key, offload_activations="none", compress_activations="none")
+    return setting.with_train(
+        **dict.fromkeys(("grad_ckpt", "grad_ckpt_policy", "sequence_tiles", "loss_chunk", "max_grad_norm")),
+        **dict.fromkeys(("offload_activations", "compress_activations")),
+    )
 
 
 def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:
@@ -179,15 +180,15 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
 
     For a pipeline: of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
     """
-    model, config, text = run.setting.model, run.config, run.config.get_text_config()
-    fp32 = model.precision == "fp32"
+    train, config, text = run.setting.train, run.config, run.config.get_text_config()
+    fp32 = train.precision == "fp32"
     element_bytes = FP32_BYTES if fp32 else 2
     flops = (speed.fp32_flops if fp32 else speed.half_flops) * ARITHMETIC_SHARE
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
     tokens, micro_batches = _tokens(run), max(1, round(run.micro_batches_per_step))
-    recomputed = PASSES_FORWARD * _recomputed_share(model)
+    recomputed = PASSES_FORWARD * _recomputed_share(train)
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
-    passes = PASSES_FORWARD + (PASSES_BACKWARD if model.method == "full" else 1) + recomputed
+    passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
     # A token looks its input embedding up: no product.
     size = run.setting.tensor_parallel
     parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size // size * text.hidden_size)
@@ -196,11 +197,11 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     width = heads * largest_head_size(config)
     scores = 2 * FLOP_PER_PRODUCT * text.num_hidden_layers * width * run.longest * tokens / 2
     # Dequantization reads a weight, writes a value and reads it again.
-    weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(model.method, 0)
-    saved, compressed = _saved_values(run), run.setting.compress_activations != "none"
-    saved_bytes = saved * (COMPRESSED_BYTES if compressed else (model.autocast_dtype or model.dtype).itemsize)
-    offloaded = 0.0 if run.setting.offload_activations == "none" else saved_bytes
-    trained = trained_values(shapes, model)
+    weight_bytes = {"qlora": 0.5 + element_bytes, "int8_lora": 1 + element_bytes}.get(train.method, 0)
+    saved, compressed = _saved_values(run), run.setting.train.compress_activations != "none"
+    saved_bytes = saved * (COMPRESSED_BYTES if compressed else (autocast_dtype(train) or base_dtype(train)).itemsize)
+    offloaded = 0.0 if run.setting.train.offload_activations == "none" else saved_bytes
+    trained = trained_values(shapes, train)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
     link_bytes += tensor_parallel_bytes(run)
     update = _update_seconds(run.setting, trained, element_bytes, bandwidth)
@@ -227,21 +228,21 @@ def _tokens(run: Workload) -> int:
 
 def pipeline_bytes(run: Workload) -> int:
     """Bytes that a stage of a pipeline sends to the next one in a step; the next one sends as many back."""
-    return _tokens(run) * int(run.config.get_text_config().hidden_size) * run.setting.model.dtype.itemsize
+    return _tokens(run) * int(run.config.get_text_config().hidden_size) * base_dtype(run.setting.train).itemsize
 
 
-def _recomputed_share(model: ModelSpec) -> float:
+def _recomputed_share(train: Train) -> float:
     """Share of a forward pass that gradient checkpointing and tiles recompute."""
-    tiles = 0.0 if model.sequence_tiles is None else MLP_SHARE
-    if not model.grad_ckpt:
+    tiles = 0.0 if train.sequence_tiles is None else MLP_SHARE
+    if not train.grad_ckpt:
         return tiles
-    return tiles + (SELECTIVE_SHARE if model.grad_ckpt_policy == "selective" else 1 / model.recomputed_every)
+    return tiles + (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1 / train.recomputed_every)
 
 
 def _saved_values(run: Workload) -> float:
     """Rough number of values that a step saves: the inputs of recomputed layers and all activations of the others."""
-    text, model = run.config.get_text_config(), run.setting.model
-    recomputed = 1 / model.recomputed_every if model.grad_ckpt else 0.0
+    text, train = run.config.get_text_config(), run.setting.train
+    recomputed = 1 / train.recomputed_every if train.grad_ckpt else 0.0
     values = recomputed + (1 - recomputed) * SAVED_VALUES
     return values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step
 
@@ -253,12 +254,12 @@ def tensor_parallel_bytes(run: Workload) -> float:
     Trained tokens have one for the gradient of the head's input, and three fp32 values. A sum of B bytes over N GPUs in
     a ring sends 2 · B · (N - 1) / N. The links are assumed to be those to the host; NVLink is many times faster.
     """
-    text, model, size = run.config.get_text_config(), run.setting.model, run.setting.tensor_parallel
+    text, train, size = run.config.get_text_config(), run.setting.train, run.setting.tensor_parallel
     if size == 1:
         return 0.0
-    hidden_bytes = text.hidden_size * (model.autocast_dtype or model.dtype).itemsize
-    sums = text.num_hidden_layers * (4 + (1 / model.recomputed_every if model.grad_ckpt else 0)) + 1
-    if model.adapted and not model.grad_ckpt:
+    hidden_bytes = text.hidden_size * (autocast_dtype(train) or base_dtype(train)).itemsize
+    sums = text.num_hidden_layers * (4 + (1 / train.recomputed_every if train.grad_ckpt else 0)) + 1
+    if train.adapted and not train.grad_ckpt:
         sums -= 1  # The input of the first layer needs no gradient.
     shapes = [shape for step in run.steps for shape in step]
     trained = sum(shape.supervised for shape in shapes) / sum(shape.rows * shape.length for shape in shapes)
@@ -269,7 +270,7 @@ def tensor_parallel_bytes(run: Workload) -> float:
 def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: float) -> float:
     """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
     setting = run.setting
-    activations = offloaded if setting.offload_activations == "disk" else 0
+    activations = offloaded if setting.train.offload_activations == "disk" else 0
     # The GPUs of a node share its disk.
     state = disk_bytes(shapes, setting) * processes_per_host(setting, run.nodes)
     return (2 * activations + max(0.0, 2 * state - update * run.disk_bytes_per_second)) / run.disk_bytes_per_second
@@ -277,13 +278,13 @@ def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: 
 
 def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidth: float) -> float:
     """Seconds to read gradients, and to read and write weights and moments."""
-    value_bytes = element_bytes if setting.model.method == "full" else FP32_BYTES
-    kind, on_host = OPTIMIZERS[setting.optimizer], setting.offload != "none"
-    updated_bytes = FP32_BYTES if setting.master_weights else value_bytes
+    value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES
+    kind, on_host = OPTIMIZERS[setting.train.optimizer], setting.train.offload != "none"
+    updated_bytes = FP32_BYTES if setting.train.master_weights else value_bytes
     moment_bytes = updated_bytes if kind.state_bits is None else kind.state_bits / 8
     passes = OPTIMIZER_8BIT_PASSES if kind.state_bits == 8 else 1
     moved = trained * (3 * updated_bytes + 2 * kind.values_per_trained_value * moment_bytes) * passes
-    if on_host or setting.master_weights:  # Gradients are copied first, then weights back.
+    if on_host or setting.train.master_weights:  # Gradients are copied first, then weights back.
         moved += 4 * trained * value_bytes
     return moved / (HOST_BYTES_PER_SECOND if on_host else bandwidth)
 
@@ -291,8 +292,8 @@ def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidt
 def _link_bytes(run: Workload, parameters: int, trained: int, element_bytes: int, micro_batches: int) -> float:
     """Bytes of an offloaded state between host and GPU: gradients, updated weights, and weights for each pass."""
     setting = run.setting
-    value_bytes = element_bytes if setting.model.method == "full" else FP32_BYTES
-    state = 2 * trained * value_bytes if setting.offload != "none" else 0
-    share = 1 / setting.sharing.holders if setting.sharing and setting.offload == "parameters" else 0
-    weight_bytes = 0.5 if setting.model.method == "qlora" else element_bytes
+    value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES
+    state = 2 * trained * value_bytes if setting.train.offload != "none" else 0
+    share = 1 / setting.sharing.holders if setting.sharing and setting.train.offload == "parameters" else 0
+    weight_bytes = 0.5 if setting.train.method == "qlora" else element_bytes
     return state + 2 * share * parameters * weight_bytes * micro_batches

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lean_finetune.config.section import Section
 from lean_finetune.memory.predict.setting import Setting
 
 Values = Mapping[str, Any]
@@ -41,8 +42,8 @@ class Switch:
     """A way to change the memory of a run. `memory/advice/switches.py` lists all of them."""
 
     name: str
-    parameters: Mapping[str, str]
-    """Dotted keys that it varies, each with its attribute in `Setting`: `{"train.method": "model.method"}`."""
+    parameters: tuple[str, ...]
+    """Dotted keys that it varies: `("train.method",)`."""
     lighter: Variants
     """Variants for advice, each with less memory than the one before."""
     shown: Variants = lambda setting, support: ()
@@ -79,6 +80,7 @@ def set_options(flags: Iterable[str]) -> str:
 
 
 def replace_attribute(owner: Any, path: str, value: Any) -> Any:
-    """A copy of nested dataclasses with another value of one attribute."""
+    """A copy of nested dataclasses and sections with another value of one attribute: that of a dotted key."""
     name, _, rest = path.partition(".")
-    return replace(owner, **{name: replace_attribute(getattr(owner, name), rest, value) if rest else value})
+    changes = {name: replace_attribute(getattr(owner, name), rest, value) if rest else value}
+    return owner.model_copy(update=changes) if isinstance(owner, Section) else replace(owner, **changes)

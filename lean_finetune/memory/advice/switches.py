@@ -15,7 +15,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
-from lean_finetune.memory.advice.parallel_switches import PARALLEL_SWITCHES, with_stages
+from lean_finetune.memory.advice.parallel_switches import PARALLEL_SWITCHES, SHARED, with_stages
 from lean_finetune.memory.advice.switch import (
     EFFECTS,
     OTHER_WEIGHTS,
@@ -39,14 +39,14 @@ LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
 
 
 def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
-    lighter = OPTIMIZERS[setting.optimizer].lighter
+    lighter = OPTIMIZERS[setting.train.optimizer].lighter
     return [] if lighter is None else [{"train.optimizer": lighter}]
 
 
 def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
     """The optimizer in host memory or on its disk, then weights too. Adapters gain only where weights move."""
-    optimizer, given, adapted = OPTIMIZERS[setting.optimizer], setting.offload, setting.model.adapted
-    if not support.cuda or setting.model.method == "int8_lora" or optimizer.paged:
+    optimizer, given, adapted = OPTIMIZERS[setting.train.optimizer], setting.train.offload, setting.train.adapted
+    if not support.cuda or setting.train.method == "int8_lora" or optimizer.paged:
         return
     alone = setting.sharing is None or setting.sharing.gpus == 1
     what = ["optimizer"] if given != "parameters" and not adapted else []
@@ -65,7 +65,7 @@ def with_precision(precision: Precision) -> Values:
 
 def _lighter_precision(setting: Setting, support: Support) -> Iterable[Values]:
     # In fp16, full training stores fp32 weights, so it saves nothing.
-    if setting.model.precision == "fp32" and (support.native_bf16 or setting.model.adapted):
+    if setting.train.precision == "fp32" and (support.native_bf16 or setting.train.adapted):
         yield with_precision("bf16" if support.native_bf16 else "fp16")
 
 
@@ -83,17 +83,17 @@ def with_method(method: Method) -> Values:
 
 def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Values]:
     """Adapters of half the rank on the experts of a mixture, then adapters beside the experts alone."""
-    model = setting.model
-    if model.adapted and model.lora_experts == "all":
-        if model.lora_expert_rank > 1:
-            yield {"train.lora.expert_rank": model.lora_expert_rank // 2}
+    train = setting.train
+    if train.adapted and train.lora.experts == "all":
+        if train.lora.expert_rank > 1:
+            yield {"train.lora.expert_rank": train.lora.expert_rank // 2}
         yield {"train.lora.experts": "none"}
 
 
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
     """Update each weight in the backward pass, which excludes clipping."""
-    model = setting.model
-    if model.method == "full" and model.precision != "fp16" and not setting.sharing:
+    train = setting.train
+    if train.method == "full" and train.precision != "fp16" and not setting.sharing:
         yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
 
 
@@ -101,7 +101,7 @@ SWITCHES = [
     *ACTIVATION_SWITCHES,
     Switch(
         name="optimizer",
-        parameters={"train.optimizer": "optimizer"},
+        parameters=("train.optimizer",),
         lighter=_lighter_optimizer,
         shown=lambda setting, support: [{"train.optimizer": "adamw"}, {"train.optimizer": "adamw_8bit"}],
         effect=ROUNDED,
@@ -110,7 +110,7 @@ SWITCHES = [
     ),
     Switch(
         name="offload",
-        parameters={"train.offload": "offload", "train.offload_to": "offload_to"},
+        parameters=("train.offload", "train.offload_to"),
         lighter=_lighter_offload,
         shown=lambda setting, support: list(_lighter_offload(setting, support))[:1],
         effect=SAME,
@@ -121,40 +121,37 @@ SWITCHES = [
     *PARALLEL_SWITCHES,
     Switch(
         name="precision",
-        parameters={"train.precision": "model.precision", "train.master_weights": "master_weights"},
+        parameters=("train.precision", "train.master_weights"),
         lighter=_lighter_precision,
         shown=lambda setting, support: [
-            *([with_precision("bf16")] if support.native_bf16 and setting.model.precision != "bf16" else []),
-            *([with_precision("fp32")] if setting.model.precision != "fp32" else []),
+            *([with_precision("bf16")] if support.native_bf16 and setting.train.precision != "bf16" else []),
+            *([with_precision("fp32")] if setting.train.precision != "fp32" else []),
         ],
         effect=ROUNDED,
         ease=6,
     ),
     Switch(
         name="method",
-        parameters={
-            "train.method": "model.method",
-            "train.lora.init": "model.lora_init",
-            "train.lora.dora": "model.lora_dora",
-            "train.lora.dropout": "model.lora_dropout",
-            "train.lora.rslora": "model.lora_rslora",
-            "train.quant.type": "model.quant_type",
-            "train.quant.double": "model.double_quant",
-            "train.router": "model.router",
-        },
-        lighter=lambda setting, support: map(with_method, LIGHTER_METHODS[setting.model.method]),
+        parameters=(
+            "train.method",
+            "train.lora.init",
+            "train.lora.dora",
+            "train.lora.dropout",
+            "train.lora.rslora",
+            "train.quant.type",
+            "train.quant.double",
+            "train.router",
+        ),
+        lighter=lambda setting, support: map(with_method, LIGHTER_METHODS[setting.train.method]),
         shown=lambda setting, support: [
-            with_method(method) for method in ("full", "lora", "qlora") if method != setting.model.method
+            with_method(method) for method in ("full", "lora", "qlora") if method != setting.train.method
         ],
         effect=OTHER_WEIGHTS,
         ease=7,
     ),
     Switch(
         name="experts",
-        parameters={
-            "train.lora.experts": "model.lora_experts",
-            "train.lora.expert_rank": "model.lora_expert_rank",
-        },
+        parameters=("train.lora.experts", "train.lora.expert_rank"),
         lighter=_smaller_expert_adapters,
         shown=_smaller_expert_adapters,
         effect=OTHER_WEIGHTS,
@@ -162,10 +159,7 @@ SWITCHES = [
     ),
     Switch(
         name="in_backward",
-        parameters={
-            "train.optimizer_in_backward": "optimizer_in_backward",
-            "train.max_grad_norm": "max_grad_norm",
-        },
+        parameters=("train.optimizer_in_backward", "train.max_grad_norm"),
         lighter=_update_in_backward,
         effect=SAME,
         ease=10,
@@ -175,23 +169,19 @@ SWITCHES = [
 ]
 
 
-def _attributes() -> dict[str, str]:
-    """The attribute in `Setting` of every parameter that a switch varies."""
-    return {key: attribute for switch in SWITCHES for key, attribute in switch.parameters.items()}
-
-
 def different(setting: Setting, values: Values) -> Values:
     """The values that differ from the values of a setting."""
-    paths = _attributes()
-    return {key: value for key, value in values.items() if attrgetter(paths[key])(setting) != value}
+    return {key: value for key, value in values.items() if attrgetter(SHARED.get(key, key))(setting) != value}
 
 
 def setting_with(setting: Setting, values: Values) -> Setting:
     """The setting with other values."""
-    paths = _attributes()
     for key, value in values.items():
-        staged = key == "train.pipeline_stages"
-        setting = with_stages(setting, value) if staged else replace_attribute(setting, paths[key], value)
+        setting = replace_attribute(setting, key, value)
+        if key == "train.pipeline_stages":
+            setting = with_stages(setting, value)
+        elif key in SHARED:
+            setting = replace_attribute(setting, SHARED[key], value)
         if key in ("train.tensor_parallel", "train.context_parallel") and setting.sharing is not None:
             others = setting.context * setting.tensor_parallel
             setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // others)

@@ -25,6 +25,7 @@ from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
 from lean_finetune.model.attention.kernels import key_copies
 from lean_finetune.model.model_config import largest_head_size, layer_settings
+from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +85,14 @@ def traffic_of(run: Workload) -> Traffic | None:
 
 def _exchanged_bytes(run: Workload) -> int:
     """What a GPU sends around attention where rows are divided: forward, backward, and where layers are recomputed."""
-    model, parts, layers = run.setting.model, run.setting.context, run.config.get_text_config().num_hidden_layers
+    train, parts, layers = run.setting.train, run.setting.context, run.config.get_text_config().num_hidden_layers
     if parts == 1:
         return 0
     heads: int = max(layer_settings(run.config, "num_attention_heads"))
     key_heads = max(found or heads for found in layer_settings(run.config, "num_key_value_heads"))
     values = 2 * (heads + key_heads * key_copies(heads, key_heads, parts)) * largest_head_size(run.config)
-    passes = 2 + (1 / model.recomputed_every if model.grad_ckpt else 0)
-    element_bytes = (model.autocast_dtype or model.dtype).itemsize
+    passes = 2 + (1 / train.recomputed_every if train.grad_ckpt else 0)
+    element_bytes = (autocast_dtype(train) or base_dtype(train)).itemsize
     return round(run.tokens_per_step * layers * values * element_bytes * passes * (parts - 1) / parts)
 
 
@@ -102,20 +103,20 @@ def _most_of_a_stage(passed: int, tied: int, stages: int) -> int:
 
 def _undivided_bytes(run: Workload, shapes: ModelShapes) -> int:
     """Adapters that every GPU of a tensor-parallel group has, and of whose gradients each has a part."""
-    spec = run.setting.model
-    if not spec.adapted or run.setting.tensor_parallel == 1:
+    train = run.setting.train
+    if not train.adapted or run.setting.tensor_parallel == 1:
         return 0
-    pairs = zip(trained_tensors(shapes, spec), trained_tensors(model_shapes(run.config), spec), strict=True)
+    pairs = zip(trained_tensors(shapes, train), trained_tensors(model_shapes(run.config), train), strict=True)
     return sum(own.values * own.value_bytes for own, whole in pairs if own.shape == whole.shape)
 
 
 def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
-    mode, spec, rings = sharing.spec.mode, run.setting.model, run.setting.tensor_parallel
+    mode, train, rings = sharing.spec.mode, run.setting.train, run.setting.tensor_parallel
     gpus = sharing.gpus // rings
     if run.setting.pipeline_stages > 1:
         text, passed = run.config.get_text_config(), pipeline_bytes(run)
-        tied = spec.method == "full" and text.tie_word_embeddings
-        tied_bytes = text.vocab_size * text.hidden_size * spec.dtype.itemsize if tied else 0
+        tied = train.method == "full" and text.tie_word_embeddings
+        tied_bytes = text.vocab_size * text.hidden_size * base_dtype(train).itemsize if tied else 0
         most = _most_of_a_stage(passed, tied_bytes, gpus)
         pipeline = {"passed_bytes": passed, "tied_bytes": tied_bytes}
         return Traffic(gpus=gpus, group=gpus, in_group_bytes=most, between_groups_bytes=0, **pipeline)
@@ -128,17 +129,17 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     }
     micro_batches = max(1, round(run.micro_batches_per_step))
     # Offload changes where states are stored, not what GPUs send.
-    lines = state_lines(shapes, replace(run.setting, offload="none", optimizer_in_backward=False), cuda=True)
+    lines = state_lines(shapes, run.setting.with_train(offload="none", optimizer_in_backward=False), cuda=True)
     gradients = sum(sum(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
     if mode not in SPLIT_WEIGHTS:
         sent = 2 * gradients + (gradients if mode == "zero1" else 0)  # zero1: owners send updated weights too.
         sent = sent * (gpus - 1) // gpus
         return Traffic(gpus=sharing.gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0, **parts)
     weights = sum(sum(line.tensor_bytes) for line in lines if line.category in (WEIGHTS, ADAPTERS) and line.divides)
-    root = sum(p.values for p in shapes.parameters if not layer_of(p.name)) * spec.dtype.itemsize
+    root = sum(p.values for p in shapes.parameters if not layer_of(p.name)) * base_dtype(train).itemsize
     # Layers are gathered for forward and again for backward; embedding, last norm and head once.
     gathered = 2 * weights - root if mode in GATHERED_LAYERS else weights
-    reductions = micro_batches if spec.method == "full" else 1
+    reductions = micro_batches if train.method == "full" else 1
     group = sharing.holders
     replicas = gpus // group
     return Traffic(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.field_types import Precision
+from lean_finetune.config.field_types import AnyPrecision
 from lean_finetune.config.overrides import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory
@@ -41,7 +41,7 @@ class Verdict:
         """Whether it fits with the headroom."""
         return self.state == "fits"
 
-    def as_json(self, precision: Precision | None) -> dict[str, Any]:
+    def as_json(self, precision: AnyPrecision | None) -> dict[str, Any]:
         """The content of verdict.json.
 
         `precision` is the one that train.precision=auto means on the device; None if the user chose one.

@@ -60,7 +60,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     planned = read_run(p, plan_path, index, model_lock)
     device = planned.device
-    precision = planned.setting.model.precision if p.train.precision == "auto" else None
+    precision = planned.setting.train.precision if p.train.precision == "auto" else None
     _echo_choices(p, planned)
     prediction, explanation = planned.predict()
     memory, replayed = planned.replay(prediction)
@@ -122,7 +122,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
 def _echo_choices(p: Params, planned: PlannedRun) -> None:
     """Report the precision that `auto` chose, what is not loaded, and notes on kernels and the environment."""
     if p.train.precision == "auto":
-        click.echo(f"train.precision: auto is {planned.setting.model.precision}: {planned.reasons['precision']}")
+        click.echo(f"train.precision: auto is {planned.setting.train.precision}: {planned.reasons['precision']}")
     if "not_loaded" in planned.reasons:
         click.echo(f"not loaded: {planned.reasons['not_loaded']}")
     notes = environment_notes(p.train.expandable_segments) if planned.device.kind == "cuda" else []

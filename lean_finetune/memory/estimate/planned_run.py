@@ -147,7 +147,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
     segments = segments_from_environment()
     of_model = {
         "fused_kernels": fused_kernels.memory_note(p.train.fused_kernels),
-        "experts": experts_on(device, config, setting.model),
+        "experts": experts_on(device, config, setting.train),
         "not_loaded": left_out_text(meta_model(config)),
         "weights": format_text(config),
     }
@@ -163,12 +163,12 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Plann
         reasons={
             "gpu": device_reason,
             "precision": precision_reason,
-            "attention": attention_on(device, config, setting.model, masked=beyond_window and not plan.flat),
+            "attention": attention_on(device, config, setting.train, masked=beyond_window and not plan.flat),
             **{name: text for name, text in of_model.items() if text is not None},
         },
     )
-    if setting.optimizer_in_backward:
-        refuse_in_backward(setting.model, np.diff(planned.own_plan.step_bounds))
+    if setting.train.optimizer_in_backward:
+        refuse_in_backward(setting.train, np.diff(planned.own_plan.step_bounds))
     return planned
 
 
@@ -190,8 +190,8 @@ class FitCheck:
         """The predicted peak of a changed run that fits; None if it does not."""
         try:
             trial = self.trial(changed)
-            if trial.setting.optimizer_in_backward:
-                refuse_in_backward(trial.setting.model, np.diff(trial.own_plan.step_bounds))
+            if trial.setting.train.optimizer_in_backward:
+                refuse_in_backward(trial.setting.train, np.diff(trial.own_plan.step_bounds))
         except UserError:  # Rows that fit no micro-batch, or steps of several: a later stage would refuse the change.
             return None
         prediction, _ = trial.predict()

@@ -24,6 +24,7 @@ from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
+from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -82,7 +83,7 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
 
 def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
-    repetition, _ = find_repetition(config, setting.model)
+    repetition, _ = find_repetition(config, setting.train)
     if repetition is not None and setting.pipeline_stages == 1:
         try:
             shallow = (with_layers(config, depth) for depth in repetition.depths)
@@ -110,16 +111,16 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
     with (
         CachedFakeMode(),
         target.attention(),
-        without_launches(setting.model.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
+        without_launches(setting.train.fused_kernels, target.multiprocessors),
+        shared(fake_model(config, setting.train, CPU), setting.sharing, trace, CPU) as parallel,
     ):
         model = parallel.model.eval()
         trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
         trace.register(quantisation_tensors(model), QUANTISATION_STATE)
-        if setting.model.method != "full":
+        if setting.train.method != "full":
             trace.register([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
         trace.begin_steps(model)
-        with trace.recording(), torch.no_grad(), setting.model.autocast("cpu"):
+        with trace.recording(), torch.no_grad(), autocast(setting.train, "cpu"):
             use(parallel, trace)
     return trace
 

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.pipeline_parts import decoder_layers
 
 Signature = tuple[Any, ...]
@@ -50,7 +50,7 @@ class Repetition:
 
 
 def find_repetition(
-    config: PretrainedConfig, spec: ModelSpec, all_layers_reason: str | None = None
+    config: PretrainedConfig, train: Train, all_layers_reason: str | None = None
 ) -> tuple[Repetition | None, str]:
     """How the layers of a model repeat, or None if all of them must be traced; and why.
 
@@ -60,7 +60,7 @@ def find_repetition(
     everything = "the only layer" if count == 1 else f"all {count} layers"
     if all_layers_reason is not None:
         return None, f"{everything}: {all_layers_reason}"
-    if any("." in target for target in spec.lora_targets) and spec.method != "full":
+    if any("." in target for target in train.lora.targets) and train.method != "full":
         return None, f"{everything}: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1).pays:
         return None, f"{everything}: they are few"
@@ -68,7 +68,7 @@ def find_repetition(
     if signatures is None or len(signatures) != count:
         return None, f"{everything}: the model has no single list of layers"
     alike = next((p for p in range(1, count) if signatures[p:] == signatures[:-p]), count)
-    period = math.lcm(alike, spec.recomputed_every if spec.grad_ckpt else 1)
+    period = math.lcm(alike, train.recomputed_every if train.grad_ckpt else 1)
     repetition = Repetition(layers=count, period=period)
     if alike == count or not repetition.pays:
         return None, f"{everything}: they are not alike, or repeat too seldom"

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from transformers.core_model_loading import dot_natural_key
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.predict.evaluation_phases import highest, peak_of
 from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
@@ -30,7 +31,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
     fp8_block,
     stored_format,
 )
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import base_dtype
 
 FILE = "weight_files"
 """Category of a weight as read from its file, until it is converted."""
@@ -46,7 +47,7 @@ MXFP4_VALUE_BYTES = 4 + 7 / 32
 def load_peak(
     config: PretrainedConfig,
     shapes: ModelShapes,
-    spec: ModelSpec,
+    train: Train,
     stored: torch.dtype,
     target: Target,
     states: Mapping[str, int],
@@ -63,7 +64,7 @@ def load_peak(
     def final_bytes(parameter: ParameterShape) -> int:
         """Bytes of a weight in its final type, with its scales."""
         alone = replace(shapes, parameters=(parameter,), buffer_bytes=())
-        sizes = state_bytes(weight_lines(alone, spec), granularity_bytes=target.granularity_bytes)
+        sizes = state_bytes(weight_lines(alone, train), granularity_bytes=target.granularity_bytes)
         return sizes[WEIGHTS] + sizes.get(QUANTISATION_STATE, 0)
 
     for parameter in sorted(shapes.parameters, key=lambda parameter: dot_natural_key(parameter.name)):
@@ -75,15 +76,15 @@ def load_peak(
             moments.append(peak_of({WEIGHTS: placed, FILE: unpacked, LOADING: unpacking}))
         if parameter.experts:
             moments += _loading_experts(
-                parameter, spec, in_file, placed, own, by_expert=shapes.stored_by_expert, on_cpu=on_cpu
+                parameter, train, in_file, placed, own, by_expert=shapes.stored_by_expert, on_cpu=on_cpu
             )
         elif not (as_stored and parameter.linear):
-            for file_bytes, loading_bytes in _temporary_bytes(parameter, spec, in_file, on_cpu=on_cpu):
+            for file_bytes, loading_bytes in _temporary_bytes(parameter, train, in_file, on_cpu=on_cpu):
                 moments.append(peak_of({WEIGHTS: placed + own, FILE: file_bytes, LOADING: loading_bytes}))
         placed += own
-    if spec.adapted and (spec.lora_dora or spec.lora_init != "default"):
-        adapted = max(adapted_weights(shapes, spec), key=lambda parameter: parameter.values)
-        moments.append(peak_of({**states, LOADING: _adapter_init_bytes(adapted, spec, final_bytes(adapted))}))
+    if train.adapted and (train.lora.dora or train.lora.init != "default"):
+        adapted = max(adapted_weights(shapes, train), key=lambda parameter: parameter.values)
+        moments.append(peak_of({**states, LOADING: _adapter_init_bytes(adapted, train, final_bytes(adapted))}))
     return highest(moments)
 
 
@@ -105,7 +106,7 @@ def _unpacking_bytes(parameter: ParameterShape, config: PretrainedConfig) -> int
 
 def _loading_experts(
     parameter: ParameterShape,
-    spec: ModelSpec,
+    train: Train,
     stored: torch.dtype,
     placed: int,
     own: int,
@@ -118,51 +119,55 @@ def _loading_experts(
     If files have a tensor for each expert, all of them and their stack exist at the same time; else the stack as read,
     and converted. Then the stack is packed, expert by expert.
     """
-    stacked = parameter.values * spec.dtype.itemsize
-    as_read = stacked if by_expert else parameter.values * stored.itemsize if on_cpu and stored != spec.dtype else 0
+    stacked = parameter.values * base_dtype(train).itemsize
+    as_read = (
+        stacked if by_expert else parameter.values * stored.itemsize if on_cpu and stored != base_dtype(train) else 0
+    )
     yield peak_of({WEIGHTS: placed, FILE: as_read, LOADING: stacked})
-    if spec.method in PACKED_BITS:
+    if train.method in PACKED_BITS:
         one = parameter.values // parameter.experts
-        packing = int(one * (_quantising_bytes(spec, on_cpu=on_cpu) + PACKED_EXPERT_BYTES))
+        packing = int(one * (_quantising_bytes(train, on_cpu=on_cpu) + PACKED_EXPERT_BYTES))
         yield peak_of({WEIGHTS: placed + own, LOADING: stacked + packing})
 
 
-def _adapter_init_bytes(weight: ParameterShape, spec: ModelSpec, final_bytes: int) -> int:
+def _adapter_init_bytes(weight: ParameterShape, train: Train, final_bytes: int) -> int:
     """Temporary bytes of initialising an adapter, after all weights are loaded.
 
     DoRA computes the norms of the weight's rows: the adapter's product, the scaled product and their sum with the
     weight exist at the same time; a quantised weight is copied and dequantised. PiSSA needs the weight in fp32, its
     principal part and the rest; LoftQ the original weight, the quantised one and their difference.
     """
-    full_bytes, fp32_bytes = weight.values * spec.dtype.itemsize, weight.values * FP32_BYTES
-    norm_bytes = 3 * full_bytes + (final_bytes + full_bytes if spec.method in PACKED_BITS else 0)
+    full_bytes, fp32_bytes = weight.values * base_dtype(train).itemsize, weight.values * FP32_BYTES
+    norm_bytes = 3 * full_bytes + (final_bytes + full_bytes if train.method in PACKED_BITS else 0)
     # A frozen weight that is fp32 already is one of the copies.
-    copies = ADAPTER_STARTS[spec.lora_init].fp32_copies - (full_bytes == fp32_bytes and spec.method not in PACKED_BITS)
-    return max(norm_bytes if spec.lora_dora else 0, copies * fp32_bytes)
+    copies = ADAPTER_STARTS[train.lora.init].fp32_copies - (
+        full_bytes == fp32_bytes and train.method not in PACKED_BITS
+    )
+    return max(norm_bytes if train.lora.dora else 0, copies * fp32_bytes)
 
 
 def _temporary_bytes(
-    parameter: ParameterShape, spec: ModelSpec, stored: torch.dtype, *, on_cpu: bool
+    parameter: ParameterShape, train: Train, stored: torch.dtype, *, on_cpu: bool
 ) -> Iterator[tuple[int, int]]:
     """(bytes as read, other bytes) beside a weight's final bytes, at each moment of loading it."""
-    packed = parameter.linear and spec.method in PACKED_BITS
-    as_read = parameter.values * stored.itemsize if on_cpu and stored != spec.dtype else 0
+    packed = parameter.linear and train.method in PACKED_BITS
+    as_read = parameter.values * stored.itemsize if on_cpu and stored != base_dtype(train) else 0
     if not packed:
         yield as_read, 0
         return
-    converted = parameter.values * spec.dtype.itemsize
+    converted = parameter.values * base_dtype(train).itemsize
     if as_read:
         yield as_read, converted
-    yield 0, converted + int(parameter.values * _quantising_bytes(spec, on_cpu=on_cpu))
+    yield 0, converted + int(parameter.values * _quantising_bytes(train, on_cpu=on_cpu))
 
 
-def _quantising_bytes(spec: ModelSpec, *, on_cpu: bool) -> float:
+def _quantising_bytes(train: Train, *, on_cpu: bool) -> float:
     """Temporary bytes per value while bitsandbytes quantises a weight, beside its input and output."""
-    halved = 0 if spec.dtype == torch.float16 else HALF_BYTES
-    if spec.method == "int8_lora":  # fp16 copy; on a CPU also scaled and rounded values.
+    halved = 0 if base_dtype(train) == torch.float16 else HALF_BYTES
+    if train.method == "int8_lora":  # fp16 copy; on a CPU also scaled and rounded values.
         return halved + (2 * FP32_BYTES - 1 if on_cpu else 0)
     if not on_cpu:
         return 0
-    widened = 0 if spec.dtype == torch.float32 else FP32_BYTES
+    widened = 0 if base_dtype(train) == torch.float32 else FP32_BYTES
     # Scaled values (fp32), their codes (int32), the codes as bytes, and every second one shifted by 4 bits.
     return widened + 2 * FP32_BYTES + 1.5

@@ -49,7 +49,7 @@ def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
 
 def _of_processes(shapes: ModelShapes, setting: Setting) -> Iterator[list[Trained]]:
     """The trained tensors that each process updates: one list where all processes have as many values."""
-    trained, sharing = trained_tensors(shapes, setting.model), setting.sharing
+    trained, sharing = trained_tensors(shapes, setting.train), setting.sharing
     if sharing is None:
         yield trained
     elif setting.pipeline_stages > 1:
@@ -82,20 +82,20 @@ def _of_stages(shapes: ModelShapes, trained: Sequence[Trained], spec: ShardSpec)
 def _host_lines(shapes: ModelShapes, setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
     """`host_lines` of a process that updates `trained`."""
     largest = max(tensor.bytes for tensor in trained)
-    on_disk, lines = setting.offload_to == "disk", []
-    if setting.offload == "parameters":
-        everything = state_lines(shapes, replace(setting, offload="none"), cuda=False, trained=trained)
+    on_disk, lines = setting.train.offload_to == "disk", []
+    if setting.train.offload == "parameters":
+        everything = state_lines(shapes, setting.with_train(offload="none"), cuda=False, trained=trained)
         on_device = state_lines(shapes, setting, cuda=False)
         moved = (line for line in everything if line not in on_device and not (on_disk and line.category == OPTIMIZER))
         lines = [_page_locked(line, setting) for line in moved]
-        if setting.optimizer_in_backward:
+        if setting.train.optimizer_in_backward:
             lines.append(Line.of(ON_HOST, "the largest gradient", (largest,)))
     else:
         lines.append(Line.of(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, largest),)))
     if on_disk:
         buffer = min(setting.offload_buffer_bytes, _total_bytes(_disk_lines(setting, trained)))
         lines.append(Line.of(ON_HOST, "buffer of state on disk", (buffer,)))
-    elif setting.offload == "optimizer":
+    elif setting.train.offload == "optimizer":
         copies, states = _copies_and_states(setting, trained)
         room = Line.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),))
         lines = [*by_type(ON_HOST, "copies of the weights, {type}", copies), *states, room, *lines]
@@ -113,7 +113,7 @@ def _page_locked(line: Line, setting: Setting) -> Line:
 
 def _disk_lines(setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
     """`disk_lines` of a process that updates `trained`."""
-    if setting.offload_to != "disk":
+    if setting.train.offload_to != "disk":
         return ()
     copies, states = _copies_and_states(setting, trained)
     lines = (*by_type(ON_DISK, "copies of the weights, {type}", copies), *states)
@@ -122,8 +122,8 @@ def _disk_lines(setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
 
 def _copies_and_states(setting: Setting, trained: list[Trained]) -> tuple[Sequence[Trained], list[Line]]:
     """Copies of the weights that are updated, and their state."""
-    copies = updated_tensors(trained, masters=setting.master_weights)
-    return copies, list(optimizer_tensors(copies, setting.optimizer, cuda=False))
+    copies = updated_tensors(trained, masters=setting.train.master_weights)
+    return copies, list(optimizer_tensors(copies, setting.train.optimizer, cuda=False))
 
 
 def _total_bytes(lines: Iterable[Line]) -> int:
@@ -138,7 +138,7 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
     shapes, cuda = model_shapes(config, setting.tensor_parallel), target.foreach
     on_device = state_lines(shapes, setting, cuda=cuda)
     outside = paged_lines(shapes, setting, cuda=cuda)
-    if setting.offload != "none":
+    if setting.train.offload != "none":
         outside = (*host_lines(shapes, setting), *disk_lines(shapes, setting))
     for line in (*on_device, *outside):
         category = OPTIMIZER if line in outside else line.category
@@ -160,7 +160,7 @@ def disk_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
 
 def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
     """Host memory and disk space that train.offload takes in one process."""
-    if setting.offload == "none":
+    if setting.train.offload == "none":
         return 0, 0
     in_memory = sum(line.total_bytes(1) for line in host_lines(shapes, setting))
     return in_memory, disk_bytes(shapes, setting)
@@ -168,6 +168,6 @@ def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, i
 
 def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
     """Disk space that train.offload_to=disk takes in one process."""
-    if setting.offload == "none" or setting.offload_to != "disk":
+    if setting.train.offload == "none" or setting.train.offload_to != "disk":
         return 0
     return sum(line.total_bytes(BLOCK_BYTES) for line in disk_lines(shapes, setting))

@@ -41,6 +41,7 @@ from lean_finetune.memory.trace.memory_trace import (
 )
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.files.quantized_checkpoint import UNPACKED, stored_format, without_quantisation
+from lean_finetune.model.precision import base_dtype
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -136,15 +137,15 @@ def load_and_save(
     """Peaks of loading and of saving; `stored` is the type of the weights in their files, `update` as above."""
     shapes, sharing = model_shapes(config), setting.sharing
     if sharing is None:
-        on_device = replace(setting, optimizer_in_backward=False)
+        on_device = setting.with_train(optimizer_in_backward=False)
         lines = state_lines(shapes, on_device, cuda=target.foreach)
         states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
         states.pop(GRADIENTS)
         optimizer_bytes = states.pop(OPTIMIZER, 0)
         end = peak_of({**states, OPTIMIZER: optimizer_bytes})
-        return load_peak(config, shapes, setting.model, stored, target, states, end), end
+        return load_peak(config, shapes, setting.train, stored, target, states, end), end
     states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
-    largest = max(parameter.values for parameter in shapes.parameters) * setting.model.dtype.itemsize
+    largest = max(parameter.values for parameter in shapes.parameters) * base_dtype(setting.train).itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
     unsharded = largest if sharing.spec.mode in SPLIT_WEIGHTS or setting.tensor_parallel > 1 else 0
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
@@ -156,7 +157,7 @@ def _heldout(
 ) -> Peak:
     """Peak of held-out losses during training."""
     shape = around.in_training
-    chunk = setting.loss_chunk or shape.rows * shape.length  # As in the training loop.
+    chunk = setting.train.loss_chunk or shape.rows * shape.length  # As in the training loop.
 
     def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return summed_loss(model, batch, chunk, exchange=exchange)
@@ -169,7 +170,7 @@ def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases,
     """Peaks of stage evaluate, with the merged model if requested."""
     found = _evaluation_of(config, setting, around, target)
     if around.merged:
-        merged = replace(setting, model=replace(setting.model, method="full"))
+        merged = setting.with_train(method="full")
         plain = without_quantisation(deepcopy(config))
         found[EVALUATE_MERGED] = highest(_evaluation_of(plain, merged, around, target).values())
     return found
@@ -178,7 +179,7 @@ def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases,
 def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
     # As in stage evaluate.
-    plain = replace(setting, model=replace(setting.model, attention="auto", fused_kernels="none"))
+    plain = setting.with_train(attention="auto", fused_kernels="none")
 
     def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return token_losses(model, batch, around.logits_chunk)

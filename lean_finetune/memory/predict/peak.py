@@ -80,7 +80,7 @@ def predict_from(
     """`predict`, with shallow models traced by `kind`; and their extrapolation, None if all layers were traced."""
     if is_pipeline(setting):
         return _of_pipeline(kind, config, setting, steps, target)
-    repetition, reason = find_repetition(config, setting.model, setting.all_layers_reason)
+    repetition, reason = find_repetition(config, setting.train, setting.all_layers_reason)
     if repetition is not None:
         try:
             return _extrapolated(kind, config, setting, steps, target, repetition, reason)
@@ -161,7 +161,7 @@ class _StageTraces:
         self, kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
     ):
         self._kind, self._config, self._setting, self._steps, self._target = kind, config, setting, steps, target
-        self._repetition, self._reason = find_repetition(config, setting.model)
+        self._repetition, self._reason = find_repetition(config, setting.train)
         self._traces: dict[tuple[int, int], WindowTrace] = {}
         self.period = 1 if self._repetition is None else self._repetition.period
 

@@ -18,6 +18,7 @@ from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
+from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.batches import BATCHES_AHEAD
 
 IMPORTS_BYTES = 426 * MIB
@@ -58,11 +59,11 @@ def on_host(
     `stored` is the type of the weights in the model's files. The largest micro-batch has `batch_tokens`. The step
     offloads activations of `offloaded_bytes`.
     """
-    shapes, spec = model_shapes(config), setting.model
+    shapes, train = model_shapes(config), setting.train
     largest = max(parameter.values for parameter in shapes.parameters)
-    threads = 1 if spec.method in ("qlora", "int8_lora") else LOADING_THREADS
+    threads = 1 if train.method in ("qlora", "int8_lora") else LOADING_THREADS
     figures: dict[str, Figure] = {}
-    if setting.offload_activations == "cpu" and offloaded_bytes:
+    if setting.train.offload_activations == "cpu" and offloaded_bytes:
         why = "what layers keep for backward, page-locked in blocks of powers of two"
         figures["activations"] = _derived(offloaded_bytes, why)
     if optimizer_bytes := host_state_bytes(config, setting):
@@ -71,12 +72,12 @@ def on_host(
     why = "after imports, measured with PyTorch for CPUs; the margin is for CUDA's libraries"
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
-    figures["loading"] = _derived(threads * largest * (stored.itemsize + spec.dtype.itemsize), why)
+    figures["loading"] = _derived(threads * largest * (stored.itemsize + base_dtype(train).itemsize), why)
     if setting.sharing is not None and (setting.sharing.holders > 1 or setting.tensor_parallel > 1):
         # One process reads the model on its host and sends it to the GPUs layer by layer.
-        model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, spec))
-        if spec.adapted:
-            model_bytes += trained_values(shapes, spec) * spec.adapter_dtype.itemsize
+        model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, train))
+        if train.adapted:
+            model_bytes += trained_values(shapes, train) * adapter_dtype(train).itemsize
         figures["model"] = _derived(model_bytes, "all weights, until each layer is sent to its GPUs")
     batches = (1 + BATCHES_AHEAD) * batch_tokens * BATCH_TOKEN_BYTES
     figures["batches"] = _derived(batches, "one in use, and one thread's ahead; page-locked")
@@ -110,7 +111,7 @@ def processes_per_host(setting: Setting, nodes: int = 1) -> int:
 
 def needed_bytes(setting: Setting, host: Mapping[str, Figure], nodes: int = 1) -> int:
     """RAM that all processes of the first host need, without margins; `host` is that of `on_host`."""
-    return host_bytes(of_process(host), setting.model.method, processes_per_host(setting, nodes))
+    return host_bytes(of_process(host), setting.train.method, processes_per_host(setting, nodes))
 
 
 def host_shortage(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.predict.optimizer_states import (
     FP32_BYTES,
@@ -38,7 +38,7 @@ from lean_finetune.model.experts.experts_forward import (
 from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge.stored_experts import stored_by_expert
-from lean_finetune.model.model_spec import ModelSpec
+from lean_finetune.model.precision import adapter_dtype, base_dtype
 
 PACKED_BITS: Mapping[str, int] = {"qlora": 4, "int8_lora": 8}
 """Bits of a quantised weight, by method."""
@@ -155,46 +155,46 @@ def state_lines(
     Paged optimizer state is in `paged_lines`, what train.offload moves is in `offloaded_states`. `trained` are the
     trained tensors that count; None = all.
     """
-    spec, masters = setting.model, setting.master_weights
-    if setting.offload == "parameters":
-        return tuple(line for line in (*_quantisation_lines(shapes, spec), _buffers(shapes)) if line.tensor_bytes)
-    lines = weight_lines(shapes, spec)
-    trained = trained_tensors(shapes, spec) if trained is None else trained
+    train, masters = setting.train, setting.train.master_weights
+    if setting.train.offload == "parameters":
+        return tuple(line for line in (*_quantisation_lines(shapes, train), _buffers(shapes)) if line.tensor_bytes)
+    lines = weight_lines(shapes, train)
+    trained = trained_tensors(shapes, train) if trained is None else trained
     updated = updated_tensors(trained, masters=masters)
-    if spec.method != "full":
-        kind = "DoRA" if spec.lora_dora else "LoRA"
-        lines += by_type(ADAPTERS, f"{kind} of rank {spec.lora_rank}, {{type}}", trained)
-        if spec.keeps_first_adapters and not cuda:
+    if train.method != "full":
+        kind = "DoRA" if train.lora.dora else "LoRA"
+        lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}, {{type}}", trained)
+        if train.lora.changes_frozen_weights and not cuda:
             lines.append(Line.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained)))
-    if not setting.optimizer_in_backward:
+    if not setting.train.optimizer_in_backward:
         lines += by_type(GRADIENTS, "one per trained value, {size} bytes", trained)
-    if setting.offload == "none":
+    if setting.train.offload == "none":
         if masters:
             lines += by_type(OPTIMIZER, "master weights, {type}", updated)
-        states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
+        states = optimizer_tensors(updated, setting.train.optimizer, cuda=cuda)
         lines += [line for line in states if line.category == OPTIMIZER]
     return tuple(line for line in lines if line.tensor_bytes)
 
 
 def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
-    updated = updated_tensors(trained_tensors(shapes, setting.model), masters=setting.master_weights)
-    states = optimizer_tensors(updated, setting.optimizer, cuda=cuda)
+    updated = updated_tensors(trained_tensors(shapes, setting.train), masters=setting.train.master_weights)
+    states = optimizer_tensors(updated, setting.train.optimizer, cuda=cuda)
     return tuple(line for line in states if line.category == PAGED and line.tensor_bytes)
 
 
-def trained_values(shapes: ModelShapes, spec: ModelSpec) -> int:
+def trained_values(shapes: ModelShapes, train: Train) -> int:
     """Number of trained values."""
-    return sum(tensor.values for tensor in trained_tensors(shapes, spec))
+    return sum(tensor.values for tensor in trained_tensors(shapes, train))
 
 
-def trained_tensors(shapes: ModelShapes, spec: ModelSpec) -> list[Trained]:
+def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
     """The trained tensors; an adapter's have the name of the weight that it adapts."""
-    if spec.method != "full":
-        size = spec.adapter_dtype.itemsize
-        return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in _adapter_shapes(shapes, spec)]
-    trained = (p for p in shapes.parameters if not p.frozen and (spec.router == "trained" or not p.router))
-    sizes = ((p, FP32_BYTES if spec.dtype in p.fp32_in else spec.dtype.itemsize) for p in trained)
+    if train.method != "full":
+        size = adapter_dtype(train).itemsize
+        return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in _adapter_shapes(shapes, train)]
+    trained = (p for p in shapes.parameters if not p.frozen and (train.router == "trained" or not p.router))
+    sizes = ((p, FP32_BYTES if base_dtype(train) in p.fp32_in else base_dtype(train).itemsize) for p in trained)
     return [Trained(name=p.name, shape=p.shape, value_bytes=size) for p, size in sizes]
 
 
@@ -210,37 +210,37 @@ def _buffers(shapes: ModelShapes) -> Line:
     return Line(category=WEIGHTS, what="buffers", tensor_bytes=shapes.buffer_bytes, divides=False)
 
 
-def weight_lines(shapes: ModelShapes, spec: ModelSpec) -> list[Line]:
+def weight_lines(shapes: ModelShapes, train: Train) -> list[Line]:
     """Parameters in the type of `train.precision`, quantised ones with their scales, and buffers; without adapters."""
-    bits = PACKED_BITS.get(spec.method)
+    bits = PACKED_BITS.get(train.method)
     plain = [p for p in shapes.parameters if bits is None or not p.packable]
-    kept = [p.values * FP32_BYTES for p in plain if spec.dtype in p.fp32_in]
-    others = [p.values * spec.dtype.itemsize for p in plain if spec.dtype not in p.fp32_in]
+    kept = [p.values * FP32_BYTES for p in plain if base_dtype(train) in p.fp32_in]
+    others = [p.values * base_dtype(train).itemsize for p in plain if base_dtype(train) not in p.fp32_in]
     lines = [
-        Line.of(WEIGHTS, f"{DTYPE_NAMES[spec.dtype]}, {spec.dtype.itemsize} bytes a value", others),
+        Line.of(WEIGHTS, f"{DTYPE_NAMES[base_dtype(train)]}, {base_dtype(train).itemsize} bytes a value", others),
         Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept),
     ]
     if bits is not None:
         packed = [p for p in shapes.parameters if p.packable]
-        what = f"{spec.quant_type.upper()}, half a byte a value" if spec.method == "qlora" else "int8, a byte a value"
+        what = f"{train.quant.type.upper()}, half a byte a value" if train.method == "qlora" else "int8, a byte a value"
         lines.append(Line.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
-    return [*lines, _buffers(shapes), *_quantisation_lines(shapes, spec)]
+    return [*lines, _buffers(shapes), *_quantisation_lines(shapes, train)]
 
 
-def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
+def _quantisation_lines(shapes: ModelShapes, train: Train) -> Iterator[Line]:
     """Scales of 4-bit weights (Dettmers 2023, arXiv 2305.14314, section 3) and 8-bit ones (2022, arXiv 2208.07339)."""
-    if spec.method == "int8_lora":
+    if train.method == "int8_lora":
         packable = (p for p in shapes.parameters if p.packable)
         rows = (math.prod(p.shape[:-1] if p.experts else p.shape[:1]) * FP32_BYTES for p in packable)
         yield Line.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
-    if spec.method != "qlora":
+    if train.method != "qlora":
         return
     # (weights in a tensor, blocks of each, shape): all experts of a projection are in one.
     packed = [
         (p.experts or 1, -(-p.values // (p.experts or 1) // BLOCK_WEIGHTS), p) for p in shapes.parameters if p.packable
     ]
     linear = [p for _, _, p in packed if p.linear]
-    if not spec.double_quant or shapes.in_parts:
+    if not train.quant.double or shapes.in_parts:
         scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
         yield Line.of(QUANTISATION_STATE, scales, (count * blocks * FP32_BYTES for count, blocks, _ in packed))
         yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in linear))
@@ -256,29 +256,29 @@ def _quantisation_lines(shapes: ModelShapes, spec: ModelSpec) -> Iterator[Line]:
     yield Line.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
 
 
-def _adapter_shapes(shapes: ModelShapes, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names of adapted weights, with the shapes of A (rank × inputs), B (outputs × rank).
 
     Hu et al. 2021, arXiv 2106.09685.
     """
-    for parameter in adapted_weights(shapes, spec):
+    for parameter in adapted_weights(shapes, train):
         if parameter.experts:
             outputs, inputs = parameter.shape[:0:-1] if parameter.transposed else parameter.shape[1:]
-            yield parameter.name, (spec.lora_expert_rank * parameter.experts, inputs)
-            yield parameter.name, (outputs, spec.lora_expert_rank * parameter.experts)
+            yield parameter.name, (train.lora.expert_rank * parameter.experts, inputs)
+            yield parameter.name, (outputs, train.lora.expert_rank * parameter.experts)
             continue
         outputs, inputs = parameter.shape
-        yield parameter.name, (spec.lora_rank, inputs)
-        yield parameter.name, (outputs, spec.lora_rank)
-        if spec.lora_dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
+        yield parameter.name, (train.lora.rank, inputs)
+        yield parameter.name, (outputs, train.lora.rank)
+        if train.lora.dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
             yield parameter.name, (outputs,)
 
 
-def adapted_weights(shapes: ModelShapes, spec: ModelSpec) -> Iterator[ParameterShape]:
+def adapted_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
     """Weights of the layers that get an adapter: the head too, where train.lora.targets names it."""
     for parameter in shapes.parameters:
         layer = parameter.name.removesuffix(".weight")
-        named = any(layer == target or layer.endswith(f".{target}") for target in spec.lora_targets)
-        all_linear = parameter.adaptable and spec.lora_targets == (ALL_LINEAR,)
-        if named or all_linear or (parameter.experts and spec.lora_experts == "all"):
+        named = any(layer == target or layer.endswith(f".{target}") for target in train.lora.targets)
+        all_linear = parameter.adaptable and train.lora.all_linear
+        if named or all_linear or (parameter.experts and train.lora.experts == "all"):
             yield parameter

@@ -19,12 +19,13 @@ from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
 from lean_finetune.memory.trace.static_state import register_rng_states, register_state
 from lean_finetune.model.load_model import fake_model
+from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import StepSpec, training_step
+from lean_finetune.step.training_step import training_step
 
 CPU = torch.device("cpu")
 UPDATE_PHASES = ("clip", "optimizer")
@@ -53,8 +54,8 @@ def trace_steps(
         refuse_untraceable(config),
         CachedFakeMode(),
         target.attention(),
-        without_launches(setting.model.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.model, CPU), setting.sharing, trace, CPU) as parallel,
+        without_launches(setting.train.fused_kernels, target.multiprocessors),
+        shared(fake_model(config, setting.train, CPU), setting.sharing, trace, CPU) as parallel,
     ):
         return trace, _run_steps(parallel, trace, setting, steps, target)
 
@@ -63,28 +64,24 @@ def _run_steps(
     parallel: DataParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
-    optimizer = build_optimizer(parallel.owned, setting.optim_spec, trace.on_host)
-    cuda, on_host, model = target.foreach, setting.offload == "parameters", setting.model
-    register_state(trace, parallel, optimizer, model, setting.optimizer, cuda=cuda, weights_on_host=on_host)
+    # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
+    train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
+    optimizer = build_optimizer(parallel.owned, train, on_host=trace.on_host)
+    cuda, on_host = target.foreach, train.offload == "parameters"
+    register_state(trace, parallel, optimizer, train, cuda=cuda, weights_on_host=on_host)
     trace.register_bytes(target.constant_bytes, WORKSPACE)
     trace.begin_steps(parallel.model)
-    spec = StepSpec(
-        loss_chunk=setting.loss_chunk,
-        max_grad_norm=setting.max_grad_norm,
-        foreach=cuda,
-        optimizer_in_backward=setting.optimizer_in_backward,
-    )
-    scaler = LossScaler(finite=lambda norm: True) if model.scales_loss else None
-    store = CountingStore(pinned=setting.offload_activations == "cpu")
+    scaler = LossScaler(finite=lambda norm: True) if train.scales_loss else None
+    store = CountingStore(pinned=train.offload_activations == "cpu")
     offload = None
-    if (setting.offload_activations, setting.compress_activations) != ("none", "none"):
+    if (train.offload_activations, train.compress_activations) != ("none", "none"):
         offload = ActivationOffload(
-            None if setting.offload_activations == "none" else store,
-            setting.compress_activations,
+            None if train.offload_activations == "none" else store,
+            train.compress_activations,
             restoring=partial(trace.allocating_as, ACTIVATIONS),
         )
     highest_bytes, position = 0, (0, 0)
-    cuda_autocast = cuda and model.autocast_dtype is not None
+    cuda_autocast = cuda and autocast_dtype(train) is not None
     parts, sharing = setting.context, setting.sharing
     accumulates_gradients = sharing is not None and sharing.accumulates_gradients and sharing.stage is None
 
@@ -106,8 +103,8 @@ def _run_steps(
                 optimizer,
                 batches(step),
                 supervised_tokens=1,
-                model_spec=model,
-                spec=spec,
+                train=train,
+                foreach=cuda,
                 phase=lambda name: _phase(
                     trace, name, cuda_autocast=cuda_autocast, on_host=on_host and name in UPDATE_PHASES
                 ),

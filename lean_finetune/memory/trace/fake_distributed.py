@@ -25,13 +25,13 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Sharing:
         sharing = self.spec.layout.sharing if self.spec.layout else self.gpus
         return self.spec.group_gpus or sharing if self.spec.mode in SPLIT_WEIGHTS else 1
 
-    def for_fewer_layers(self, config: PretrainedConfig, spec: ModelSpec) -> "Sharing":
+    def for_fewer_layers(self, config: PretrainedConfig, train: Train) -> "Sharing":
         """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
 
         Raises:
@@ -96,7 +96,7 @@ class Sharing:
         if self.spec.mode != "zero1":
             return self
         with FakeTensorMode(allow_non_fake_inputs=True):
-            trained = [parameter for _, parameter in named_trained(fake_model(config, spec, torch.device("cpu")))]
+            trained = [parameter for _, parameter in named_trained(fake_model(config, train, torch.device("cpu")))]
         rank, owners = _fullest_owner(trained, self.gpus)
         mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
         return replace(self, owned=tuple((parameter.shape, parameter.dtype) for parameter in mine))

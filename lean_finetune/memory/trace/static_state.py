@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from lean_finetune.config.field_types import OptimizerName
+from lean_finetune.config.train_schema import Train
 from lean_finetune.memory.trace.fake_distributed import local
 from lean_finetune.memory.trace.memory_trace import (
     ACTIVATIONS,
@@ -17,7 +17,6 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     MemoryTrace,
 )
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.optimizers import device_state
@@ -30,8 +29,7 @@ def register_state(
     trace: MemoryTrace,
     parallel: DataParallelModel,
     optimizer: torch.optim.Optimizer,
-    spec: ModelSpec,
-    name: OptimizerName,
+    train: Train,
     *,
     cuda: bool,
     weights_on_host: bool = False,
@@ -48,12 +46,12 @@ def register_state(
     trace.register(quantisation_tensors(model), QUANTISATION_STATE)
     if weights_on_host:  # So are their gradients and update.
         return
-    if spec.method != "full":
+    if train.method != "full":
         trace.register([local(tensor) for tensor in trained], ADAPTERS)
-        if spec.keeps_first_adapters and not cuda:  # In host memory, which counts only on a CPU.
+        if train.lora.changes_frozen_weights and not cuda:  # In host memory, which counts only on a CPU.
             start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
             trace.register_bytes(start, ADAPTERS)
-    trace.register(device_state(optimizer, name, cuda=cuda), OPTIMIZER)
+    trace.register(device_state(optimizer, train.optimizer, cuda=cuda), OPTIMIZER)
 
     def register_gradient(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

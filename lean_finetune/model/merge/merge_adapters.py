@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
@@ -29,7 +30,6 @@ from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, 
 from lean_finetune.model.language_part import names_in_model
 from lean_finetune.model.merge.merge_experts import MergedExperts
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 
 SUFFIX = ".safetensors"
@@ -37,7 +37,7 @@ MERGED = "merged"
 """Subdirectory of the merged model, next to its adapter."""
 
 
-def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsSpec, out: Path) -> None:
+def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseWeights, out: Path) -> None:
     """Write the merged model to `out` in the types of the base's files; weights that are quantised there in bf16.
 
     Weights that training quantised while loading are quantised and dequantised here too: the adapters learnt to
@@ -47,7 +47,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         base: the base model's directory.
         files: files to merge or copy: weights, config.
         adapter: directory of the saved adapter.
-        spec: number format of the base in training.
+        weights: number format of the base in training.
         out: an existing directory.
 
     Raises:
@@ -59,8 +59,8 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
     model, tensors_of_base = meta_model(base_config), file_tensors(base, base_config)
     packed = [name for name, one in tensors_of_base.items() if isinstance(one, BitsAndBytesWeight)]
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
-    quantised = _quantised_layers(base_config, spec).difference(packed_layers)
-    experts = MergedExperts(tensors_of_base, model, spec, take_experts(base_config, adapter, tensors))
+    quantised = _quantised_layers(base_config, weights).difference(packed_layers)
+    experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
     unmerged = {_layer(key) for key in tensors}
     for name in sorted(files):
         if not name.endswith(SUFFIX):
@@ -78,7 +78,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
             layer, weight = names[key].removesuffix(".weight"), stored[key].read()
             if layer not in quantised and layer not in unmerged:
                 return weight
-            weight_NK = as_trained(weight, spec, layer in quantised)
+            weight_NK = as_trained(weight, weights, layer in quantised)
             if layer in unmerged:
                 weight_NK = _with_adapter(weight_NK, layer, tensors, config)
                 unmerged.remove(layer)
@@ -93,20 +93,20 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, spec: WeightsS
         )
 
 
-def refuse_merge(base: Path, spec: WeightsSpec, *, experts: bool) -> None:
+def refuse_merge(base: Path, weights: BaseWeights, *, experts: bool) -> None:
     """Refuse to merge into experts that training packs or adapts, if the files have them in an unknown form.
 
     Args:
         base: the base model's directory.
-        spec: number format of the base in training.
+        weights: number format of the base in training.
         experts: whether they have adapters.
 
     Raises:
         UserError: naming the remedy.
     """
     config = read_config(base)
-    if (experts or quantisation(spec) is not None) and (
-        missing := MergedExperts(file_tensors(base, config), meta_model(config), spec, {}).missing
+    if (experts or quantisation(weights) is not None) and (
+        missing := MergedExperts(file_tensors(base, config), meta_model(config), weights, {}).missing
     ):
         raise UserError(
             f"train.merge: the files of {config.model_type} have {missing[0]} in a form that cannot be merged; got "
@@ -119,12 +119,12 @@ def _layer(key: str) -> str:
     return key.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 
-def _quantised_layers(config: PretrainedConfig, spec: WeightsSpec) -> set[str]:
+def _quantised_layers(config: PretrainedConfig, weights: BaseWeights) -> set[str]:
     """Names of the layers that training quantises."""
-    if quantisation(spec) is None:
+    if quantisation(weights) is None:
         return set()
     model = meta_model(config)
-    quantize_on_meta(model, spec)
+    quantize_on_meta(model, weights)
     kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
     return {name for name, module in model.named_modules() if isinstance(module, kinds)}
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lean_finetune.config.train_schema import BaseWeights
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
 from lean_finetune.model.experts.experts_forward import is_transposed
 from lean_finetune.model.merge.stored_experts import expert_parts, projections
-from lean_finetune.model.model_spec import WeightsSpec
 from lean_finetune.model.quantize import as_trained, quantisation
 
 
@@ -25,7 +25,7 @@ class MergedExperts:
         self,
         stored: Mapping[str, Any],
         model: PreTrainedModel,
-        spec: WeightsSpec,
+        weights: BaseWeights,
         adapters: Mapping[str, ExpertAdapter],
     ):
         """Find them; nothing is read yet.
@@ -33,11 +33,11 @@ class MergedExperts:
         Args:
             stored: the tensors of the base model's files.
             model: on the meta device.
-            spec: number format of the base in training.
+            weights: number format of the base in training.
             adapters: of the experts' projections, by name.
         """
-        self._stored, self._spec, self._adapters = stored, spec, adapters
-        self._packed = quantisation(spec) is not None
+        self._stored, self._spec, self._adapters = stored, weights, adapters
+        self._packed = quantisation(weights) is not None
         self._modules = projections(model)
         self._parts = expert_parts(self._stored, model)
         self._sources: dict[tuple[str, int | None], list[str]] = defaultdict(list)

@@ -10,11 +10,11 @@ from typing import Any
 from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
 from cuda_memory.units import GIB, MIB, counted, readable_size
-from lean_finetune.config.field_types import Method, OptimizerName
+from lean_finetune.config.field_types import Method
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.train.oom.oom_state import READING, AddressLimit, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
@@ -55,15 +55,14 @@ def oom_error(
     prediction: Prediction,
     *,
     device: str,
-    spec: ModelSpec,
-    optimizer: OptimizerName,
+    train: Train,
     can_split: bool,
     record: Path,
     snapshot: Path | None,
 ) -> OutOfMemory:
     """Return the error that ends the run, and write all details to `record`, a JSON file.
 
-    `spec` and `optimizer` are the current ones, which are never proposed. `can_split`: run.oom_recovery=split is
+    The method, precision and optimizer of `train` are never proposed. `can_split`: run.oom_recovery=split is
     possible and not set yet. `snapshot` is the file of the allocator's history, if one was written.
     """
     commands = changes_that_fit(failure, prediction)
@@ -90,25 +89,25 @@ def oom_error(
         *([split] if can_split and failure.can_split else []),
         written,
     ]
-    parameter, remedy = _first_remedy(failure, spec, optimizer)
+    parameter, remedy = _first_remedy(failure, train)
     text = f"{parameter}: {_where(failure, device)}; {remedy}, or change the run as below"
     if failure.addresses is not None:
         text = _address_error(failure, prediction, device, failure.addresses, f"{parameter}: {remedy}")
     return OutOfMemory(text, *details, weights_intact=failure.weights_intact)
 
 
-def _first_remedy(failure: Failure, spec: ModelSpec, optimizer: OptimizerName) -> tuple[str, str]:
+def _first_remedy(failure: Failure, train: Train) -> tuple[str, str]:
     """Return the parameter that helps most in the phase that failed, and how to change it."""
     if failure.phase in ("checkpoint", "save"):
         return MORE_MEMORY
     if failure.phase == "load":
-        types = "" if spec.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
-        bits = " and ".join(filter(None, (FEWER_BITS.get(spec.method), types)))
+        types = "" if train.precision in ("bf16", "pure_bf16", "fp16") else "train.precision=bf16"
+        bits = " and ".join(filter(None, (FEWER_BITS.get(train.method), types)))
         return ("train.method", f"store the weights in fewer bits ({bits})") if bits else MORE_MEMORY
     if failure.phase == "clip":
-        return ("train.method", "train fewer weights") if spec.method == "full" else ("train.lora.rank", "lower it")
+        return ("train.method", "train fewer weights") if train.method == "full" else ("train.lora.rank", "lower it")
     if failure.phase == "optimizer":
-        has_state = OPTIMIZERS[optimizer].has_state
+        has_state = OPTIMIZERS[train.optimizer].has_state
         return ("train.optimizer", "use one with less state") if has_state else MORE_MEMORY
     if failure.rows == 1 and not failure.joined:
         return "data.max_length", "the micro-batch has only one row; lower it"

@@ -11,13 +11,13 @@ from transformers import PretrainedConfig
 from cuda_memory.units import MIB, readable_size
 from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.config.train_schema import Train
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.attention_choice import choose_attention
-from lean_finetune.model.model_spec import ModelSpec
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 
 PROCESS_BYTES = 345 * MIB
@@ -53,7 +53,7 @@ def other_device_note(device: torch.device, estimate: Mapping[str, Any]) -> str 
 
 def check_device(
     device: torch.device,
-    spec: ModelSpec,
+    train: Train,
     verdict: Mapping[str, Any],
     estimate: Mapping[str, Any],
     processes: int = 1,
@@ -62,7 +62,7 @@ def check_device(
 
     Args:
         device: where training runs.
-        spec: method and precision of the model.
+        train: method and precision of the model.
         verdict: data/estimate/verdict.json; its refusal was decided for `hardware.gpu`.
         estimate: data/estimate/figures.json; its peaks are compared with the free memory of device and host.
         processes: of the run on this machine; without GPUs they share its memory.
@@ -73,9 +73,13 @@ def check_device(
     """
     if verdict["refusal"]:
         raise DoesNotFit(verdict["refusal"])
-    if device.type == "cuda" and spec.needs_native_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        device.type == "cuda"
+        and train.needs_native_bf16
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"train.precision: {name} has no native bf16; got {spec.precision}; use fp16")
+        raise UserError(f"train.precision: {name} has no native bf16; got {train.precision}; use fp16")
     if not verdict["enforce"]:
         return
     gpu, remedy = estimate["gpu"], "change the run, or set estimate.enforce=false"
@@ -108,11 +112,11 @@ def _check_free(needed: int | None, free: int, what: str, where: str, remedy: st
         )
 
 
-def check_attention(device: torch.device, config: PretrainedConfig, spec: ModelSpec) -> None:
+def check_attention(device: torch.device, config: PretrainedConfig, train: Train) -> None:
     """Refuse attention kernels that this device cannot run; stage estimate has checked the masks."""
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
-    choose_attention(config, spec, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
+    choose_attention(config, train, kind="cuda" if cuda else "cpu", capability=capability, masked=False)
 
 
 def check_host(
