@@ -29,7 +29,7 @@ from lean_finetune.pinning.locate import NO_FILES, ModelFault, model_directory, 
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.optimizers import paging_note
 from lean_finetune.step.token_rows import TokenRows

@@ -18,7 +18,7 @@ from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import TokenPart
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.step.offload.state_file import DiskPlace
+from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.monitor.growth_advice import Settings
 from lean_finetune.train.monitor.memory_monitor import HostPeak
