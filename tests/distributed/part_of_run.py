@@ -60,7 +60,11 @@ class PartOfRun:
 def job_of(part: PartOfRun, world: World) -> TrainJob:
     """The run with its micro-batches divided among the processes; the last may be without rows."""
     tokens = Path(part.directory) / f"tokens-{world.size}-{world.rank}"
-    options: dict[str, Any] = {"method": part.method, "optim": {"name": part.optimizer}, "lora_experts": part.experts}
+    options: dict[str, Any] = {
+        "method": part.method,
+        "optim": {"optimizer": part.optimizer},
+        "lora_experts": part.experts,
+    }
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
     sharing = sharing_of(part.mode, world.size)
     dealt, ranks = [], sharing.layout_of(world).data

@@ -66,7 +66,7 @@ def run(
     """A few steps over the same micro-batches; results and trained parameters."""
     step = {"loss_chunk": chunk, "max_grad_norm": max_grad_norm, "optimizer_in_backward": in_backward}
     train = spec_of(**{**step, **spec})
-    model = load_model(directory, train, CPU)
+    model = load_model(directory, train, CPU, seed=1)
     optimizer = build_optimizer(model, optim)
     torch.manual_seed(0)
     scaler = LossScaler() if train.scales_loss else None

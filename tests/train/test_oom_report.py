@@ -37,7 +37,7 @@ FAILURE = Failure(
     weights_intact=True,
     process_status=None,
 )
-FULL: dict[str, Any] = {"spec": spec_of(method="full"), "optimizer": "adamw", "can_split": True, "snapshot": None}
+FULL: dict[str, Any] = {"train": spec_of(method="full"), "can_split": True, "snapshot": None}
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
 FORECAST = Prediction(
     metrics=METRICS,
@@ -94,12 +94,14 @@ def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], 
 
 def test_current_settings_are_not_proposed(tmp_path: Path):
     """A run of qlora that is advised to use qlora, and one of sgd to use an optimizer with less state."""
-    least = FULL | {"spec": spec_of(method="qlora", precision="bf16"), "optimizer": "sgd", "can_split": False}
+    least = FULL | {"train": spec_of(method="qlora", precision="bf16", optimizer="sgd"), "can_split": False}
     for phase in ("load", "optimizer"):
         failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
         assert lines_of(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
     loading = replace(FAILURE, phase="load", step=None, number=None)
-    line = lines_of(loading, tmp_path, running={**least, "spec": spec_of(method="lora", precision="bf16")})[0]
+    line = lines_of(
+        loading, tmp_path, running={**least, "train": spec_of(method="lora", precision="bf16", optimizer="sgd")}
+    )[0]
     assert line.startswith("train.method: ") and "(qlora)" in line
     assert not any("run.oom_recovery" in line for line in lines_of(FAILURE, tmp_path, running=least))
 

@@ -46,7 +46,7 @@ SLOW = [*((method, {"optimizer": name}, "fp32") for method, name in REST), *PREC
 
 @pytest.mark.parametrize(
     ("method", "optim", "precision"),
-    [(m, {"name": o}, "fp32") for m, o in FAST] + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+    [(m, {"optimizer": o}, "fp32") for m, o in FAST] + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
     ids=str,
 )
 def test_interrupted_run_equals_an_uninterrupted_one(
@@ -195,7 +195,7 @@ def test_weights_that_are_not_finite_are_not_saved(small_llama: Path, tmp_path: 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_a_run_with_its_state_on_disk_goes_on_in_memory_and_the_reverse(small_llama, tmp_path: Path, optimizer: str):
     """A checkpoint of state on disk that is stale, incomplete or named otherwise."""
-    moved = {"name": optimizer, "offload": "optimizer"}
+    moved = {"optimizer": optimizer, "offload": "optimizer"}
     place = DiskPlace(directory=tmp_path / "scratch", buffer_bytes=64 * 2**20)
     in_memory = small_job(small_llama, tmp_path / "tokens", method="full", optim=moved)
     on_disk = replace(in_memory, disk=place)

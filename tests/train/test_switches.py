@@ -187,7 +187,7 @@ def micro_batches(row: Row) -> list[Batch]:
 
 def learn(directory: Path, row: Row) -> Learnt:
     """Train with the row's switch."""
-    start = load_model(directory, spec_of(method=row.method, **row.model), CPU)
+    start = load_model(directory, spec_of(method=row.method, **row.model), CPU, seed=1)
     before = {name: p.detach().float().clone() for name, p in start.named_parameters() if p.requires_grad}
     optim = changed(PLAIN, **row.optim)
     scratch = directory.parent / "scratch"
