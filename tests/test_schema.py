@@ -10,7 +10,7 @@ from dvc.exceptions import InvalidArgumentError
 from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
-from lean_finetune.config.declared_params import Declared
+from lean_finetune.config.declared_params import Declared, declared_part
 from lean_finetune.config.load import load_params, parse_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
@@ -296,6 +296,19 @@ def test_under_dvc_only_declared_keys_can_be_read():
     for read in (lambda: view.seed, lambda: view.train.method, lambda: view.train.lora.alpha):
         with pytest.raises(UserError, match="dvc.yaml does not list it under params"):
             read()
+
+
+def test_a_section_that_a_stage_passes_on_has_its_declared_keys_alone():
+    """As above, for code that gets the section and not all parameters."""
+    reads: set[str] = set()
+    view: Any = Declared(PARAMS, {"train": {"method": 1, "lora": {"rank": 1}}}, "train", "", reads)
+    train = declared_part(view.train).model_copy(update={"lr": 0.5})
+    assert reads == {"train.method", "train.lora.rank"} and hash(train) == hash(train.model_copy())
+    assert (train.method, train.lora.rank, train.lr) == (PARAMS.train.method, PARAMS.train.lora.rank, 0.5)
+    for read in (lambda: train.epochs, lambda: train.lora.alpha):
+        with pytest.raises(UserError, match=r"(train\.epochs|lora\.alpha): the stage reads it but dvc.yaml does not"):
+            read()
+    assert declared_part(PARAMS.train) is PARAMS.train
 
 
 def test_setting_every_key_deletes_no_comment(tmp_path: Path):
