@@ -20,6 +20,7 @@ from accelerate import PartialState
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS, Row, Tracker
+from lean_finetune.train.callbacks.run_callbacks import make_callbacks
 from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, refuse_missing_trackers
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -197,32 +198,28 @@ def test_a_tracker_of_one_of_several_processes_joins_none_of_them(monkeypatch, t
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it joins them"))
     threads = torch.get_num_threads()
     tracker = TRACKERS["tensorboard"](INFO)
     tracker.open()
     tracker.log(ROW)
     tracker.close(failed=False)
     assert list(tmp_path.glob("logs/tensorboard/*/events.*"))
-    assert not dist.is_initialized() and torch.get_num_threads() == threads
+    assert torch.get_num_threads() == threads
     assert {name: os.environ[name] for name in launched} == launched
 
 
-def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(job: TrainJob, monkeypatch):
+def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(tmp_path: Path):
     """A resumed run would continue another tracker's run, or start one."""
-    names: list[str] = []
-
-    class Naming(Tracker):
-        name = "naming"
-
-        def open(self) -> None:
-            names.append(self.info.run_name)
-
-        def log(self, row: Row) -> None: ...
-
-    for tracker in ("one", "two"):
-        monkeypatch.setitem(TRACKERS, tracker, Naming)
-    in_two_parts(replace(job, trackers=["one", "two"]))
-    assert len(names) == 4 and len(set(names)) == 1
+    resumed, other = tmp_path / "resumed", tmp_path / "other"
+    for directory in (resumed, other):
+        directory.mkdir()
+    first = replace(INFO, directories=[resumed])
+    names = {tracker.info.run_name for tracker in make_callbacks(first, list(TRACKERS), leads=True)}
+    assert len(names) == 1
+    for directories in ([resumed], [other, resumed]):
+        assert replace(INFO, directories=directories, first_step=2).run_name in names
+    assert replace(INFO, directories=[resumed]).run_name not in names, "a run that starts anew has another name"
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
