@@ -3,9 +3,11 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from cuda_memory.errors import write_errors
 
 LOCK_FILE = "lock"
 
@@ -54,3 +56,23 @@ def unlock_directory(directory: Path, handle: int) -> None:
             (directory / LOCK_FILE).unlink()
             directory.rmdir()
     os.close(handle)
+
+
+@contextmanager
+def locked_directory(parent: Path, name: str, *, shared: bool) -> Iterator[Path]:
+    """The directory `name` in `parent`, locked in the block; first remove the others that no process has locked.
+
+    Raises UserError if it cannot be written.
+    """
+    with write_errors(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for other in parent.iterdir():
+            if other.is_dir() and (ended := lock_directory(other)) is not None:
+                clear(other)
+                unlock_directory(other, ended)
+        lock = lock_directory(parent / name, shared=shared)
+    try:
+        yield parent / name
+    finally:
+        if lock is not None:
+            os.close(lock)

@@ -1,56 +1,346 @@
-"""Run one command in several processes under torchrun's agents, one for each node: one output and one error message."""
+"""Start a command in several processes by torchrun's agents, one on each node, with one output and one error message.
 
+Node 0 hosts a key-value store, torch.distributed's TCPStore, which torchrun's static rendezvous shares. Like all of
+torch.distributed it has no authentication: use a private network.
+"""
+
+import json
 import logging
 import math
 import os
 import platform
-import signal
+import re
+import socket
 import sys
+import threading
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any
 from uuid import uuid4
 
 import psutil
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lean_finetune.core.atomic_files import sha256_json, write_errors
+from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
+from lean_finetune.core.file_locks import locked_directory
 from lean_finetune.core.parent_death import LAUNCHER
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
-from lean_finetune.distributed.faults import HOSTS, ConnectionLost, Ending, EndProcess, OtherNodeEnded, WaitTimedOut
-from lean_finetune.distributed.nodes import LOCAL, Node, NodeGroup
-from lean_finetune.distributed.processes import World, attempt, listen_on_loopback
+from lean_finetune.distributed.faults import (
+    ERROR_FILE,
+    Ending,
+    broken_connection,
+    ended_key,
+    endings_in,
+    fault_of,
+)
+from lean_finetune.distributed.processes import listen_on_loopback
 
-RANKS_DIRECTORY = "LEAN_FINETUNE_RANKS"
-"""Environment variable: the directory of this launch's processes; absent if the user started torchrun."""
-FAULT = ".fault"
-"""Suffix of a file with the error message of a process."""
-EXIT_CODE = ".code"
-"""Suffix of a file with the exit code of that error."""
-TIMED_OUT = ".waited"
-"""Suffix of a marker: the error is that this process waited too long for the others."""
-LOST = ".lost"
-"""Suffix of a marker: this process waited when the connection to another one broke."""
-ENDED = ".ended"
-"""Suffix of a marker: this process was ended as those of another node had, which it did not notice."""
-REPORTED = ".reported"
-"""Suffix of a marker: this process has printed why it ended."""
+LOCAL = "127.0.0.1"
+DEFAULT_PORT = 29500
+"""Default port of node 0, the same as torchrun's."""
+SLURM_PORTS = (20000, 10000)
+"""First port of SLURM jobs, and their number: jobs that share a node get different ones."""
+POLL_SECONDS = 0.2
+ANSWER_SECONDS = 15
+"""How long a node whose processes have ended waits for the others to say why theirs have."""
+SECOND_RUN = "; a second run on these machines needs another port"
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one
 process, and in versions of torch without this variable, the others have 30 seconds."""
 RUN_ID = "lean-finetune"
 """torchrun's identifier of a run; the same on all nodes."""
-LOST_SECONDS = 2
-"""How long a process whose connection broke waits for another one to report the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """This machine among those of the run."""
+
+    rank: int = 0
+    """From 0; node 0 writes the outputs."""
+    count: int = 1
+    host: str = LOCAL
+    """Address of node 0, as this machine reaches it."""
+    port: int = 0
+    """Of the store on node 0; 0 = any free one, for a run on one machine."""
+    join_timeout_seconds: float = math.inf
+    """How long another node waits for node 0, which may still tokenize."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that must be equal on all nodes; checked before processes start."""
+
+    @classmethod
+    def here(cls, params: Params, environment: Mapping[str, str] = os.environ) -> "Node":
+        """Read section `run`, and for what is blank the environment of torchrun (`PET_…`) or of SLURM.
+
+        Raises:
+            UserError: the rank or the address of node 0 is not known, or there is no such node.
+        """
+        run = params.run
+        settings = {"run.nodes": run.nodes, "hardware.num_gpus": params.hardware.num_gpus}
+        if run.nodes == 1:
+            return cls(settings=settings)
+        ranks = (run.node_rank, environment.get("PET_NODE_RANK"), environment.get("SLURM_NODEID"))
+        given = next((str(rank) for rank in ranks if rank not in (None, "")), "")
+        if not given.isdecimal() or int(given) >= run.nodes:
+            got = given or "nothing, and neither PET_NODE_RANK nor SLURM_NODEID is set"
+            raise UserError(
+                f"run.node_rank: must be the number of this machine, from 0 to {run.nodes - 1}, with "
+                f"run.nodes={run.nodes}; got {got}; set it, start by srun, or set PET_NODE_RANK"
+            )
+        host, port = _endpoint(run.rendezvous or environment.get("PET_RDZV_ENDPOINT"), environment)
+        rank = int(given)
+        if rank and not host:
+            raise UserError(
+                f"run.rendezvous: must be the address of node 0 on the other nodes; got nothing on node {rank}; set it "
+                f"to HOST or HOST:PORT (port {DEFAULT_PORT} unless given), start by srun, or set PET_RDZV_ENDPOINT"
+            )
+        return cls(
+            rank=rank,
+            count=run.nodes,
+            host=host if rank else LOCAL,
+            port=port,
+            join_timeout_seconds=run.join_timeout_seconds,
+            settings=settings | {"run.max_restarts": run.max_restarts},
+        )
+
+
+def _endpoint(given: str | None, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of node 0, from HOST, HOST:PORT or [IPv6]:PORT; of a SLURM job, its first machine."""
+    if not given and (hosts := environment.get("SLURM_JOB_NODELIST")):
+        job = environment.get("SLURM_JOB_ID") or "0"
+        if not job.isdecimal():
+            raise UserError(f"run.rendezvous: SLURM_JOB_ID must be a number; got {job!r}; set run.rendezvous=HOST:PORT")
+        first, count = SLURM_PORTS
+        host = re.sub(r",.*|\[([^\],-]+)[^\]]*\]", r"\1", hosts)  # rack[1-2]gpu[03-05,9]-ib,node7
+        return host, first + int(job) % count
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]\s]*))(?::(\d+))?", given or "")
+    if found is None or (found[3] and not 0 < int(found[3]) < 2**16):
+        raise UserError(
+            f"run.rendezvous: must be HOST or HOST:PORT, an IPv6 address in brackets; got {given!r}; correct it"
+        )
+    return found[1] or found[2], int(found[3] or DEFAULT_PORT)
+
+
 ONE_NODE = Node()
+
+
+class NodeGroup:
+    """The nodes of a run, connected through a store on node 0."""
+
+    def __init__(self, node: Node, timeout_seconds: float, notify: Callable[[str], None]):
+        """Open the store on node 0, and wait for the others.
+
+        `timeout_seconds` is how long nodes that are connected wait for the others.
+
+        Raises:
+            UserError: nodes did not come, have the same rank, or have other settings.
+        """
+        self.node, self._timeout = node, timeout_seconds
+        self.store = self._reach_node_0(notify) if node.rank else self._host()
+        self.port = self.store.port
+        self.hosts, self.interface = [platform.node()], "lo"
+        if node.count > 1:
+            self._meet()
+
+    def _host(self) -> dist.TCPStore:
+        """The store on node 0."""
+        own: dict[str, Any] = {"port": self.node.port}
+        if self.node.count == 1:  # Given only a port, the store listens on all interfaces, and lets anybody write.
+            listener = socket.create_server((LOCAL, self.node.port))
+            own = {"port": listener.getsockname()[1], "master_listen_fd": listener.detach()}
+        timeout = timedelta(seconds=self._timeout)
+        try:
+            return dist.TCPStore(
+                LOCAL, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timeout, **own
+            )
+        except RuntimeError:
+            raise UserError(
+                f"run.rendezvous: must have a free port on node 0; got {self.node.port}, which is in use on "
+                f"{platform.node()}{SECOND_RUN}"
+            ) from None
+
+    def _reach_node_0(self, notify: Callable[[str], None]) -> dist.TCPStore:
+        """Connect to the store of node 0, which may start later."""
+        node = self.node
+        where, limit, start = f"{node.host}:{node.port}", node.join_timeout_seconds, time.monotonic()
+        waits = False
+        while True:  # A plain socket, since TCPStore would not let signals through.
+            try:
+                socket.create_connection((node.host, node.port), timeout=2).close()
+                break
+            except OSError as error:
+                waited, unknown = time.monotonic() - start, isinstance(error, socket.gaierror)
+                if unknown and waited > self._timeout:
+                    raise UserError(
+                        f"run.rendezvous: must be the address of node 0; {platform.node()} does not know {node.host} "
+                        f"({error.strerror}); correct it"
+                    ) from None
+                if not unknown and waited > limit:
+                    raise UserError(
+                        f"run.join_timeout_seconds: node 0 must answer within {limit:g} s; nothing answers at {where} "
+                        f"({error.strerror or error}); start node 0, open this port to {platform.node()}, correct "
+                        "run.rendezvous, or raise the limit"
+                    ) from None
+            if not waits:
+                notify(f"train: node {node.rank} of {node.count} waits up to {limit:g} s for node 0 at {where}")
+                waits = True
+            time.sleep(POLL_SECONDS)
+        stores: list[dist.TCPStore] = []
+
+        def connect() -> None:
+            timeout = timedelta(seconds=self._timeout)
+            stores.append(dist.TCPStore(node.host, node.port, wait_for_workers=False, timeout=timeout))
+
+        _bounded(connect)
+        if not stores:
+            raise UserError(
+                f"run.rendezvous: must be the address of node 0; another program answers at {where}; correct it, or "
+                "start again if node 0 was ending"
+            )
+        return stores[0]
+
+    def _meet(self) -> None:
+        """Compare settings, and exchange names and addresses."""
+        node, store = self.node, self.store
+        if store.add(f"nodes/{node.rank}/joined", 1) > 1:
+            raise UserError(
+                f"run.node_rank: must differ between the nodes of a run; got {node.rank} twice; change it, or "
+                f"start again if an earlier run of node 0 was still ending{SECOND_RUN}"
+            )
+        here = {"host": platform.node(), "settings": node.settings}
+        if node.rank:
+            here["address"] = _address_towards(node.host, node.port)
+        found = self._exchange("here", here, self._timeout, _refuse_other_settings)
+        if absent := [rank for rank in range(node.count) if rank not in found]:
+            first = found[0]["host"] if 0 in found else node.host
+            raise UserError(
+                f"run.nodes: {node.count} machines must start within run.rank_timeout_seconds={self._timeout:g}; "
+                f"node {', '.join(map(str, absent))} did not come to port {self.port} of {first}; "
+                f"start `python -m stages.train` there with run.node_rank={absent[0]}, or check that its network "
+                "reaches this port"
+            )
+        self.hosts = [found[rank]["host"] for rank in range(node.count)]
+        own = here["address"] if node.rank else _address_towards(found[1]["address"], self.port)
+        self.interface = _interface_of(str(own))
+
+    def _exchange(
+        self, what: str, own: Any, seconds: float, check: Callable[[Mapping[int, Any]], None] = lambda found: None
+    ) -> dict[int, Any]:
+        """Publish a value, and collect those of the nodes that publish theirs in time; `check` them as they arrive."""
+        self.store.set(f"nodes/{self.node.rank}/{what}", json.dumps(own))
+        found: dict[int, Any] = {self.node.rank: own}
+        until = time.monotonic() + seconds
+        while len(found) < self.node.count and time.monotonic() < until:
+            for rank in range(self.node.count):
+                if rank not in found and self.store.check([key := f"nodes/{rank}/{what}"]):
+                    found[rank] = json.loads(self.store.get(key))
+                    check(found)
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def restarted(self, attempt: int) -> bool:
+        """End the other nodes' processes of the attempt before; return False if another node has given up."""
+        if self.node.count > 1:
+            self.store.set(ended_key(attempt - 1), "")
+        return not any(self.store.check([f"nodes/{rank}/endings"]) for rank in range(self.node.count))
+
+    def end(self, endings: Mapping[int, Ending], per_node: int, max_restarts: int) -> UserError:
+        """Exchange how the nodes' processes ended, and return the one error for all of them."""
+        everywhere = dict(endings)
+
+        def exchange() -> None:
+            for attempt in range(max_restarts + 1):
+                self.store.set(ended_key(attempt), "")
+            own = {rank: asdict(ending) for rank, ending in endings.items()}
+            for theirs in self._exchange("endings", own, ANSWER_SECONDS).values():
+                everywhere.update({int(rank): Ending(**ending) for rank, ending in theirs.items()})
+
+        if self.node.count > 1:
+            _bounded(exchange)
+            self.leave()
+        return fault_of(everywhere, self.hosts, per_node)
+
+    def leave(self) -> None:
+        """On node 0, wait shortly until the others need the store no more."""
+        if self.node.count > 1:
+            _bounded(lambda: self._exchange("left", True, 0 if self.node.rank else ANSWER_SECONDS))
+
+
+def _bounded(function: Callable[[], object]) -> None:
+    """Call a function with the timeout that nodes have for each other; it may lose the connection.
+
+    Without a connection, a call of the store ends after a quarter of an hour.
+    """
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS + 1)
+
+
+def _refuse_other_settings(found: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise UserError if a node has other settings than node 0."""
+    for rank, theirs in found.items():
+        for name, value in found.get(0, theirs)["settings"].items():
+            if (other := theirs["settings"].get(name)) != value:
+                raise UserError(
+                    f"{name}: must be the same on all nodes of a run; got {value} on node 0 ({found[0]['host']}) and "
+                    f"{other} on node {rank} ({theirs['host']}); copy params.yaml from node 0"
+                )
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The local address that routes to another machine; sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [one.address.partition("%")[0] for one in addresses]:
+            return name
+    raise UserError(f"run.rendezvous: no network interface of this machine has the address {address}")
+
+
+class NoRestart(Exception):
+    """The processes are not started again: the fault would recur, or the run has ended on another node."""
+
+
+class ErrorFiles(DefaultLogsSpecs):
+    """Error files in the directory of a launch; torchrun asks for them each time before it starts the processes."""
+
+    def __init__(self, directory: Path, group: NodeGroup):
+        super().__init__(log_dir=os.devnull)  # No files but these.
+        self._directory, self._group = directory, group
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Name the files; see the base class. Raises NoRestart."""
+        if attempt := int(envs[0]["TORCHELASTIC_RESTART_COUNT"]):
+            kinds = [ending.kind for ending in endings_in(self._directory).values()]
+            stopped = kinds[:1] == ["stopped"] and len(kinds) == len(envs)  # Else the agent did, after a crash.
+            lost_machine = attempt > 1 and "waited" in kinds
+            if "error" in kinds or stopped or lost_machine or not self._group.restarted(attempt):
+                raise NoRestart
+            for file in self._directory.glob("*.json"):
+                file.unlink()
+        destination = super().reify(envs)
+        for local_rank, environment in envs.items():
+            file = self._directory / f"{environment['RANK']}.json"
+            environment[ERROR_FILE] = destination.error_files[local_rank] = str(file)
+        return destination
 
 
 def launch(
@@ -78,220 +368,48 @@ def launch(
         Interrupted: a signal came and was forwarded to all processes.
         SystemExit: with the code of a signal that a process has reported.
     """
-    name = uuid4().hex[:8] if node.count == 1 else f"node{node.rank}-{uuid4().hex[:8]}"
-    with _locked(directory, name, shared=False) as launch_directory:
+    name = f"node{node.rank}-{uuid4().hex[:8]}" if node.count > 1 else uuid4().hex[:8]
+    with locked_directory(directory, name, shared=False) as own:
         group = NodeGroup(node, grace_seconds, lambda line: print(line, file=sys.stderr, flush=True))
-        _launch(module, arguments, processes, launch_directory, grace_seconds, group, max_restarts)
-
-
-@contextmanager
-def _locked(directory: Path, name: str, *, shared: bool) -> Iterator[Path]:
-    """The locked directory `name` in `directory`, after removing the directories of launches that have ended."""
-    with write_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for other in directory.iterdir():
-            if other.is_dir() and (ended := lock_directory(other)) is not None:
-                clear(other)
-                unlock_directory(other, ended)
-        lock = lock_directory(directory / name, shared=shared)
-    try:
-        yield directory / name
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _agent_directory(directory: Path) -> AbstractContextManager[Path]:
-    """A directory shared by the processes of a torchrun agent that the user started, locked while any of them runs."""
-    parent = psutil.Process(os.getppid())
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    name = sha256_json([platform.node(), parent.pid, parent.create_time(), restarts])
-    return _locked(directory, name[:8], shared=True)
-
-
-def _launch(
-    module: str,
-    arguments: Sequence[str],
-    processes: int,
-    directory: Path,
-    grace_seconds: float,
-    group: NodeGroup,
-    max_restarts: int,
-) -> None:
-    """Run torchrun's agent; processes leave their logs and markers in `directory`."""
-    node = group.node
-    os.environ[RANKS_DIRECTORY], os.environ[LAUNCHER] = str(directory.resolve()), str(os.getpid())
-    os.environ[HOSTS] = ",".join(group.hosts)
-    os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
-    if node.count == 1:
-        listen_on_loopback()
-    elif sys.platform == "linux":
-        # Else gloo resolves this host's name, which may be unknown.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", group.interface)
-    config = LaunchConfig(
-        min_nodes=node.count,
-        max_nodes=node.count,
-        nproc_per_node=processes,
-        run_id=RUN_ID,
-        # Unlike "c10d", it gives node_rank its ranks, and exchanges no pickles.
-        rdzv_backend="static",
-        rdzv_endpoint=f"{node.host}:{group.port}",
-        rdzv_configs={"rank": node.rank, "timeout": math.ceil(grace_seconds)},
-        local_addr=LOCAL,
-        max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
-    logging.disable(logging.CRITICAL)  # The agent's own messages; ours are below.
-    try:
-        elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
-        group.leave()
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        if code > FIRST_OF_SIGNALS and list(directory.glob(f"*{REPORTED}")):
-            group.leave()  # A signal reached one process, and all have stopped cleanly.
-            raise SystemExit(code) from None
-        raise group.end(_ending(error, directory), processes, max_restarts) from None
-    except dist.DistError:  # Before a restart, the agent could not reach node 0.
-        own = list(range(node.rank * processes, (node.rank + 1) * processes))
-        lost = Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=own)
-        raise group.end(lost, processes, max_restarts) from None
-    except SignalException as stopped:
-        group.leave()
-        if list(directory.glob(f"*{REPORTED}")):  # Rank 0 says so, on its node.
-            raise SystemExit(FIRST_OF_SIGNALS + stopped.sigval) from None
-        raise Interrupted(stopped.sigval) from None
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _ending(error: ChildFailedError, directory: Path) -> Ending:
-    """Why the processes of this node ended. An error in a process comes before a timeout in one that waited for it."""
-    faults = sorted(directory.glob(f"*{FAULT}"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    causes = [path for path in faults if not path.with_suffix(TIMED_OUT).exists()]
-    waited, ended = _marked(directory, TIMED_OUT, LOST), _marked(directory, ENDED)
-    if faults:
-        message, *details = (causes or faults)[0].read_text(encoding="utf-8").splitlines()
-        kind: Literal["cause", "waited"] = "cause" if causes else "waited"
-        code = int((causes or faults)[0].with_suffix(EXIT_CODE).read_text())
-        return Ending(kind=kind, message=message, details=details, exit_code=code, waited=waited, ended=ended)
-    crashed = {rank: failure for rank, failure in error.failures.items() if rank not in {*waited, *ended}}
-    if not crashed:
-        return Ending(kind="lost", message=f"{BROKEN}; see {directory}; {RESUMES}", waited=waited, ended=ended)
-    rank, failure = ChildFailedError(error.name, crashed).get_first_failure()
-    code = failure.exitcode
-    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    log = directory / f"{rank}.log"
-    output = f"see {log}" if log.exists() and log.stat().st_size else "it printed nothing"
-    message = f"hardware.num_gpus: process {rank} ended {how}; {output}; {RESUMES}"
-    return Ending(kind="cause", message=message, waited=waited, ended=ended)
-
-
-def _marked(directory: Path, *suffixes: str) -> list[int]:
-    """The ranks that left a marker."""
-    return sorted({int(path.stem) for suffix in suffixes for path in directory.glob(f"*{suffix}")})
-
-
-BROKEN = "hardware.num_gpus: the connection to other processes broke"
-RESUMES = "the same command resumes from the last checkpoint, if there is one"
-
-
-@contextmanager
-def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | None]:
-    """Send the output of all ranks but 0 to a log file, and report a fault once for all processes.
-
-    `launch` prints the faults of processes that it started. If the user started torchrun, the first process of a node
-    that has a fault prints it, and the others write to their logs. Yields a function that ends this process at once, or
-    None for a single process.
-
-    Raises:
-        SystemExit: with the code of a `UserError`, 1 after another fault, and 128 + its number after a signal.
-    """
-    if world.size == 1:
-        yield None
-        return
-    given = os.environ.get(RANKS_DIRECTORY)
-    with _agent_directory(launches) if given is None else nullcontext(Path(given)) as directory:
-        _forget_waiting(directory, world)
-        terminal = os.dup(2)
-        if not world.is_first:
-            handle = os.open(directory / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            for stream in (1, 2):
-                os.dup2(handle, stream)
-            os.close(handle)
-
-        def end(fault: Exception) -> None:
-            with suppress(SystemExit), _reported(world, directory, terminal):
-                raise fault
-            os._exit(1)
-
+        ranks = range(node.rank * processes, (node.rank + 1) * processes)
+        lost = dict.fromkeys(ranks, Ending(kind="lost", message=broken_connection(own)))
+        os.environ[LAUNCHER] = str(os.getpid())
+        os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
+        if node.count == 1:
+            listen_on_loopback()
+        elif sys.platform == "linux":  # Else gloo resolves this host's name, which may be unknown.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", group.interface)
+        config = LaunchConfig(
+            min_nodes=node.count,
+            max_nodes=node.count,
+            nproc_per_node=processes,
+            run_id=RUN_ID,
+            # Unlike "c10d", it gives node_rank its ranks, and exchanges no pickles.
+            rdzv_backend="static",
+            rdzv_endpoint=f"{node.host}:{group.port}",
+            rdzv_configs={"rank": node.rank, "timeout": math.ceil(grace_seconds)},
+            local_addr=LOCAL,
+            max_restarts=max_restarts,
+            logs_specs=ErrorFiles(own.resolve(), group),
+        )
+        logging.disable(logging.CRITICAL)  # The agent's own messages; ours are below.
         try:
-            with _reported(world, directory, terminal):
-                yield end
+            elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
+            group.leave()
+            return
+        except SignalException as signalled:
+            group.leave()
+            if any(ending.kind == "stopped" for ending in endings_in(own).values()):  # Rank 0 says so, on its node.
+                raise SystemExit(FIRST_OF_SIGNALS + signalled.sigval) from None
+            raise Interrupted(signalled.sigval) from None
+        except (ChildFailedError, NoRestart) as error:
+            endings = endings_in(own, getattr(error, "failures", {})) or lost
+        except dist.DistError:  # Before a restart, the agent could not reach node 0.
+            endings = lost | endings_in(own)
         finally:
-            os.close(terminal)
-
-
-def _forget_waiting(directory: Path, world: World) -> None:
-    """Remove the files of this process's last attempt, if torchrun has restarted it.
-
-    Raises SystemExit if an attempt ended by a signal or by an error that would recur, or if a restarted process timed
-    out while it waited for others: their machine is lost.
-    """
-    if not attempt():
-        return
-    for reported in directory.glob(f"*{REPORTED}"):
-        sys.exit(int(reported.read_text()))
-    if any(attempt() > 1 or not fault.with_suffix(TIMED_OUT).exists() for fault in directory.glob(f"*{FAULT}")):
-        sys.exit(1)
-    for suffix in (FAULT, EXIT_CODE, TIMED_OUT, LOST, ENDED):
-        (directory / str(world.rank)).with_suffix(suffix).unlink(missing_ok=True)
-
-
-@contextmanager
-def _reported(world: World, directory: Path, terminal: int) -> Iterator[None]:
-    """Leave files that record how this process ended; print the fault if no `launch` will. Raises SystemExit."""
-    marker, code = directory / str(world.rank), UserError.exit_code
-    launched = RANKS_DIRECTORY in os.environ
-    try:
-        yield
-        return
-    except Interrupted as ending:
-        if launched:  # `launch` prints it.
-            sys.exit(ending.exit_code)
-        raise
-    except SystemExit as ending:
-        marker.with_suffix(REPORTED).write_text(str(ending.code))
-        raise
-    except UserError as fault:
-        code = fault.exit_code
-        marker.with_suffix(EXIT_CODE).write_text(str(code))
-        temporary = directory / f".{world.rank}"
-        temporary.write_text("\n".join((" ".join(str(fault).split()), *fault.details)), encoding="utf-8")
-        if isinstance(fault, WaitTimedOut):
-            marker.with_suffix(TIMED_OUT).touch()
-        temporary.rename(marker.with_suffix(FAULT))
-    except Exception as fault:
-        if isinstance(fault, ConnectionLost):
-            marker.with_suffix(LOST).touch()
-        if isinstance(fault, OtherNodeEnded):
-            marker.with_suffix(ENDED).touch()
-        with open(marker.with_suffix(".log"), "a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
-    if not launched:
-        _print_fault(world, directory, terminal)
-    sys.exit(code)
-
-
-def _print_fault(world: World, directory: Path, terminal: int) -> None:
-    """Print how this process ended, unless another process of the agent has printed its own fault."""
-    marker = directory / str(world.rank)
-    if marker.with_suffix(FAULT).exists():
-        lines = marker.with_suffix(FAULT).read_text(encoding="utf-8").splitlines()
-    elif marker.with_suffix(LOST).exists():
-        time.sleep(LOST_SECONDS)
-        lines = [f"{BROKEN}, since one of them ended; see the output on the other machines and {directory}; {RESUMES}"]
-    else:
-        lines = [f"hardware.num_gpus: process {world.rank} failed; see {marker.with_suffix('.log')}; {RESUMES}"]
-    with suppress(OSError):  # Another process printed, or the terminal is closed.
-        os.close(os.open(directory / "printed", os.O_CREAT | os.O_EXCL))
-        os.write(terminal, "\n  ".join([f"error: {lines[0]}", *lines[1:]]).encode() + b"\n")
+            logging.disable(logging.NOTSET)
+        first = next((ending for ending in endings.values() if ending.kind not in ("lost", "ended")), None)
+        if first is not None and first.kind == "stopped":
+            group.leave()  # A signal reached one process, and all have stopped cleanly.
+            raise SystemExit(first.exit_code)
+        raise group.end(endings, processes, max_restarts)

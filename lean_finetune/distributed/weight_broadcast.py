@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.progress_barrier import wait_for_all
+from lean_finetune.distributed.processes import World, wait_for_all
 from lean_finetune.model.quantize import quantisation_tensors
 
 DIVIDED = "has_part_of_weights"

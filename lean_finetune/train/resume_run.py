@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lean_finetune.config.field_types import Resume
 from lean_finetune.config.schema import Run
-from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import (

@@ -21,7 +21,7 @@ from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.plan.batch_plan import Plan, plan_settings_hash, read_plan

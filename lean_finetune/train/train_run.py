@@ -13,42 +13,42 @@ from tqdm import tqdm
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params, Run
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.faults import EndProcess
-from lean_finetune.distributed.launch import report_faults_once
-from lean_finetune.distributed.processes import World, check_size, process_group
-from lean_finetune.distributed.progress_barrier import wait_for_all
+from lean_finetune.distributed.faults import (
+    EndProcess,
+    explain_timeouts,
+    report_faults_once,
+    watch_nccl,
+    watch_other_nodes,
+)
+from lean_finetune.distributed.launch import Node, launch
+from lean_finetune.distributed.processes import (
+    ControlChannel,
+    World,
+    check_size,
+    process_group,
+    under_torchrun,
+    wait_for_all,
+)
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
 from lean_finetune.train.job import Paths, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.loop import train
-from lean_finetune.train.monitor.measured_peak import make_meter
+from lean_finetune.train.monitor.measured_peak import largest_over_ranks, make_meter
 from lean_finetune.train.monitor.memory_monitor import OOM_FILE, MemorySnapshots
 from lean_finetune.train.oom.oom_handler import OomHandler
 from lean_finetune.train.oom.oom_report import oom_error, read_prediction
 from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
-from lean_finetune.train.process.ranks import (
-    claim_device,
-    describe_position,
-    explain_timeouts,
-    largest_over_ranks,
-    launch_ranks,
-    nccl_errors,
-    nccl_fault,
-    stopping_line,
-    watch_nccl,
-    watch_other_nodes,
-)
 from lean_finetune.train.process.stop_signals import (
     CrashMarker,
     StopRequest,
     crash_marker,
     handle_signals,
     ignore_output_errors,
+    stopping_line,
 )
-from lean_finetune.train.process.training_device import check_disk, refuse_absent_gpu
+from lean_finetune.train.process.training_device import check_disk, check_processes, claim_device, refuse_absent_gpu
 from lean_finetune.train.publish_outputs import publish_record, publish_weights
 from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
 from lean_finetune.train.run_fingerprint import refuse_different_runs, run_fingerprint
@@ -68,17 +68,34 @@ def run_stage(**paths: Path) -> None:
         files = Paths(**paths)
         if files.estimate.exists():  # Else `refuse_missing_inputs` says what is missing on which node.
             refuse_absent_gpu(params.run.device, read_json(files.estimate))
-        if launch_ranks(params, launches):
+        if params.hardware.num_gpus > 1 and not under_torchrun():
+            _launch_ranks(params, launches)
             return
         threads = params.run.cpu_threads or torch.get_num_threads()
         device = claim_device(world, params.run)
         alone = params.train.offload == "parameters"
         with (
-            watch_other_nodes(world, timeout, end),
+            watch_other_nodes(timeout, end),
             explain_timeouts(world, timeout),
             process_group(world, device, timeout, alone=alone),
         ):
             _run(params, world, device, threads, files, end)
+
+
+def _launch_ranks(params: Params, launches: Path) -> None:
+    """Run this command in one process for each GPU of this node, until all have ended; see `launch`."""
+    run = params.run
+    processes = params.hardware.num_gpus // run.nodes
+    check_processes(processes, run.device)
+    launch(
+        "stages.train",
+        sys.argv[1:],
+        processes=processes,
+        directory=launches,
+        grace_seconds=run.rank_timeout_seconds,
+        node=Node.here(params),
+        max_restarts=run.max_restarts,
+    )
 
 
 def _run(
@@ -116,15 +133,15 @@ def _run(
                 disk_space=_disk_space(params, job, paths),
             )
         )
-        position = partial(describe_position, oom_handler.position)
+        position = partial(str, oom_handler.position)
         timeout = params.run.rank_timeout_seconds
 
-        def end_on_nccl_error(error: str) -> None:
+        def end_with_nccl(fault: Exception) -> None:
             marker.remove()
             if end is not None:
-                end(nccl_fault(error, world, timeout, position))
+                end(fault)
 
-        stack.enter_context(watch_nccl(nccl_errors(device), end_on_nccl_error))
+        stack.enter_context(watch_nccl(device, world, timeout, position, end_with_nccl))
         stack.enter_context(explain_timeouts(world, timeout, position))
         _train_and_publish(params, job, paths, checkpoints, oom_handler, where)
 

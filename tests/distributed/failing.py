@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.distributed import faults
 from lean_finetune.train import loop
 from lean_finetune.train.checkpoint.checkpoint_files import PendingCheckpoint
 from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.process import ranks
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
     PendingCheckpoint.finish_rank = _killed_before_saving(PendingCheckpoint.finish_rank)  # type: ignore[method-assign]
     if not MET.exists():
-        ranks.nccl_errors = _watchdog
+        faults.nccl_errors = _watchdog
     runpy.run_module("stages.train", run_name="__main__", alter_sys=True)

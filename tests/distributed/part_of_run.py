@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.processes import ControlChannel, World
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan

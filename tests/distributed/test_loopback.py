@@ -8,8 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lean_finetune.distributed.launch import launch
-from lean_finetune.distributed.nodes import LOCAL, Node, NodeGroup
+from lean_finetune.distributed.launch import LOCAL, Node, NodeGroup, launch
 from lean_finetune.distributed.processes import SINGLE_PROCESS, process_group
 from tests.distributed.listening import addresses
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed import nodes
-from lean_finetune.distributed.nodes import DEFAULT_PORT, Node, NodeGroup
+from lean_finetune.distributed import launch
+from lean_finetune.distributed.launch import DEFAULT_PORT, Node, NodeGroup
 from stages.pin import main as pin
 from tests.conftest import ROOT
 from tests.distributed.launched import change, errors_of, made_a_step, planned, running
@@ -150,7 +150,7 @@ def test_two_nodes_with_the_same_number_are_refused():
 @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
 def test_another_program_on_the_port_is_refused(monkeypatch: pytest.MonkeyPatch, greeting: bytes):
     """A hang, or a traceback of PyTorch's store."""
-    monkeypatch.setattr(nodes, "ANSWER_SECONDS", 1)
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
 
         def answer() -> None:

@@ -19,11 +19,11 @@ ENDS_SECONDS = 300
 STEP = 2
 
 LAUNCH = """
-from lean_finetune.train.process import ranks
+from lean_finetune.train import train_run
 from stages.train import main
 
-launch = ranks.launch
-ranks.launch = lambda module, arguments, **options: launch("tests.distributed.failing", arguments, **options)
+launch = train_run.launch
+train_run.launch = lambda module, arguments, **options: launch("tests.distributed.failing", arguments, **options)
 main()
 """
 

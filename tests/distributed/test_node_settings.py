@@ -14,7 +14,7 @@ from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.faults import Ending, fault_of
-from lean_finetune.distributed.nodes import Node
+from lean_finetune.distributed.launch import Node
 from lean_finetune.distributed.processes import World
 from lean_finetune.pinning.hub import list_files
 from lean_finetune.pinning.locate import TINY_DIRECTORY, model_directory, verify_files
@@ -145,28 +145,22 @@ def test_a_machine_that_does_not_reach_the_hub_uses_a_copy_of_its_cache(
 @pytest.mark.parametrize(
     ("endings", "shown"),
     [
-        ({0: ("lost", "broke", [0, 1]), 1: ("cause", "killed", [3])}, "killed (on node 1, b)"),
-        ({0: ("cause", "bad", []), 1: ("cause", "bad", [])}, "bad"),
-        ({0: ("lost", "broke", [0, 1]), 1: ("cause", "bad on node 1 (b)", [])}, "bad on node 1 (b)"),
-        (
-            {0: ("waited", "late", [0, 1]), 1: ("waited", "late", [3])},
-            "late; the one that did not come: process 2 on node 1 (b)",
-        ),
-        ({0: ("waited", "late", [0, 1])}, "late; the one that did not come: process 2, 3 on node 1 (b)"),
-        (
-            {0: ("waited", "late", [0, 1]), 1: ("lost", "broke", [2], [3])},
-            "late; the one that did not come: process 3 on node 1 (b)",
-        ),
-        (
-            {0: ("waited", "late", [0]), 1: ("lost", "broke", [], [2, 3])},
-            "late; the one that did not come: process 1 on node 0 (a)",
-        ),
-        ({0: ("lost", "broke", [0, 1]), 1: ("lost", "broke", [2], [3])}, "broke"),
+        ({0: "lost", 1: "lost", 2: ("crash", "killed"), 3: "lost"}, "killed (on node 1, b)"),
+        ({0: ("error", "bad"), 2: ("error", "bad")}, "bad"),
+        ({0: "lost", 1: "lost", 2: ("error", "bad on node 1 (b)")}, "bad on node 1 (b)"),
+        ({0: "waited", 1: "lost", 3: "waited"}, "late; the one that did not come: process 2 on node 1 (b)"),
+        ({0: "waited", 1: "lost"}, "late; the one that did not come: process 2, 3 on node 1 (b)"),
+        ({0: "lost", 1: "waited", 2: "lost", 3: "ended"}, "late; the one that did not come: process 3 on node 1 (b)"),
+        ({0: "waited", 2: "ended", 3: "ended"}, "late; the one that did not come: process 1 on node 0 (a)"),
+        ({0: "lost", 1: "lost", 2: "lost", 3: "ended"}, "broke"),
     ],
     ids=["killed", "all", "named", "hangs", "silent", "ended-in-its-hang", "ended-while-waiting", "broken"],
 )
-def test_the_line_of_all_nodes_blames_the_one_at_fault(endings: dict[int, tuple[Any, ...]], shown: str):
+def test_the_line_of_all_nodes_blames_the_one_at_fault(endings: dict[int, Any], shown: str):
     """Those that waited were blamed, or nobody."""
-    names = ("kind", "message", "waited", "ended")
-    found = {node: Ending(**dict(zip(names, values, strict=False))) for node, values in endings.items()}
+    messages = {"waited": "late", "lost": "broke", "ended": "broke"}
+    found = {}
+    for rank, how in endings.items():
+        kind, message = how if isinstance(how, tuple) else (how, messages[how])
+        found[rank] = Ending(kind=kind, message=message)
     assert str(fault_of(found, ["a", "b"], 2)) == shown

@@ -198,8 +198,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from lean_finetune.config.load import load_params
-from lean_finetune.distributed.launch import launch
-from lean_finetune.distributed.nodes import Node
+from lean_finetune.distributed.launch import Node, launch
 
 ranks = Path("scratch/train/ranks")
 node = Node.here(load_params())

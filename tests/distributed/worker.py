@@ -19,8 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.train_schema import Train
-from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.progress_barrier import BarrierTimeout, progress_barrier, wait_for_all
+from lean_finetune.distributed.processes import BarrierTimeout, World, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
 from lean_finetune.train.monitor.memory_monitor import host_peak

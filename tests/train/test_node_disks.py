@@ -13,8 +13,7 @@ import torch
 
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.processes import ControlChannel, World
 from lean_finetune.train.checkpoint import scratch_dir
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.scratch_dir import FINISHED, RECORD, RunDirectory, mark_finished

@@ -11,8 +11,13 @@ from threading import current_thread
 import pytest
 
 from lean_finetune.train.oom.oom_state import RunPosition
-from lean_finetune.train.process.ranks import stopping_line
-from lean_finetune.train.process.stop_signals import SAME_REQUEST_SECONDS, Stopped, StopRequest, handle_signals
+from lean_finetune.train.process.stop_signals import (
+    SAME_REQUEST_SECONDS,
+    Stopped,
+    StopRequest,
+    handle_signals,
+    stopping_line,
+)
 from tests.small_model import CPU
 from tests.train import trainer
 from tests.train.interrupted import finish, small_job

@@ -17,7 +17,7 @@ import torch
 
 from lean_finetune.core.atomic_files import atomic_directory, partial_directory, sha256_file, sync, write_errors
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.control_messages import ControlChannel
+from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.model.files.safetensors_files import StoredTensor, stored_tensors, write_loaded
 from lean_finetune.train.checkpoint.scratch_dir import (
     PARTS,

@@ -20,8 +20,7 @@ from cuda_memory.units import counted, readable_size
 from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
-from lean_finetune.distributed.control_messages import ControlChannel
-from lean_finetune.distributed.progress_barrier import wait_for_all
+from lean_finetune.distributed.processes import ControlChannel, wait_for_all
 
 RECORD = "run.json"
 """In a run's directory: the fingerprint of the run, see `resume_run`."""

@@ -6,20 +6,24 @@ from before loading to the end of the first step, then around single steps.
 """
 
 import gc
+import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lean_finetune.distributed.processes import ControlChannel
+
 RANGE_PREFIX = "lean_finetune.phase:"
 LOAD = "load"
 MEMORY_EVENT = "[memory]"
+GLOO_NOTE = "; too high, because buffers that gloo frees in its own threads are not seen"
 KINETO_SILENT = "99"
 """Above every log level of the profiler, which prints a line for each start and stop otherwise."""
 
@@ -42,6 +46,25 @@ class MeasuredPeaks:
     def step_peak_bytes(self) -> int | None:
         """The peak of all phases but `load`, which is what the prediction is of; None if not measured."""
         return max((size for phase, size in self.peak_bytes_by_phase.items() if phase != LOAD), default=None)
+
+
+def largest_over_ranks(measured: MeasuredPeaks, channel: ControlChannel) -> MeasuredPeaks:
+    """Return the largest of each figure over all processes: what every GPU must have room for."""
+    if channel.size == 1:
+        return measured
+    by_rank = [MeasuredPeaks(**json.loads(text)) for text in channel.gather_text(json.dumps(asdict(measured)))]
+
+    def largest(figures: Iterable[int | None]) -> int | None:
+        return max((figure for figure in figures if figure is not None), default=None)
+
+    phases, note = measured.peak_bytes_by_phase, GLOO_NOTE if channel.device.type == "cpu" else ""
+    return MeasuredPeaks(
+        peak_bytes=largest(one.peak_bytes for one in by_rank),
+        peak_bytes_by_phase={name: max(one.peak_bytes_by_phase[name] for one in by_rank) for name in phases},
+        peak_reserved_bytes=largest(one.peak_reserved_bytes for one in by_rank),
+        how=f"{measured.how}; the largest of {channel.size} processes{note}",
+        peak_bytes_by_rank=tuple(one.step_peak_bytes for one in by_rank if one.step_peak_bytes is not None),
+    )
 
 
 class Meter(ABC):

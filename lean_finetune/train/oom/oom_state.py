@@ -167,6 +167,11 @@ class RunPosition:
         if self._reserve is None:
             self._reserve = mmap.mmap(-1, RESERVE_BYTES)
 
+    def __str__(self) -> str:
+        """Phase and step, for a message."""
+        step = "before the first step" if self.step is None else f"of optimizer step {self.step}"
+        return f"in phase {self.phase_name} {step}"
+
     def tracked(self, phase: Phase) -> Phase:
         """Wrap the step's Phase hook so that this position follows it."""
 

@@ -23,6 +23,7 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
 from lean_finetune.core.parent_death import PARENT_ENDED
 from lean_finetune.core.signals import Interrupted
+from lean_finetune.train.oom.oom_state import RunPosition
 
 WRITE_ERRORS = (OSError, ValueError)
 """A ValueError is raised by a closed stream, and by one that cannot encode a character."""
@@ -249,6 +250,13 @@ class StopRequest:
         for item in items:
             self.check()
             yield item
+
+
+def stopping_line(name: str, position: RunPosition, processes: int) -> str:
+    """What happens after the first stop signal, called `name`, in one of the `processes` of a run."""
+    single = {"heldout": "the held-out losses", "checkpoint": "this checkpoint", "optimizer": "this update"}
+    after = "this step" if processes > 1 else single.get(position.phase_name, "this micro-batch")
+    return f"train: {name}: stopping after {after}, with a checkpoint of the finished steps; again to stop now"
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from transformers import PretrainedConfig
 
 from cuda_memory.units import MIB, readable_size
 from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
+from lean_finetune.config.schema import Run
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.config.train_schema import Train
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.distributed.processes import uses_cuda
+from lean_finetune.distributed.processes import World, uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
@@ -95,8 +96,27 @@ def check_device(
     _check_free(estimate["peak_bytes_predicted"] * processes, host, what, where, remedy)
 
 
+def claim_device(world: World, run: Run) -> torch.device:
+    """Select this process's GPU, or its share of the CPU cores, and return the device."""
+    check_gpus(world.local_size, run.device)
+    if uses_cuda(run.device):
+        torch.cuda.set_device(world.local_rank)
+    torch.set_num_threads(run.cpu_threads or max(1, torch.get_num_threads() // world.local_size))
+    return training_device(run.device)
+
+
+def check_gpus(processes: int, choice: DeviceChoice) -> None:
+    """Raise UserError for more processes on this node than it has GPUs; without GPUs, processes share the CPU."""
+    if uses_cuda(choice) and processes > torch.cuda.device_count():
+        raise UserError(
+            f"hardware.num_gpus: must be at most the GPUs here; got {processes} for {torch.cuda.device_count()}; lower "
+            "hardware.num_gpus, or use several machines (run.nodes)"
+        )
+
+
 def check_processes(processes: int, choice: DeviceChoice) -> None:
-    """Refuse, before they start, more processes on the CPU than RAM has room for. Raises DoesNotFit."""
+    """Refuse, before they start, more processes than this node has GPUs, or RAM for on the CPU. Raises UserError."""
+    check_gpus(processes, choice)
     if not uses_cuda(choice):
         free, where = free_host_bytes()
         what = f"hardware.num_gpus: {processes} processes on a CPU need room in RAM"
