@@ -21,7 +21,6 @@ from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.memory.estimate.planned_run import accumulates_gradients
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import traced_steps
@@ -121,7 +120,9 @@ class Rows:
         path = self.directory / "data/tokens/train-index.arrow"
         settings = PlanSettings.from_params(p)
         plan, lengths = settings.plan(read_index(path, settings.weights)), read_lengths(path)
-        setting = Setting.from_params(p, "fp32", accumulates_gradients=accumulates_gradients(plan))
+        setting = Setting.from_params(
+            p, "fp32", accumulates_gradients=bool((np.diff(plan.step_bounds) > plan.ranks).any())
+        )
         steps = traced_steps(plan, lengths, tiled=False, windowed=False, chunked=False)
         peak = predict(read_config(MODEL), setting, steps, CPU_TARGET).peak
         return Planned(case=case, setting=setting, plan=plan, predicted_bytes=peak.bytes)

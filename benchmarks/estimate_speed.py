@@ -15,10 +15,12 @@ import torch
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import changed, llama, train_of
 from lean_finetune.config.field_types import Method
+from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.config.overrides import with_flags
 from lean_finetune.memory.advice.plan_memory import replay_plan
+from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.peak_explanation import predict_explained
@@ -69,28 +71,26 @@ def answer(case: Case) -> Row:
     )
     device, _ = resolve_gpu(case.gpu)
     target = target_of(device)
-    steps = largest_steps(full_batch("bucketed", LONGEST, max_tokens=MAX_TOKENS, fixed_rows=1), several=True)
+    p = load_params(COMMON_PARAMS)
+    bucket = p.bucket.model_copy(update={"mode": "bucketed", "max_tokens": MAX_TOKENS})
+    steps = largest_steps(full_batch(bucket, LONGEST), several=True)
     found: dict[str, Any] = {"found": None, "replayed": None}
     start, cpu = time.perf_counter(), time.process_time()
     if case.advice:
         prediction = predict(config, setting, steps, target)
-        run = Workload(
+        run = Run(
+            params=with_flags(p, ["run.progress=false"]),
+            device=device,
             config=config,
-            setting=setting,
+            setting=setting.with_train(tokens_per_step=65536),
+            stored=torch.bfloat16,
+            bucket=bucket,
             steps=prediction.steps_of_peak,
-            mode="bucketed",
-            max_tokens=MAX_TOKENS,
-            fixed_rows=1,
             longest=LONGEST,
             tokens_per_step=65536,
             micro_batches_per_step=MICRO_BATCHES,
-            unpadded_tokens_per_step=65536,
         )
-        usable = device.usable_bytes(8.0)
-        costs = Costs(run, device, target)
-        found["found"] = len(
-            advise(run, costs, target, peak=prediction.peak, usable_bytes=usable, native_bf16=True, progress=False)
-        )
+        found["found"] = len(advise(run, Costs(run), peak=prediction.peak, usable_bytes=device.usable_bytes(8.0)))
     else:  # As stage estimate does: with the peak's breakdown and the plan's reserved memory.
         prediction, _ = predict_explained(config, setting, steps, target)
         memory, found["replayed"] = replay_plan(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from cuda_memory.gpus import GIGA, GPUS
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.memory.advice.fit_run import workload_of
+from lean_finetune.memory.advice.run import full_rows_run
 from lean_finetune.memory.advice.step_cost import step_seconds
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.predict.state_formulas import model_shapes
@@ -38,8 +38,8 @@ def table() -> Iterator[str]:
     """Lines of the table: the share of a step's time that GPUs compute, without and with perfect overlap."""
     yield HEAD
     yield "|---" * (4 + len(SIZES)) + "|"
-    speed = next(gpu.speed for gpu in GPUS if gpu.name == "H100")
-    assert speed is not None
+    device = next(gpu for gpu in GPUS if gpu.name == "H100")
+    assert device.speed is not None
     for name, (directory, method) in CASES.items():
         config = read_config(find_model(directory))
         shapes = model_shapes(config)
@@ -49,10 +49,13 @@ def table() -> Iterator[str]:
                 group = f"train.shard_group_gpus={NODE_GPUS if mode == 'hsdp' else 'null'}"
                 flags = [f"train.method={method}", "train.precision=bf16", f"train.sharding={mode}", group]
                 sizes = [f"hardware.num_gpus={gpus}", f"train.tokens_per_step={gpus * TOKENS}"]
-                run = workload_of(with_flags(load_params(COMMON_PARAMS), [*flags, *sizes]), config, "bf16")
+                run = full_rows_run(with_flags(load_params(COMMON_PARAMS), [*flags, *sizes]), config, device)
                 traffic = traffic_of(run)
                 assert traffic is not None
-                computing, sent = sum(step_seconds(run, shapes, speed).values()), traffic.network_bytes(NODE_GPUS)
+                computing, sent = (
+                    sum(step_seconds(run, shapes, device.speed).values()),
+                    traffic.network_bytes(NODE_GPUS),
+                )
                 for network, rate in NETWORKS.items():
                     sending = max(traffic.in_group_bytes / NVLINK, sent / rate)
                     least, most = computing / (computing + sending), computing / max(computing, sending)

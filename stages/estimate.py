@@ -28,7 +28,7 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     """
     # Imported here because torch takes seconds, and --help does not need it.
     with exit_on_signal():
-        from lean_finetune.memory.estimate.estimate_run import run_stage
+        from lean_finetune.memory.advice.estimate_run import run_stage
 
     run_stage(read_params(), plan_path, index, model_lock, out, metrics)
 

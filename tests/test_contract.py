@@ -22,7 +22,6 @@ UNPINNED = {
     "cuda_memory/page/snapshot_page.py",
     "lean_finetune/cli.py",
     "lean_finetune/fit_params.yaml",
-    "lean_finetune/memory/advice/fit_run.py",
     "lean_finetune/report/compare_experiments.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""

@@ -12,8 +12,8 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.fit_run import FitRun, fit_run
 from lean_finetune.memory.advice.largest_that_fits import smallest_gpu
+from lean_finetune.memory.advice.run import Run, fit_run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -48,17 +48,17 @@ def predicted(name: str) -> Row:
             flags = [f"train.method={method}", f"hardware.gpu={GPU}", f"model.name={scratch}"]
             try:
                 run = fit_run(with_flags(load_params(COMMON_PARAMS), flags), shorten=True)
-                row |= {"parameters": model_shapes(run.config).values, "row_tokens": run.workload.longest}
+                row |= {"parameters": model_shapes(run.config).values, "row_tokens": run.longest}
                 row[method] = _peak(run)
             except UserError as error:
                 row[method] = {"refused": str(error).replace(f"{scratch}/", "")}
     return row
 
 
-def _peak(run: FitRun) -> Row:
+def _peak(run: Run) -> Row:
     """The peak in bytes, and the smallest GPU."""
     peak_bytes = run.predict().peak.bytes
     # Later GPUs differ by cuBLAS' workspaces alone.
     newer = target_of(resolve_gpu(NEWER_GPU)[0]).constant_bytes - target_of(run.device).constant_bytes
     known = {(True, False): peak_bytes, (True, True): peak_bytes + newer}
-    return {"peak_bytes": peak_bytes, "gpu": smallest_gpu(run.workload, run.params.estimate.headroom_percent, known)}
+    return {"peak_bytes": peak_bytes, "gpu": smallest_gpu(run, known)}

@@ -26,7 +26,7 @@ from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 
 if TYPE_CHECKING:
-    from lean_finetune.memory.advice.fit_run import FitRun
+    from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.predict.peak import Prediction
 
 PATH = click.Path(path_type=Path)
@@ -97,7 +97,7 @@ def fit(
             named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
-    from lean_finetune.memory.advice.fit_run import fit_run
+    from lean_finetune.memory.advice.run import fit_run
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)
@@ -115,9 +115,11 @@ def fit(
     _end(run, prediction)
 
 
-def _end(run: "FitRun", prediction: "Prediction") -> NoReturn:
+def _end(run: "Run", prediction: "Prediction") -> NoReturn:
     """End with the exit code of the verdict."""
-    sys.exit(0 if run.judge(prediction).fits else DoesNotFit.exit_code)
+    from lean_finetune.memory.advice.verdict import judge_run
+
+    sys.exit(0 if judge_run(run, prediction).fits else DoesNotFit.exit_code)
 
 
 @contextmanager

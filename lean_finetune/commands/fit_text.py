@@ -3,14 +3,16 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from cuda_memory.units import COLUMNS, bar_line, counted, labelled, readable_size, readable_time
-from lean_finetune.memory.advice.fit_run import FitRun
-from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest
+from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, find_limits
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
+from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
-from lean_finetune.memory.advice.verdict import describe
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
@@ -19,16 +21,16 @@ VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked fo
 LARGEST_PARTS = 5
 
 
-def fit_lines(run: FitRun, prediction: Prediction, source: str, command: str, option: str) -> Iterator[str]:
+def fit_lines(run: Run, prediction: Prediction, source: str, command: str, option: str) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
     `source` says where the parameters come from. `command` and `option` make the lines that apply settings:
     `lean-finetune fit …` and `--set`.
     """
-    verdict, peak = run.judge(prediction), prediction.peak
+    verdict, peak = judge_run(run, prediction), prediction.peak
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
     yield labelled("verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(peak.bytes)}, {usable}")
-    if (shortage := run.shortage(prediction)) is not None:
+    if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     yield ""
     yield from _peak_lines(run, prediction)
@@ -36,7 +38,7 @@ def fit_lines(run: FitRun, prediction: Prediction, source: str, command: str, op
     yield labelled("params", source)
     yield from _run_lines(run, prediction)
     if not verdict.fits:
-        found = run.search(prediction)
+        found = answer(run, prediction, confirm=partial(confirmed_peak, run))
         yield ""
         if not found.remedies:
             yield labelled("what would fit", "no settings found: choose a larger device")
@@ -45,14 +47,14 @@ def fit_lines(run: FitRun, prediction: Prediction, source: str, command: str, op
         for remedy in found.remedies:
             yield from _remedy_lines(remedy, command, option)
         yield ""
-    limits = run.limits(prediction)
+    limits = find_limits(run, prediction.peak.bytes)
     yield labelled("smallest GPU", f"{limits.smallest_gpu or 'none is large enough'} (of the known GPUs, for this run)")
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
-    batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.workload.longest} tokens fits"
+    batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
 
 
-def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
+def _peak_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     """Bars of the peak by phase and of what the highest one consists of, as shares of the usable memory."""
     whole = max(run.usable_bytes, prediction.peak.bytes)
     of = "the peak" if whole > run.usable_bytes else "usable memory"
@@ -68,13 +70,13 @@ def _peak_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         yield labelled(where, f"{readable_size(size)}: {what}")
 
 
-def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
+def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     """The device, the model, and how it is trained."""
-    p, train = run.params, run.workload.setting.train
+    p, train = run.params, run.setting.train
     less = run.device.headroom_text(run.params.estimate.headroom_percent)
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
-    yield labelled("model", f"{run.model}: {run.config.model_type}, {counted(layers, 'layer')}")
+    yield labelled("model", f"{run.params.model.name}: {run.config.model_type}, {counted(layers, 'layer')}")
     if (others := run.not_loaded) is not None:
         yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if train.adapted else ""
@@ -84,26 +86,26 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
     yield labelled("run", f"{train.method}{adapters}, {train.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
         sizes = (f"{counted(layers, 'layer')} {readable_size(size)}" for layers, size in prediction.stages)
-        waits = (len(prediction.stages) - 1) / run.workload.micro_batches_per_step
+        waits = (len(prediction.stages) - 1) / run.micro_batches_per_step
         waiting = f"each waits {waits / (1 + waits):.0%} of the time"
         yield labelled("GPUs", f"stages of a pipeline: {', '.join(sizes)}; {waiting}")
     elif p.hardware.num_gpus > 1:
         dimensions = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
         ways = "".join(f", {name} {size}" for name, size in dimensions.items() if size > 1)
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are per GPU")
-    yield labelled("micro-batches", describe(run.workload.steps[-1][-1]))
-    if (speed := run.tokens_per_second) is not None:
+    yield labelled("micro-batches", describe(run.steps[-1][-1]))
+    if (speed := tokens_per_second(run)) is not None:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
         of_each = p.hardware.num_gpus > 1 and not prediction.stages
         per_gpu = " on each GPU, less where GPUs wait for each other" if of_each else ""
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
-    if p.train.offload_to == "disk" and (parts := run.step_seconds) is not None:
+    if p.train.offload_to == "disk" and (parts := device_step_seconds(run)) is not None:
         by_time = sorted(parts.items(), key=lambda item: -item[1])
         slowest = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in by_time if seconds >= 0.1)
         yield labelled("step", f"{readable_time(sum(parts.values()))} by the data sheet: {slowest}")
         rate = f"{p.hardware.disk_gb_per_second:g} GB/s (hardware.disk_gb_per_second)"
         yield labelled("disk", f"a step reads and writes all of its state, at {rate}")
-    for label, text in network_lines(run.workload, run.device, p.run.nodes):
+    for label, text in network_lines(run):
         yield labelled(label, text)
     yield labelled("attention", run.attention)
     load_bytes = run.load_bytes(prediction)
@@ -111,7 +113,7 @@ def _run_lines(run: FitRun, prediction: Prediction) -> Iterator[str]:
         yield labelled("weights", f"{weights}; loading takes {readable_size(load_bytes)} at most")
     if (experts := run.experts) is not None:
         yield labelled("experts", experts)
-    for note in filter(None, (*run.notes(), loading_note(load_bytes, prediction.peak.bytes))):
+    for note in filter(None, (*run.notes(), run.layers_note(), loading_note(load_bytes, prediction.peak.bytes))):
         yield labelled("note", note)
 
 
@@ -137,11 +139,11 @@ def _tokens(found: Largest) -> str:
     return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
 
 
-def fit_json(run: FitRun, prediction: Prediction) -> dict[str, Any]:
+def fit_json(run: Run, prediction: Prediction) -> dict[str, Any]:
     """The complete answer. Sizes are in bytes, lengths in tokens."""
-    verdict, limits = run.judge(prediction), run.limits(prediction)
-    found = None if verdict.fits else run.search(prediction)
-    shape = run.workload.steps[-1][-1]
+    verdict, limits = judge_run(run, prediction), find_limits(run, prediction.peak.bytes)
+    found = None if verdict.fits else answer(run, prediction, confirm=partial(confirmed_peak, run))
+    shape = run.steps[-1][-1]
     return {
         "verdict": verdict.state,
         "peak_bytes": prediction.peak.bytes,
@@ -160,14 +162,14 @@ def fit_json(run: FitRun, prediction: Prediction) -> dict[str, Any]:
             "name": run.device.name,
             "memory_bytes": run.device.memory_bytes,
             "headroom_percent": run.params.estimate.headroom_percent,
-            "reason": run.device_reason,
+            "reason": run.reasons["gpu"],
             "attention": run.attention,
         },
-        "model": {"name": run.model, "type": run.config.model_type},
-        "precision": run.workload.setting.train.precision,
-        "tokens_per_second": run.tokens_per_second,
-        "traffic": (traffic := traffic_of(run.workload)) and traffic.as_json(run.params.run.nodes),
-        "step_seconds": run.step_seconds,
+        "model": {"name": run.params.model.name, "type": run.config.model_type},
+        "precision": run.setting.train.precision,
+        "tokens_per_second": tokens_per_second(run),
+        "traffic": (traffic := traffic_of(run)) and traffic.as_json(run.params.run.nodes),
+        "step_seconds": device_step_seconds(run),
         "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
         "would_fit": [
             {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}

@@ -20,19 +20,18 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
+from lean_finetune.memory.predict.traced_shapes import longest_row
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
-from lean_finetune.model.row_limits import refuse_divided_rows
 from lean_finetune.pinning.locate import NO_FILES, ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.optimizer_in_backward import refuse_in_backward
 from lean_finetune.step.optimizers import paging_note
 from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.unsupported import refuse_unsupported
 from lean_finetune.train.process.training_device import (
     check_attention,
     check_device,
@@ -143,16 +142,23 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         directory = model_directory(lock)
     config = read_config(directory)
     check_attention(device, config, train)
-    refuse_fused(train.fused_kernels, device.type, config, enforce=read_json(paths.verdict)["enforce"])
     if train.merge:
         refuse_merge(directory, train, experts=train.lora.experts == "all")
     base_files = NO_FILES
     if world.local_rank == 0:  # All processes of a node read the same files.
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
-    plan, rows = _read_plan(params, train, paths)
+    plan, rows = _read_plan(params, paths)
     layout = ParallelLayout.from_params(params)
-    refuse_divided_rows(config, layout.context)
+    refuse_unsupported(
+        train,
+        config,
+        device_type=device.type,
+        longest=longest_row(plan, rows.lengths),
+        packed=plan.flat,
+        micro_batches=np.diff(plan.step_bounds) // plan.ranks,
+        enforce=read_json(paths.verdict)["enforce"],
+    )
     lr, lr_note = _lr(train, config)
     state_disk = DiskPlace(directory=SCRATCH, buffer_bytes=params.run.offload_buffer_mib * MIB)
     predicted = read_json(paths.estimate)
@@ -191,12 +197,10 @@ def _lr(train: Train, config: PretrainedConfig) -> tuple[float, str | None]:
     return lr, f"train.lr: auto is {lr:g}: {reason}"
 
 
-def _read_plan(params: Params, train: Train, paths: Paths) -> tuple[Plan, TokenRows]:
-    """Read the plan and its rows; refuse a plan for other rows, another number of GPUs or other parameters."""
+def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
+    """Read the plan and its rows; refuse a plan for other rows or another number of GPUs."""
     plan = read_plan(paths.plan)
     refuse_other_ranks(plan, ParallelLayout.from_params(params).data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
-    if train.optimizer_in_backward:
-        refuse_in_backward(train, np.diff(plan.step_bounds))
     return plan, rows

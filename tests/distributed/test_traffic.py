@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.specs import changed
 from lean_finetune.commands.fit import gpu_flags
@@ -12,9 +13,9 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.fit_run import fit_run
+from lean_finetune.memory.advice.run import Run, fit_run
 from lean_finetune.memory.advice.traffic import Traffic, network_lines, traffic_of
-from lean_finetune.memory.advice.workload import Workload
+from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
@@ -42,17 +43,18 @@ def predicted(case: Case, gpus: int) -> Traffic:
     tokens, shapes = max((trained_by(case, layout, rank) for rank in range(gpus)), key=itemgetter(0))
     sharing = Sharing(spec=spec, gpus=gpus, accumulates_gradients=True)
     model = spec_of(**case.model)
-    run = Workload(
+    p = load_params(COMMON_PARAMS)
+    run = Run(
+        params=p,
+        device=cpu_device(2**34),
+        stored=torch.float32,
+        bucket=p.bucket,
         config=read_config(Path(case.directory)),
         setting=Setting(train=changed(model, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0), sharing=sharing),
         steps=(tuple(shapes),),
-        mode="bucketed",
-        max_tokens=64,
-        fixed_rows=1,
         longest=64,
         tokens_per_step=tokens,
         micro_batches_per_step=len(shapes),
-        unpadded_tokens_per_step=128,
     )
     found = traffic_of(run)
     assert found is not None
@@ -130,7 +132,7 @@ def test_the_lines_of_fit_are_those_of_the_documented_example():
     flags = [model, "hardware.gpu=H100", "train.method=full", "run.nodes=2"]
     p = load_params(COMMON_PARAMS)
     run = fit_run(with_flags(p, [*flags, *gpu_flags(p, 16, flags)]))
-    lines = network_lines(run.workload, run.device, 2)
+    lines = network_lines(run)
     better = "better on a slower network, if it fits"
     assert lines == [
         ("sent in a step", "40.23 GiB, by each GPU"),

@@ -26,6 +26,7 @@ from benchmarks.specs import changed
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.one_change_sweep import sweep_switches
+from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
@@ -35,6 +36,7 @@ from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config
 from lean_finetune.model.row_limits import refuse_joined_rows
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape
+from tests.memory.workloads import workload
 from tests.small_model import CPU, spec_of
 
 TOLERATED_SHARE = 1e-3
@@ -123,9 +125,9 @@ def test_a_model_without_checkpointing_is_refused():
 
 def test_a_switch_that_a_model_cannot_have_is_left_out_of_the_sweep():
     """A run without recomputed layers was refused, because advice tried them."""
-    config, setting = GPTNeoXJapaneseConfig(**JAPANESE, num_hidden_layers=1), setting_of(method="full")
-    current = predict(config, setting, STEPS, CPU_TARGET)
-    points = sweep_switches(config, setting, CPU_TARGET, current, smaller_batch=None, native_bf16=True, progress=False)
+    config = GPTNeoXJapaneseConfig(**JAPANESE, num_hidden_layers=1)
+    run = replace(workload(config=config, method="full"), steps=STEPS, device=cpu_device(2**34))
+    points = sweep_switches(run, run.predict())
     assert len(points) > 1 and not any("train.grad_ckpt=true" in flags for flags, _ in points)
 
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,11 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from cuda_memory.units import COLUMNS, LABEL_WIDTH, labelled
+from lean_finetune.commands import fit_text
 from lean_finetune.commands.fit import fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.overrides import with_flags
-from lean_finetune.memory.advice.fit_run import FitRun, fit_run
+from lean_finetune.memory.advice.run import Run, fit_run
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from tests.memory.common import card_for
 from tests.pinning.hub_server import serve, use_hub
 from tests.workspace import error, invoke, lay_out
@@ -30,7 +33,7 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     return tmp_path
 
 
-def run_of(workspace: Path, gpu: str, flags: list[str]) -> FitRun:
+def run_of(workspace: Path, gpu: str, flags: list[str]) -> Run:
     """The run of params.yaml with the model beside it."""
     p = load_params(workspace / "params.yaml")
     return fit_run(with_flags(p, ["model.name=model", f"hardware.gpu={gpu}", *flags]))
@@ -127,12 +130,12 @@ def test_a_run_with_the_advised_overrides_fits(workspace: Path, values: dict[str
     gpu = card_for(int(share * peak_bytes))
     run = run_of(workspace, gpu, [])
     prediction = run.predict()
-    found = run.search(prediction)
-    assert not run.judge(prediction).fits and found.remedies
+    found = answer(run, prediction, confirm=partial(confirmed_peak, run))
+    assert not judge_run(run, prediction).fits and found.remedies
     assert found.ranked is not None and "by effect on learning, then by the speed of A100-80GB" in found.ranked
     for remedy in found.remedies:
         changed = run_of(workspace, gpu, list(remedy.flags))
-        assert changed.judge(changed.predict()).fits, remedy.flags
+        assert judge_run(changed, changed.predict()).fits, remedy.flags
 
 
 def test_what_would_fit_is_a_line_to_paste(workspace: Path):
@@ -155,7 +158,7 @@ def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytes
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
     run = run_of(workspace, card_for(2**20), [])
     lines = fit_lines(run, run.predict(), "", "lean-finetune fit", "--set")
-    monkeypatch.delattr(FitRun, "search")
+    monkeypatch.delattr(fit_text, "answer")
     assert next(lines).startswith(labelled("verdict", "does not fit: peak "))
 
 
@@ -163,7 +166,7 @@ def test_json_has_the_exit_code_of_the_verdict_and_an_unknown_gpu_that_of_a_wron
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A script that takes an answer for a run that fits."""
-    monkeypatch.setattr(FitRun, "search", lambda run, prediction: Mock(remedies=()))
+    monkeypatch.setattr(fit_text, "answer", lambda run, prediction, confirm: Mock(remedies=()))
     result = invoke(fit, "--model", "model", "--gpu", card_for(2**20), "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "does not fit"
     unknown = error(invoke(fit, "--model", "model", "--gpu", "H1000"), 2)

@@ -15,6 +15,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.one_change_sweep import single_changes
 from lean_finetune.memory.advice.search_space import Space
+from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
 from lean_finetune.memory.advice.switches import (
     SWITCHES,
@@ -28,7 +29,7 @@ from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.conftest import ROOT
 from tests.memory.common import setting_of
-from tests.memory.workloads import costs_of, workload
+from tests.memory.workloads import workload
 
 GPU = Support(cuda=True, native_bf16=True)
 PARAMS = load_params(ROOT / "params.yaml")
@@ -69,7 +70,7 @@ def test_a_new_switch_is_swept_priced_advised_documented_and_refused_by_its_rule
     """A switch that needs changes in a dozen files."""
     run = workload(method="lora", loss_chunk=None)
     assert ("train.lora.rank=2",) in [flags for flags, _ in single_changes(run.setting, GPU)]
-    offered = Space(run, costs_of(run), native_bf16=True).of_effect(OTHER_WEIGHTS)
+    offered = Space(run, Costs(run)).of_effect(OTHER_WEIGHTS)
     smaller = next(candidate for candidate in offered if candidate.flags == ("train.lora.rank=2",))
     assert smaller.slowdown == pytest.approx(1.25, rel=0.01)
     assert smaller.run.setting == run.setting.with_train(lora=run.setting.train.lora.model_copy(update={"rank": 2}))

@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ruamel.yaml import YAML
 
-from lean_finetune.memory.estimate.planned_run import FitCheck, PlannedRun
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.memory.advice.run import PlannedRows, Run
+from lean_finetune.memory.advice.search_space import Candidate
+from lean_finetune.memory.advice.verdict import confirmed_peak
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
-from tests.memory.common import card, card_for, llama, pin, setting_of
+from tests.memory.common import card, card_for, llama, pin
 from tests.memory.workloads import workload
 from tests.plan.common import batch_settings_of
 from tests.token_files import write_index
@@ -32,8 +34,8 @@ def index(tmp_path: Path) -> Path:
     return tmp_path / "index.arrow"
 
 
-def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> FitCheck:
-    """The check of a run on a card of this size, with a plan as stage bucket makes it."""
+def planned_run(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setting: Any) -> Run:
+    """A run on a card of this size, with a plan as stage bucket makes it."""
     settings = PlanSettings(
         micro_batches=batch_settings_of(mode=mode, max_tokens=1024, fixed_rows=4),
         seed=1,
@@ -41,26 +43,29 @@ def fit_check(index: Path, *, memory_bytes: int, mode: Any = "bucketed", **setti
         tokens_per_step=1200,
         weights=(1.0,),
     )
+    run = workload(config=CONFIG, mode=mode, tokens_per_step=1200, **setting)
+    flags = ["estimate.headroom_percent=0", "train.expandable_segments=false"]
+    run = replace(run, params=with_flags(run.params, flags), device=card(memory_bytes, capability=(9, 0)))
     plan = settings.plan(read_index(index, (1.0,)))
-    planned = PlannedRun(
-        plan=plan,
-        lengths=np.array(LENGTHS, np.int32),
-        config=CONFIG,
-        setting=setting_of(**setting),
-        device=card(memory_bytes, capability=(9, 0)),
-        windowed=False,
-        expandable=False,
-        stored=torch.bfloat16,
-    )
-    run = replace(workload(config=CONFIG, mode=mode, tokens_per_step=1200, **setting), steps=())
-    return FitCheck(planned=planned, run=run, plan_settings=settings, index=index, headroom_percent=0.0)
+    return run.with_plan(PlannedRows(plan=plan, lengths=np.array(LENGTHS, np.int32), index=index, settings=settings))
+
+
+def peak_if_it_fits(run: Run, changed: Run) -> int | None:
+    return confirmed_peak(run, Candidate(options=(), run=changed, slowdown=1.0), 0)
+
+
+def resized(run: Run, **sizes: int) -> Run:
+    """The run with other sizes in section bucket."""
+    return replace(run, bucket=run.bucket.model_copy(update=sizes))
 
 
 @pytest.mark.parametrize(("mode", "changes"), [("bucketed", {"max_tokens": 512}), ("fixed", {"fixed_rows": 2})])
 def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path, monkeypatch, mode, changes):
     """Half of the worst micro-batch taken for the worst of the plan that stage bucket makes."""
-    check = fit_check(index, memory_bytes=1, mode=mode)
-    found = check.trial(replace(check.run, steps=((),), **changes)).plan
+    run = planned_run(index, memory_bytes=1, mode=mode)
+    replanned = run.replanned(resized(run, **changes)).planned
+    assert replanned is not None and run.planned is not None
+    found = replanned.plan
     monkeypatch.chdir(tmp_path)
     values = {
         f"bucket__{key}": value for key, value in {"mode": mode, "max_tokens": 1024, "fixed_rows": 4, **changes}.items()
@@ -72,23 +77,23 @@ def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path
     made = read_plan(Path("batches/plan.arrow"))
     for column in ("step", "rows", "bounds", "length", "supervised"):
         assert np.array_equal(getattr(found, column), getattr(made, column)), column
-    assert len(made) > len(check.planned.plan)
+    assert len(made) > len(run.planned.plan)
 
 
 def test_a_budget_below_the_longest_row_does_not_fit(index):
     """Advice that stage bucket refuses."""
-    check = fit_check(index, memory_bytes=2**30)
-    assert check(replace(check.run, steps=((),), max_tokens=128)) is None
+    run = planned_run(index, memory_bytes=2**30)
+    assert peak_if_it_fits(run, resized(run, max_tokens=128)) is None
 
 
 def test_a_run_whose_blocks_do_not_fit_does_not_fit(index):
     """Advice whose tensors fit, but not the blocks that the allocator reserves for them."""
     setting = {"method": "lora", "loss_chunk": None}
-    roomy = fit_check(index, memory_bytes=2**30, **setting)
-    peak_bytes = roomy(roomy.run)
+    roomy = planned_run(index, memory_bytes=2**30, **setting)
+    peak_bytes = peak_if_it_fits(roomy, roomy)
     assert peak_bytes is not None
-    tight = fit_check(index, memory_bytes=peak_bytes + roomy.planned.device.context.max_bytes, **setting)
-    assert tight(tight.run) is None
+    tight = planned_run(index, memory_bytes=peak_bytes + roomy.device.context.max_bytes, **setting)
+    assert peak_if_it_fits(tight, tight) is None
 
 
 @pytest.mark.slow

@@ -8,10 +8,8 @@ import pytest
 
 from lean_finetune.commands.preset import apply_preset
 from lean_finetune.config.load import load_params
-from lean_finetune.memory.advice.fit_run import workload_of
-from lean_finetune.memory.devices import precision_on, resolve_gpu
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.advice.run import full_rows_run
+from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import TINY
 from tests.conftest import ROOT
@@ -37,9 +35,8 @@ def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Pat
     p = load_params(tmp_path / "params.yaml")
     device, _ = resolve_gpu(p.hardware.gpu)
     config = read_config(ROOT / "docs/examples" / CONFIGS[p.model.name])
-    run = workload_of(p, config, precision_on(device, p.train.precision)[0])
-    peak_bytes = predict(config, run.setting, run.steps, target_of(device)).peak.bytes
-    usable_bytes = device.usable_bytes(p.estimate.headroom_percent)
+    run = full_rows_run(p, config, device)
+    peak_bytes, usable_bytes = run.predict().peak.bytes, run.usable_bytes
     assert peak_bytes <= usable_bytes
     text = (ROOT / "docs/command.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| `{re.escape(name)}` \|.*\| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)

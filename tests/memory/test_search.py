@@ -2,36 +2,35 @@
 
 import json
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cuda_memory.units import MIB
+from cuda_memory.units import GIB, MIB
 from lean_finetune.config.load import load_params
 from lean_finetune.config.overrides import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import largest_that_fits, search, search_space
-from lean_finetune.memory.advice.fit_run import workload_of
 from lean_finetune.memory.advice.largest_that_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from lean_finetune.memory.advice.run import Run, full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
+from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SAME, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
 from lean_finetune.memory.advice.verdict import answer
-from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
-from lean_finetune.memory.predict.peak import predict
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
-from tests.memory.workloads import CONFIG, H100, TARGET, costs_of, peak_of, workload
+from tests.memory.workloads import CONFIG, H100, peak_of, workload
 
 PARAMS = load_params(ROOT / "params.yaml")
 
 
-def advice_for(run: Workload, usable_bytes: int, confirm: Confirm | None = None) -> list[Remedy]:
-    peak = predict(run.config, run.setting, run.steps, TARGET).peak
-    options: dict[str, Any] = {"native_bf16": True, "progress": False, "confirm": confirm}
-    return advise(run, costs_of(run), TARGET, peak=peak, usable_bytes=usable_bytes, **options)
+def advice_for(run: Run, usable_bytes: int, confirm: Confirm | None = None) -> list[Remedy]:
+    peak = run.predict().peak
+    return advise(run, Costs(run), peak=peak, usable_bytes=usable_bytes, confirm=confirm)
 
 
 def changes(remedy: Remedy) -> set[str]:
@@ -58,8 +57,8 @@ def test_advice_fits_and_the_least_harmful_comes_first():
 def test_every_change_proposed_for_a_pipeline_is_one_that_params_allow():
     """Commands that end in an error, and fill the few places of the list."""
     params = with_flags(PARAMS, ["hardware.num_gpus=2", "train.pipeline_stages=2", "train.method=full"])
-    run = workload_of(params, CONFIG, "fp32")
-    offered = Space(run, costs_of(run), native_bf16=True).of_effect(SAME)
+    run = full_rows_run(params, CONFIG, H100)
+    offered = Space(run, Costs(run)).of_effect(SAME)
     single = [one.flags for one in offered if sum(bool(option.flags) for option in one.options) == 1]
     assert single
     for change in single:
@@ -71,7 +70,7 @@ def test_every_change_proposed_for_a_pipeline_is_one_that_params_allow():
 def test_the_best_remedy_has_no_unnecessary_switch(share):
     """Everything turned on, four times as slow, where two switches would do."""
     run = workload(method="full", loss_chunk=None, precision="bf16")
-    candidates = Space(run, costs_of(run), native_bf16=True).of_effect(SAME)
+    candidates = Space(run, Costs(run)).of_effect(SAME)
     least = peak_of(max(candidates, key=lambda candidate: candidate.total_strength).run)
     usable = int(least + share * (peak_of(run) - least))
     best = advice_for(run, usable)[0]
@@ -97,8 +96,8 @@ def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(n
     """Other weights trained for want of the switch that frees each gradient early."""
     given: dict[str, Any] = {"optimizer": "paged_adamw_8bit", "max_grad_norm": norm}  # Nothing is offloaded with it.
     run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, **given)
-    costs = costs_of(run)
-    without = [c for c in Space(run, costs, native_bf16=True).of_effect(SAME) if not c.strength("in_backward")]
+    costs = Costs(run)
+    without = [c for c in Space(run, costs).of_effect(SAME) if not c.strength("in_backward")]
     found = advice_for(run, min(costs.least_bytes(c.run.setting) for c in without) - 1)
     assert found[0].effect == EFFECTS[effect]
     assert {"train.optimizer_in_backward=true", "bucket.mode=packed", "bucket.max_tokens=191"} <= {*found[0].flags}
@@ -123,8 +122,8 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
     flags = [f"train.{key}={json.dumps(value)}" for key, value in given.items()]
     flags += ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null", f"hardware.num_gpus={gpus}"]
     p = with_flags(PARAMS, [*flags, f"train.sharding={'none' if gpus == 1 else 'hsdp'}"])
-    run = workload_of(p, CONFIG, given.get("precision", "fp32"))
-    space = Space(run, costs_of(run), native_bf16=True)
+    run = full_rows_run(p, CONFIG, H100)
+    space = Space(run, Costs(run))
     lines = {candidate.flags for effect in range(len(EFFECTS)) for candidate in space.of_effect(effect)}
     assert lines
     for line in sorted(lines)[:: 1 + len(lines) // 50]:
@@ -135,8 +134,8 @@ def test_every_candidate_passes_the_rules_of_params(gpus, given):
 def test_candidates_that_params_refuse_are_recognized(given):
     """Advice that ends with an error of params.yaml, or changes that are never offered."""
     p = with_flags(PARAMS, ["data.max_length=256", "bucket.max_tokens=1024", "train.method=full", *given])
-    run = workload_of(p, CONFIG, "fp32")
-    space = Space(run, costs_of(run), native_bf16=True)
+    run = full_rows_run(p, CONFIG, H100)
+    space = Space(run, Costs(run))
     lines = [candidate.flags for effect in (SAME, UNCLIPPED, OTHER_WEIGHTS) for candidate in space.of_effect(effect)]
     kept = {line for line in lines if keeps_rules(p, line)}
     assert kept and (len(kept) < len(lines)) is (given != ["train.router=trained"])
@@ -151,10 +150,10 @@ def test_advice_offers_only_what_params_accept(recovery):
     """A command that ends in an error."""
     flags = ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null", "estimate.headroom_percent=0"]
     p = with_flags(PARAMS, [*flags, "train.method=full", "train.precision=fp32", f"run.oom_recovery={recovery}"])
-    run = workload_of(p, CONFIG, "fp32")
-    prediction = predict(run.config, run.setting, run.steps, TARGET)
+    run = full_rows_run(p, CONFIG, H100)
+    prediction = run.predict()
     device = replace(H100, memory_bytes=H100.context.max_bytes + int(0.6 * prediction.peak.bytes))
-    remedies = answer(run, prediction, device, p).remedies
+    remedies = answer(replace(run, device=device), prediction).remedies
     assert remedies
     assert any("train.offload=parameters" in one.flags for one in remedies) is (recovery == "none")
 
@@ -164,7 +163,7 @@ def test_a_row_that_does_not_fit_alone_is_divided_among_gpus():
     """Rows cut shorter on GPUs that could share them."""
     flags = ["data.max_length=1024", "bucket.max_tokens=1024", "train.grad_ckpt=true", "train.loss_chunk=128"]
     p = with_flags(PARAMS, [*flags, "hardware.num_gpus=4", "train.sharding=zero3", "train.tokens_per_step=8192"])
-    run = workload_of(p, CONFIG, "fp32")
+    run = full_rows_run(p, CONFIG, H100)
     divided, complete = (
         peak_of(replace(run, setting=setting_with(run.setting, {"train.context_parallel": 4}))),
         peak_of(run),
@@ -172,7 +171,7 @@ def test_a_row_that_does_not_fit_alone_is_divided_among_gpus():
     found = advice_for(run, int(divided + 0.05 * (complete - divided)))
     remedy = next(one for one in found if "train.context_parallel=4" in one.flags)
     assert remedy.effect == EFFECTS[SAME] and remedy.slowdown > 1
-    assert workload_of(with_flags(p, remedy.flags), CONFIG, "fp32").setting.context == 4
+    assert full_rows_run(with_flags(p, remedy.flags), CONFIG, H100).setting.context == 4
 
 
 @pytest.mark.slow
@@ -189,9 +188,9 @@ def test_the_disk_is_advised_where_the_host_has_too_little_memory():
     """Other weights trained, or a host that runs out of memory, where the disk has room for the optimizer's state."""
     given: dict[str, Any] = {"method": "full", "precision": "bf16", "master_weights": True, "offload": "optimizer"}
     run = workload(max_tokens=64, longest=64, **given)
-    in_memory, _ = costs_of(run).offloaded_bytes(run.setting)
-    small = replace(run, host_ram_bytes=in_memory // 2)
-    small = replace(small, setting=replace(run.setting, offload_buffer_bytes=in_memory // 8))
+    in_memory, _ = Costs(run).offloaded_bytes(run.setting)
+    of_host = with_flags(run.params, [f"hardware.host_ram_gib={in_memory / 2 / GIB}"])
+    small = replace(run, params=of_host, setting=replace(run.setting, offload_buffer_bytes=in_memory // 8))
     remedy = advice_for(small, peak_of(run))[0]
     assert remedy.flags == ("train.offload_to=disk",) and remedy.effect == EFFECTS[SAME]
     assert remedy.host_bytes <= in_memory // 2 and remedy.disk_bytes >= 12 * 2**10 and remedy.step_seconds
@@ -202,7 +201,7 @@ def test_weights_on_the_host_are_advised_where_they_are_too_large():
     """Other weights trained on one GPU that could fetch each layer from the host."""
     run = workload(method="full", loss_chunk=None, precision="bf16", longest=64)
     moved = setting_with(run.setting, {"train.offload": "optimizer"})
-    remedy = advice_for(run, costs_of(run).least_bytes(moved) - MIB // 8)[0]
+    remedy = advice_for(run, Costs(run).least_bytes(moved) - MIB // 8)[0]
     assert "train.offload=parameters" in remedy.flags and remedy.effect == EFFECTS[SAME]
     assert remedy.host_bytes and not remedy.disk_bytes and remedy.slowdown > 2
 
@@ -211,7 +210,7 @@ def test_only_confirmed_candidates_are_offered(monkeypatch: pytest.MonkeyPatch):
     """A line that fits by its tensors alone; a search that confirms hundreds of runs."""
     monkeypatch.setattr(search, "MOST_CONFIRMED", 3)
     run = workload(method="lora", loss_chunk=None)
-    tried: list[Workload] = []
+    tried: list[Run] = []
 
     def refuse_all_but_the_last(changed: Candidate, peak_bytes: int) -> int | None:
         tried.append(changed.run)
@@ -227,7 +226,7 @@ def test_another_method_is_offered_where_states_alone_are_too_large():
     """Shorter rows where another method would do."""
     paged = "paged_adamw_8bit"  # Nothing is offloaded with it.
     run = workload(method="full", loss_chunk=None, precision="bf16", longest=64, optimizer=paged)
-    usable = costs_of(run).least_bytes(run.setting) - MIB // 8
+    usable = Costs(run).least_bytes(run.setting) - MIB // 8
     found = advice_for(run, usable)
     assert found and all(remedy.effect == EFFECTS[OTHER_WEIGHTS] for remedy in found)
 
@@ -249,9 +248,10 @@ def test_smaller_micro_batches_are_set_by_the_parameter_of_the_mode():
 
 def test_full_micro_batches_of_every_mode():
     """Rows that exceed the budget, or joined ones that leave room."""
-    assert full_batch("bucketed", 96, max_tokens=256, fixed_rows=4) == shape(2, 96, 190)
-    assert full_batch("packed", 96, max_tokens=256, fixed_rows=4) == joined((96, 96, 64), 253)
-    assert full_batch("fixed", 96, max_tokens=256, fixed_rows=4) == shape(4, 96, 380)
+    bucketed, packed, fixed = (workload(mode=mode, max_tokens=256).bucket for mode in ("bucketed", "packed", "fixed"))
+    assert full_batch(bucketed, 96) == shape(2, 96, 190)
+    assert full_batch(packed, 96) == joined((96, 96, 64), 253)
+    assert full_batch(fixed, 96) == shape(4, 96, 380)
 
 
 @pytest.mark.parametrize("hints", [{}, {0: 50, 200: 650}, {0: 600, 900: 700}, {0: 50, 200: 40}])
@@ -272,25 +272,25 @@ def test_the_largest_that_fits_is_found_in_few_traces(usable, hints):
 
 def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():
     """A GPU named that is too small or has no bf16; a row length that does not fit."""
-    assert smallest_gpu(workload(), 8.0, {}) == "P4"
-    assert smallest_gpu(workload(precision="bf16"), 8.0, {}) == "RTX-3070"
+    assert smallest_gpu(workload(), {}) == "P4"
+    assert smallest_gpu(workload(precision="bf16"), {}) == "RTX-3070"
     run = workload(method="lora", loss_chunk=None)
     usable = int(peak_of(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
-    found = longest_row(run, TARGET, usable, 1024, {})
+    found = longest_row(run, usable, {})
     assert 512 <= found.value < 640 and found.limit is None
-    assert longest_row(run, TARGET, 10**10, 1024, {}) == Largest(value=1024, limit="the model's 1024 positions")
+    assert longest_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1024 positions")
 
 
 @pytest.mark.slow
 def test_gpus_that_divide_rows_take_longer_ones():
     """The longest row of four GPUs as that of one."""
     flags = ["hardware.num_gpus=4", "train.sharding=zero3", "train.method=lora", "train.tokens_per_step=4096"]
+    config = copy(CONFIG)
+    config.max_position_embeddings = 10_000
     whole, parts = (
-        workload_of(with_flags(PARAMS, [*flags, f"train.context_parallel={size}"]), CONFIG, "fp32") for size in (1, 4)
+        full_rows_run(with_flags(PARAMS, [*flags, f"train.context_parallel={size}"]), config, H100) for size in (1, 4)
     )
     usable = peak_of(whole)
-    near = [{0: costs_of(run).least_bytes(run.setting), 1024: peak_of(run)} for run in (whole, parts)]
-    of_one, of_four = (
-        longest_row(run, TARGET, usable, 10_000, known).value for run, known in zip((whole, parts), near, strict=True)
-    )
+    near = [{0: Costs(run).least_bytes(run.setting), 1024: peak_of(run)} for run in (whole, parts)]
+    of_one, of_four = (longest_row(run, usable, known).value for run, known in zip((whole, parts), near, strict=True))
     assert 0 < 2 * of_one < of_four

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cuda_memory.gpus import GPUS
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import (
     ARITHMETIC_SHARE,
     RANKED_AS,
@@ -14,30 +16,27 @@ from lean_finetune.memory.advice.step_cost import (
     step_seconds,
     tokens_per_second,
 )
-from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.trace.cuda_kernels import target_of
 from tests.memory.common import LLAMA_3_1_8B
-from tests.memory.workloads import H100, workload
+from tests.memory.workloads import H100, PARAMS, workload
 
 SHAPES = model_shapes(LLAMA_3_1_8B)
 
 
-def of_8b(*, max_tokens: int = 4096, tokens_per_step: int = 16_384, longest: int = 2048, **changes) -> Workload:
+def of_8b(*, max_tokens: int = 4096, tokens_per_step: int = 16_384, longest: int = 2048, **changes) -> Run:
     setting = {"method": "full", "precision": "bf16", **changes}
     sizes = {"max_tokens": max_tokens, "tokens_per_step": tokens_per_step, "longest": longest}
     return workload(config=LLAMA_3_1_8B, **sizes, **setting)
 
 
-def seconds(run: Workload) -> dict[str, float]:
+def seconds(run: Run) -> dict[str, float]:
     assert H100.speed is not None
     return step_seconds(run, SHAPES, H100.speed)
 
 
-def slowdown(changed: Workload, run: Workload, gpu: str = "H100") -> float:
-    device = resolve_gpu(gpu)[0]
-    return Costs(run, device, target_of(device)).slowdown(changed)
+def slowdown(changed: Run, run: Run, gpu: str = "H100") -> float:
+    return Costs(replace(run, device=resolve_gpu(gpu)[0])).slowdown(changed)
 
 
 def test_the_speeds_of_the_table_are_in_its_units():
@@ -99,24 +98,26 @@ def test_steps_of_other_sizes_are_compared_per_token():
 def test_published_speeds_are_within_the_range(method: str, published: int):
     """Those in torchtune's README: Llama-3.1-8B, two rows of 2048 tokens, checkpointing, RTX-4090; not by us."""
     run = of_8b(method=method, grad_ckpt=True, tokens_per_step=4096)
-    found = tokens_per_second(run, resolve_gpu("RTX-4090")[0])
+    found = tokens_per_second(replace(run, device=resolve_gpu("RTX-4090")[0]))
     assert found is not None and found[0] < published < found[1]
 
 
 def test_a_duration_says_what_it_is_from():
     """A number without its unit or its uncertainty, or one for a device whose speed nobody knows."""
-    text = duration_text(of_8b(), H100, 1000, gpus=8)
+    shared = with_flags(PARAMS, ["hardware.num_gpus=8", "train.sharding=zero3"])
+    text = duration_text(replace(of_8b(), params=shared), 1000)
     assert text == "14 to 55 min by the data sheet of H100 (not measured), and longer where GPUs wait for each other"
-    assert duration_text(of_8b(), resolve_gpu("24GiB")[0], 1000, gpus=1) is None
+    assert duration_text(replace(of_8b(), device=resolve_gpu("24GiB")[0]), 1000) is None
 
 
 def test_half_the_disk_speed_takes_the_disk_twice_as_long():
     """The disk's part in other units than hardware.disk_gb_per_second, or state read once."""
     run = of_8b(offload_activations="disk")
-    slow = replace(run, disk_bytes_per_second=run.disk_bytes_per_second / 2)
+    half_speed = with_flags(PARAMS, [f"hardware.disk_gb_per_second={PARAMS.hardware.disk_gb_per_second / 2}"])
+    slow = replace(run, params=half_speed)
     assert seconds(slow)["disk"] == pytest.approx(2 * seconds(run)["disk"]) and seconds(run)["disk"] > 1
     state = of_8b(offload="optimizer", offload_to="disk")
-    slow = replace(state, disk_bytes_per_second=state.disk_bytes_per_second / 2)
+    slow = replace(state, params=half_speed)
     whole, half = (seconds(one)["disk"] + seconds(one)["update"] for one in (state, slow))
     assert half == pytest.approx(2 * whole)  # The host updates while the disk moves the state.
     assert {**seconds(slow), "disk": 0} == {**seconds(state), "disk": 0}

@@ -2,50 +2,49 @@
 
 from typing import Any
 
-from transformers import LlamaConfig
+import torch
+from transformers import PretrainedConfig
 
-from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
+from lean_finetune.config.load import load_params
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from tests.conftest import ROOT
 from tests.memory.common import llama, setting_of
 
 CONFIG = llama(
     hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=2048, max_position_embeddings=1024
 )
+PARAMS = with_flags(load_params(ROOT / "params.yaml"), ["run.progress=false"])
 H100, _ = resolve_gpu("H100")
 TARGET = target_of(H100)
 
 
-def costs_of(run: Workload) -> Costs:
-    return Costs(run, H100, TARGET)
-
-
 def workload(
     *,
-    config: LlamaConfig = CONFIG,
+    config: PretrainedConfig = CONFIG,
     max_tokens: int = 1024,
     longest: int = 256,
     mode: Any = "bucketed",
     tokens_per_step: int = 4096,
     **setting: Any,
-) -> Workload:
-    full = full_batch(mode, longest, max_tokens=max_tokens, fixed_rows=4)
-    return Workload(
+) -> Run:
+    bucket = PARAMS.bucket.model_copy(update={"mode": mode, "max_tokens": max_tokens, "fixed_rows": 4})
+    return Run(
+        params=PARAMS,
+        device=H100,
         config=config,
-        setting=setting_of(**setting),
-        steps=largest_steps(full, several=tokens_per_step > max_tokens),
-        mode=mode,
-        max_tokens=max_tokens,
-        fixed_rows=4,
+        setting=setting_of(tokens_per_step=tokens_per_step, **setting),
+        stored=torch.bfloat16,
+        bucket=bucket,
+        steps=largest_steps(full_batch(bucket, longest), several=tokens_per_step > max_tokens),
         longest=longest,
         tokens_per_step=tokens_per_step,
         micro_batches_per_step=tokens_per_step // max_tokens,
-        unpadded_tokens_per_step=tokens_per_step,
     )
 
 
-def peak_of(run: Workload) -> int:
+def peak_of(run: Run) -> int:
     """The predicted peak in bytes."""
-    return predict(run.config, run.setting, run.steps, TARGET).peak.bytes
+    return run.predict().peak.bytes

@@ -1,14 +1,12 @@
 """The smallest GPU for a run, and the longest row and the largest micro-batch that fit a GPU."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
+from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.workload import Workload, full_batch, largest_steps
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.trace.cuda_kernels import Target, target_of
-from lean_finetune.model.model_config import row_loop
+from lean_finetune.model.model_config import max_positions, row_loop
 
 LENGTH_STEP = 64
 """Row lengths are multiples of this."""
@@ -41,22 +39,14 @@ class Limits:
     """Tokens of a micro-batch with rows of data.max_length."""
 
 
-def find_limits(
-    run: Workload, device: Device, *, peak_bytes: int, headroom_percent: float, positions: int | None
-) -> Limits:
-    """Find all three limits. Every returned value was traced and fits.
-
-    `peak_bytes` is the predicted peak of the run on `device`, which rows and micro-batches have to fit. `positions` are
-    the model's; None for a model without a limit.
-    """
-    usable, target = device.usable_bytes(headroom_percent), target_of(device)
+def find_limits(run: Run, peak_bytes: int) -> Limits:
+    """Find all three limits. Every returned value was traced and fits. `peak_bytes` is the run's predicted peak."""
     shape = run.steps[-1][-1]
-    states = Costs(run, device, target).least_bytes(run.setting)
-    near = {0: states, shape.rows * shape.length: peak_bytes}
+    near = {0: Costs(run).least_bytes(run.setting), shape.rows * shape.length: peak_bytes}
     return Limits(
-        smallest_gpu=smallest_gpu(run, headroom_percent, {_generation(device): peak_bytes}),
-        longest_row=longest_row(run, target, usable, positions, near),
-        largest_max_tokens=largest_micro_batch(run, target, usable, near),
+        smallest_gpu=smallest_gpu(run, {_generation(run.device): peak_bytes}),
+        longest_row=longest_row(run, run.usable_bytes, near),
+        largest_max_tokens=largest_micro_batch(run, run.usable_bytes, near),
     )
 
 
@@ -65,7 +55,7 @@ def _generation(gpu: Device) -> tuple[bool, bool]:
     return gpu.compute_capability >= BF16_CAPABILITY, gpu.compute_capability >= (9, 0)
 
 
-def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bool, bool], int]) -> str | None:
+def smallest_gpu(run: Run, known: Mapping[tuple[bool, bool], int]) -> str | None:
     """The known GPU with the least memory that the run fits. `known` are peaks of the run by generation."""
     peaks = dict(known)
     for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
@@ -73,39 +63,39 @@ def smallest_gpu(run: Workload, headroom_percent: float, known: Mapping[tuple[bo
             continue
         kind = _generation(gpu)
         if kind not in peaks:
-            peaks[kind] = predict(run.config, run.setting, run.steps, target_of(gpu)).peak.bytes
-        if peaks[kind] <= gpu.usable_bytes(headroom_percent):
+            peaks[kind] = replace(run, device=gpu).predict().peak.bytes
+        if peaks[kind] <= gpu.usable_bytes(run.params.estimate.headroom_percent):
             return gpu.name
     return None
 
 
-def longest_row(run: Workload, target: Target, usable: int, positions: int | None, near: Mapping[int, int]) -> Largest:
+def longest_row(run: Run, usable: int, near: Mapping[int, int]) -> Largest:
     """The longest row that fits alone in a micro-batch. `near` as for `largest_micro_batch`."""
-    tried = MOST_TOKENS[row_loop(run.config)]
+    tried, positions = MOST_TOKENS[row_loop(run.config)], max_positions(run.config)
     most = min(positions or tried, tried) // LENGTH_STEP
     hints = {tokens / LENGTH_STEP: size for tokens, size in near.items()}
-    found = largest_fitting(lambda count: _peak(run, target, count * LENGTH_STEP, rows=1), usable, most, hints)
+    found = largest_fitting(lambda count: _peak(run, count * LENGTH_STEP, rows=1), usable, most, hints)
     of_model = positions is not None and positions <= tried
     limit = f"the model's {positions} positions" if of_model else "the longest tried"
     return Largest(value=found * LENGTH_STEP, limit=limit if found == most else None)
 
 
-def largest_micro_batch(run: Workload, target: Target, usable: int, near: Mapping[int, int]) -> Largest:
+def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Largest:
     """The most tokens in a micro-batch with rows of data.max_length, up to the tokens of a step.
 
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
     most = max(1, int(run.tokens_per_step * run.setting.context // run.longest))
     hints = {tokens / run.longest: size for tokens, size in near.items()}
-    found = largest_fitting(lambda rows: _peak(run, target, run.longest, rows=rows), usable, most, hints)
+    found = largest_fitting(lambda rows: _peak(run, run.longest, rows=rows), usable, most, hints)
     return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)
 
 
-def _peak(run: Workload, target: Target, length: int, *, rows: int) -> int:
+def _peak(run: Run, length: int, *, rows: int) -> int:
     """The predicted peak with micro-batches of such rows."""
-    shape = full_batch(run.mode, length, max_tokens=rows * length, fixed_rows=rows)
+    shape = full_batch(run.bucket.model_copy(update={"max_tokens": rows * length, "fixed_rows": rows}), length)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1, in_flight=run.in_flight)
-    return predict(run.config, run.setting, steps, target).peak.bytes
+    return replace(run, steps=steps).predict().peak.bytes
 
 
 def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints: Mapping[float, int]) -> int:

@@ -2,21 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
-
-from transformers import PretrainedConfig
 
 from cuda_memory.units import GIB
 from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.traced_shapes import halved
-from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.model.quantize import method_fault
 
 SweepPoint = tuple[tuple[str, ...], int]
@@ -36,39 +35,28 @@ def as_advice(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     return [{"command": f"dvc exp run {options}", "peak_bytes": peak_bytes} for options, peak_bytes in changes]
 
 
-def sweep_switches(
-    config: PretrainedConfig,
-    setting: Setting,
-    target: Target,
-    current: Prediction,
-    *,
-    smaller_batch: str | None,
-    native_bf16: bool,
-    progress: bool,
-    allowed: Allowed | None = None,
-) -> list[SweepPoint]:
+def sweep_switches(run: Run, current: Prediction, allowed: Allowed | None = None) -> list[SweepPoint]:
     """Trace every single change over the micro-batches that set the current peak. The current setting comes first.
 
-    `smaller_batch` is the override that halves micro-batches; None if they cannot be halved. Only `allowed`
-    overrides are traced.
+    Only `allowed` overrides are traced.
     """
-    steps = current.steps_of_peak
-    support = Support(cuda=target.foreach, native_bf16=native_bf16)
+    steps, setting, smaller_batch = current.steps_of_peak, run.setting, halving_flag(run.bucket, run.longest)
+    support = Support(cuda=run.target.foreach, native_bf16=run.device.native_bf16)
     changes = [
         (flags, changed, steps)
         for flags, changed in single_changes(setting, support)
-        if method_fault(config, changed.train) is None and (allowed is None or allowed(flags))
+        if method_fault(run.config, changed.train) is None and (allowed is None or allowed(flags))
     ]
     if smaller_batch is not None and allowed is not None and not allowed((smaller_batch,)):
         smaller_batch = None
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.train.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
-    bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not progress)
+    bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not run.params.run.progress)
     points: list[SweepPoint] = [((), current.peak.bytes)]
     for flags, changed, shapes in bar:
         with suppress(UserError):  # The model cannot have this switch: GPT-NeoX-Japanese cannot recompute layers.
-            points.append((flags, predict(config, changed, shapes, target).peak.bytes))
+            points.append((flags, replace(run, setting=changed, steps=shapes).predict().peak.bytes))
     return points
 
 

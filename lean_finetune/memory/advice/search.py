@@ -17,13 +17,11 @@ from typing import Any
 from cuda_memory.units import GIB
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch, set_options
 from lean_finetune.memory.advice.switches import SWITCHES
-from lean_finetune.memory.advice.workload import Workload
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import Peak
 
 MOST_FOUND = 4
@@ -96,14 +94,11 @@ Confirm = Callable[[Candidate, int], int | None]
 
 
 def advise(
-    run: Workload,
+    run: Run,
     costs: Costs,
-    target: Target,
     *,
     peak: Peak,
     usable_bytes: int,
-    native_bf16: bool,
-    progress: bool,
     allowed: Allowed | None = None,
     confirm: Confirm | None = None,
 ) -> list[Remedy]:
@@ -112,8 +107,8 @@ def advise(
     The predicted `peak` of `run` is more than `usable_bytes`. Only `allowed` overrides are tried. `confirm` checks a
     candidate before it is offered.
     """
-    space = Space(run, costs, native_bf16)
-    search = _Search(target, costs, usable_bytes, progress, confirm)
+    space = Space(run, costs)
+    search = _Search(run, costs, usable_bytes, confirm)
     search.traced[space.unchanged.flags] = (space.unchanged, peak)
     with search.bar:
         for effect in range(len(EFFECTS)):
@@ -126,12 +121,12 @@ def advise(
 class _Search:
     """Traces candidates and collects those that fit."""
 
-    def __init__(self, target: Target, costs: Costs, usable_bytes: int, progress: bool, confirm: Confirm | None):
-        self._target, self._costs, self._usable, self._confirm = target, costs, usable_bytes, confirm
+    def __init__(self, run: Run, costs: Costs, usable_bytes: int, confirm: Confirm | None):
+        self._costs, self._usable, self._confirm = costs, usable_bytes, confirm
         self._refused: set[tuple[str, ...]] = set()
         self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
         self._fitting: list[tuple[Candidate, int]] = []
-        self.bar = progress_bar(total=MOST_TRACES, desc="advice", unit=" traces", disable=not progress)
+        self.bar = progress_bar(total=MOST_TRACES, desc="advice", unit=" traces", disable=not run.params.run.progress)
 
     @property
     def open(self) -> bool:
@@ -235,9 +230,8 @@ class _Search:
     def _peak(self, candidate: Candidate) -> int:
         """Its predicted peak; more than any device has if it cannot be traced."""
         if candidate.flags not in self.traced:
-            run = candidate.run
             try:
-                peak = predict(run.config, run.setting, run.steps, self._target).peak
+                peak = candidate.run.predict().peak
             except UserError:  # For example, GPUs that cannot share the model in this way.
                 peak = REFUSED
             self.traced[candidate.flags] = (candidate, peak)

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.run import Run, full_batch, in_stages
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import (
     LESS_DATA,
@@ -18,7 +19,6 @@ from lean_finetune.memory.advice.switch import (
     replace_attribute,
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.advice.workload import Workload, full_batch, in_stages
 from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
 from lean_finetune.model.row_limits import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape
@@ -47,7 +47,7 @@ class Option:
     """Rank from easy to hard."""
     strength: int
     """Position in its switch. A stronger option needs less memory."""
-    run: Workload
+    run: Run
     """The run with the micro-batches of this option."""
 
 
@@ -57,7 +57,7 @@ class Candidate:
 
     options: tuple[Option, ...]
     """One option of each switch."""
-    run: Workload
+    run: Run
     slowdown: float
 
     @property
@@ -109,11 +109,13 @@ def switch_names() -> list[str]:
 class Space:
     """The options of every switch, and their combinations."""
 
-    def __init__(self, run: Workload, costs: Costs, native_bf16: bool):
-        """Find the options. `native_bf16` is whether the device supports bf16."""
+    def __init__(self, run: Run, costs: Costs):
+        """Find the options."""
         self._run, self._costs = run, costs
         unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
-        support = Support(cuda=costs.cuda, native_bf16=native_bf16, host_ram_known=run.host_ram_bytes is not None)
+        support = Support(
+            cuda=costs.cuda, native_bf16=run.device.native_bf16, host_ram_known=run.host_ram_bytes is not None
+        )
         # Updates in the backward pass need steps of one micro-batch.
         smaller = [] if run.setting.train.optimizer_in_backward else budgets_of(run)
         found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
@@ -149,7 +151,7 @@ class Space:
         """The combination of options. At most one of them changes the micro-batches."""
         values = {key: value for option in options for key, value in option.values.items()}
         resized = next((option.run for option in options if option.run is not self._run), self._run)
-        setting = setting_with(self._run.setting, values)
+        setting = setting_with(resized.setting, values)
         if setting.pipeline_stages != self._run.setting.pipeline_stages:
             changed = in_stages(resized, setting)
         else:  # Fewer groups of GPUs train different rows.
@@ -160,7 +162,7 @@ class Space:
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 
 
-def _options_of(switch: Switch, run: Workload, support: Support) -> Iterator[Option]:
+def _options_of(switch: Switch, run: Run, support: Support) -> Iterator[Option]:
     """The options of a switch for a run, each stronger than the one before."""
     variants = [different(run.setting, variant) for variant in switch.lighter(run.setting, support)]
     for number, values in enumerate(filter(None, variants)):
@@ -196,47 +198,52 @@ def _of_one_micro_batch(option: Option) -> Iterator[Option]:
     except UserError:
         return
     yield _packed_steps(option)
-    tokens = max(run.max_tokens - run.longest, run.longest)
-    if tokens < run.unpadded_tokens_per_step:
+    tokens = max(run.bucket.max_tokens - run.longest, run.longest)
+    if tokens < run.setting.train.tokens_per_step:
         smaller = replace(
             option,
             flags=(f"train.tokens_per_step={tokens}", *option.flags),
             effect=SMALLER_STEPS,
             ease=option.ease + 1,
             strength=option.strength + 1,
-            run=replace(run, unpadded_tokens_per_step=tokens, tokens_per_step=float(tokens)),
+            run=replace(run, setting=run.setting.with_train(tokens_per_step=tokens), tokens_per_step=float(tokens)),
         )
         yield _packed_steps(smaller)
 
 
 def _packed_steps(option: Option) -> Option:
     """The option with every step packed into one micro-batch that has room for the largest step."""
-    run, flags = option.run, option.flags
+    run, flags, bucket = option.run, option.flags, option.run.bucket
     # A step ends with the row that reaches its tokens.
-    max_tokens = run.unpadded_tokens_per_step - 1 + run.longest
-    if run.mode == "packed" and run.max_tokens >= max_tokens:
-        max_tokens = run.max_tokens
+    max_tokens = run.setting.train.tokens_per_step - 1 + run.longest
+    if bucket.mode == "packed" and bucket.max_tokens >= max_tokens:
+        max_tokens = bucket.max_tokens
     else:
         flags = (f"bucket.max_tokens={max_tokens}", *flags)
-    if run.mode != "packed":
+    if bucket.mode != "packed":
         flags = ("bucket.mode=packed", *flags)
-    largest = full_batch("packed", run.longest, max_tokens=max_tokens, fixed_rows=run.fixed_rows)
-    packed = replace(run, steps=((largest,),), mode="packed", max_tokens=max_tokens, micro_batches_per_step=1)
+    bucket = bucket.model_copy(update={"mode": "packed", "max_tokens": max_tokens})
+    packed = replace(run, steps=((full_batch(bucket, run.longest),),), bucket=bucket, micro_batches_per_step=1)
     return replace(option, flags=flags, run=packed)
 
 
-def budgets_of(run: Workload) -> Iterator[Option]:
+def budgets_of(run: Run) -> Iterator[Option]:
     """Halve micro-batches down to the longest row, then halve the longest row."""
     steps: TracedSteps = run.steps
-    strength, parts, fixed = 0, 1, run.mode == "fixed"
+    bucket, strength, parts, fixed = run.bucket, 0, 1, run.bucket.mode == "fixed"
     while (fewer := halved(steps)) is not None:
         steps, parts = fewer, 2 * parts
-        rows, tokens = run.fixed_rows // parts, run.max_tokens // parts
+        rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
         if rows < 1 if fixed else tokens < run.longest:
             break
         strength += 1
         sizes: dict[str, Any] = {"fixed_rows": rows} if fixed else {"max_tokens": tokens}
-        smaller = replace(run, steps=steps, micro_batches_per_step=run.micro_batches_per_step * parts, **sizes)
+        smaller = replace(
+            run,
+            steps=steps,
+            bucket=bucket.model_copy(update=sizes),
+            micro_batches_per_step=run.micro_batches_per_step * parts,
+        )
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
         yield Option(flags=flags, effect=SAME, ease=0, strength=strength, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
@@ -248,7 +255,7 @@ def budgets_of(run: Workload) -> Iterator[Option]:
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def _shorter_rows(run: Workload, length: int) -> Workload:
+def _shorter_rows(run: Run, length: int) -> Run:
     """The run with rows of at most `length` tokens, one per micro-batch."""
 
     def shortened(shape: BatchShape) -> BatchShape:
@@ -258,7 +265,7 @@ def _shorter_rows(run: Workload, length: int) -> Workload:
     return replace(
         run,
         steps=tuple(tuple(map(shortened, step)) for step in run.steps),
-        max_tokens=length,
+        bucket=run.bucket.model_copy(update={"max_tokens": length}),
         longest=length,
         micro_batches_per_step=run.tokens_per_step * run.setting.context / length,
     )

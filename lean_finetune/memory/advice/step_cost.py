@@ -13,8 +13,8 @@ from cuda_memory.gpus import GIGA, GPUS, Device, Speed
 from cuda_memory.units import readable_times
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.train_schema import Train
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switches import SWITCHES
-from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.offloaded_states import disk_bytes, offloaded_state_bytes
 from lean_finetune.memory.predict.process_memory import processes_per_host
 from lean_finetune.memory.predict.setting import Setting
@@ -25,7 +25,6 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     trained_values,
 )
-from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 from lean_finetune.model.precision import autocast_dtype, base_dtype
@@ -67,13 +66,13 @@ FLOP_PER_PRODUCT = 2
 class Costs:
     """Minimum memory and step time of changed runs, compared with the original run."""
 
-    def __init__(self, run: Workload, device: Device, target: Target):
-        self._run, self._target, self.cuda = run, target, target.foreach
+    def __init__(self, run: Run):
+        self._run, self._target, self.cuda = run, run.target, run.target.foreach
         self._shapes: dict[int, ModelShapes] = {}
-        self._speed, self.reason = ranking_speed(device)
+        self._speed, self.reason = ranking_speed(run.device)
         self._known: dict[Setting, Mapping[str, int]] = {}
         self._offloaded: dict[Setting, tuple[int, int]] = {}
-        self._measures_time = device.speed is not None
+        self._measures_time = run.device.speed is not None
 
     def least_bytes(self, setting: Setting) -> int:
         """Bytes at the end of every backward pass, for any micro-batches."""
@@ -99,7 +98,7 @@ class Costs:
             self._offloaded[key] = processes * in_memory, processes * on_disk
         return self._offloaded[key]
 
-    def step_time(self, run: Workload) -> float | None:
+    def step_time(self, run: Run) -> float | None:
         """Seconds of a step by the device's data sheet; None if its speed is not known."""
         if not self._measures_time:
             return None
@@ -114,7 +113,7 @@ class Costs:
             self._known[key] = {category: size // setting.holders_of(category) for category, size in states.items()}
         return self._known[key]
 
-    def slowdown(self, changed: Workload) -> float:
+    def slowdown(self, changed: Run) -> float:
         """Time per token relative to the original run on the same GPU; below 1 if faster."""
         more = changed.micro_batches_per_step / self._run.micro_batches_per_step
         factors = (switch.time(changed.setting, more) / switch.time(self._run.setting, 1.0) for switch in SWITCHES)
@@ -124,7 +123,7 @@ class Costs:
     def _original_seconds_per_token(self) -> float:
         return self._seconds_per_token(self._run)
 
-    def _seconds_per_token(self, run: Workload) -> float:
+    def _seconds_per_token(self, run: Run) -> float:
         return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
 
     def _shapes_of(self, setting: Setting) -> ModelShapes:
@@ -143,27 +142,26 @@ def _state_key(setting: Setting) -> Setting:
     )
 
 
-def tokens_per_second(run: Workload, device: Device) -> tuple[float, float] | None:
+def tokens_per_second(run: Run) -> tuple[float, float] | None:
     """Lowest and highest tokens per second, with padding, of one GPU or pipeline; None if its speed is not known.
 
     Computed from the data sheet of the device, without the time that GPUs wait for each other.
     """
-    if device.speed is None:
+    if (parts := device_step_seconds(run)) is None:
         return None
-    shapes = model_shapes(run.config, run.setting.tensor_parallel)
-    seconds = sum(step_seconds(run, shapes, device.speed).values())
+    seconds = sum(parts.values())
     fast, slow = DURATION_RANGE
     return _tokens(run) / (seconds * slow), _tokens(run) / (seconds * fast)
 
 
-def duration_text(run: Workload, device: Device, steps: int, gpus: int) -> str | None:
+def duration_text(run: Run, steps: int) -> str | None:
     """How long `steps` optimizer steps take, for people; None if the device's speed is not known."""
-    if (speed := tokens_per_second(run, device)) is None:
+    if (speed := tokens_per_second(run)) is None:
         return None
     slow, fast = speed
     times = readable_times(steps * _tokens(run) / fast, steps * _tokens(run) / slow)
-    waiting = ", and longer where GPUs wait for each other" if gpus > 1 else ""
-    return f"{times} by the data sheet of {device.name} (not measured){waiting}"
+    waiting = ", and longer where GPUs wait for each other" if run.params.hardware.num_gpus > 1 else ""
+    return f"{times} by the data sheet of {run.device.name} (not measured){waiting}"
 
 
 def ranking_speed(device: Device) -> tuple[Speed, str]:
@@ -175,7 +173,14 @@ def ranking_speed(device: Device) -> tuple[Speed, str]:
     return speeds[RANKED_AS], f"by the speed of {RANKED_AS}: that of {device.name} is not known"
 
 
-def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
+def device_step_seconds(run: Run) -> dict[str, float] | None:
+    """`step_seconds` by the data sheet of the run's device; None if its speed is not known."""
+    if run.device.speed is None:
+        return None
+    return step_seconds(run, model_shapes(run.config, run.setting.tensor_parallel), run.device.speed)
+
+
+def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
     """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors.
 
     For a pipeline: of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
@@ -222,11 +227,11 @@ def step_seconds(run: Workload, shapes: ModelShapes, speed: Speed) -> dict[str, 
     return seconds
 
 
-def _tokens(run: Workload) -> int:
+def _tokens(run: Run) -> int:
     return max(1, round(run.tokens_per_step))
 
 
-def pipeline_bytes(run: Workload) -> int:
+def pipeline_bytes(run: Run) -> int:
     """Bytes that a stage of a pipeline sends to the next one in a step; the next one sends as many back."""
     return _tokens(run) * int(run.config.get_text_config().hidden_size) * base_dtype(run.setting.train).itemsize
 
@@ -239,7 +244,7 @@ def _recomputed_share(train: Train) -> float:
     return tiles + (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1 / train.recomputed_every)
 
 
-def _saved_values(run: Workload) -> float:
+def _saved_values(run: Run) -> float:
     """Rough number of values that a step saves: the inputs of recomputed layers and all activations of the others."""
     text, train = run.config.get_text_config(), run.setting.train
     recomputed = 1 / train.recomputed_every if train.grad_ckpt else 0.0
@@ -247,7 +252,7 @@ def _saved_values(run: Workload) -> float:
     return values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step
 
 
-def tensor_parallel_bytes(run: Workload) -> float:
+def tensor_parallel_bytes(run: Run) -> float:
     """Bytes that a GPU sends in a step for tensor parallelism, to sum outputs and gradients.
 
     Each layer has two sums in forward, two in backward, and one more if it is recomputed. The embedding has one.
@@ -267,7 +272,7 @@ def tensor_parallel_bytes(run: Workload) -> float:
     return 2 * (size - 1) / size * token_bytes * _tokens(run)
 
 
-def _disk_seconds(run: Workload, shapes: ModelShapes, offloaded: float, update: float) -> float:
+def _disk_seconds(run: Run, shapes: ModelShapes, offloaded: float, update: float) -> float:
     """Seconds that the disk adds: activations are written and read, and all state is while the host updates it."""
     setting = run.setting
     activations = offloaded if setting.train.offload_activations == "disk" else 0
@@ -289,7 +294,7 @@ def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidt
     return moved / (HOST_BYTES_PER_SECOND if on_host else bandwidth)
 
 
-def _link_bytes(run: Workload, parameters: int, trained: int, element_bytes: int, micro_batches: int) -> float:
+def _link_bytes(run: Run, parameters: int, trained: int, element_bytes: int, micro_batches: int) -> float:
     """Bytes of an offloaded state between host and GPU: gradients, updated weights, and weights for each pass."""
     setting = run.setting
     value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES

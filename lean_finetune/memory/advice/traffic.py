@@ -8,18 +8,18 @@ many as a reduction.
 
 from dataclasses import dataclass, replace
 
-from cuda_memory.gpus import GIGA, Device
+from cuda_memory.gpus import GIGA
 from cuda_memory.units import readable_size
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
 from lean_finetune.distributed.replicated import layer_of
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import (
     DURATION_RANGE,
+    device_step_seconds,
     pipeline_bytes,
-    step_seconds,
     tensor_parallel_bytes,
 )
-from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
@@ -75,7 +75,7 @@ class Traffic:
         }
 
 
-def traffic_of(run: Workload) -> Traffic | None:
+def traffic_of(run: Run) -> Traffic | None:
     """What a GPU of a run sends; None for one GPU."""
     sharing = run.setting.sharing
     if sharing is None or sharing.gpus == 1:
@@ -83,7 +83,7 @@ def traffic_of(run: Workload) -> Traffic | None:
     return _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
 
 
-def _exchanged_bytes(run: Workload) -> int:
+def _exchanged_bytes(run: Run) -> int:
     """What a GPU sends around attention where rows are divided: forward, backward, and where layers are recomputed."""
     train, parts, layers = run.setting.train, run.setting.context, run.config.get_text_config().num_hidden_layers
     if parts == 1:
@@ -101,7 +101,7 @@ def _most_of_a_stage(passed: int, tied: int, stages: int) -> int:
     return max(passed * min(2, stages - 1), passed + tied)
 
 
-def _undivided_bytes(run: Workload, shapes: ModelShapes) -> int:
+def _undivided_bytes(run: Run, shapes: ModelShapes) -> int:
     """Adapters that every GPU of a tensor-parallel group has, and of whose gradients each has a part."""
     train = run.setting.train
     if not train.adapted or run.setting.tensor_parallel == 1:
@@ -110,7 +110,7 @@ def _undivided_bytes(run: Workload, shapes: ModelShapes) -> int:
     return sum(own.values * own.value_bytes for own, whole in pairs if own.shape == whole.shape)
 
 
-def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
+def _traffic(run: Run, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     mode, train, rings = sharing.spec.mode, run.setting.train, run.setting.tensor_parallel
     gpus = sharing.gpus // rings
     if run.setting.pipeline_stages > 1:
@@ -151,7 +151,7 @@ def _traffic(run: Workload, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     )
 
 
-def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, str]]:
+def network_lines(run: Run) -> list[tuple[str, str]]:
     """Text: what GPUs send, which network speed hides it behind computing, and modes that send less."""
     sharing = run.setting.sharing
     if sharing is None or sharing.gpus == 1:
@@ -166,10 +166,11 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
     }
     each = ", and ".join(f"{readable_size(size)}{where}" for where, size in sent.items() if size)
     lines = [("sent in a step", f"{each}, by each GPU")]
-    if nodes == 1:
+    if run.nodes == 1:
         return lines
-    per_node = sharing.gpus // nodes
-    seconds = None if device.speed is None else sum(step_seconds(run, shapes, device.speed).values())
+    per_node = sharing.gpus // run.nodes
+    parts = device_step_seconds(run)
+    seconds = None if parts is None else sum(parts.values())
 
     def network(one: Traffic) -> str:
         sent = one.network_bytes(per_node)
@@ -177,7 +178,7 @@ def network_lines(run: Workload, device: Device, nodes: int) -> list[tuple[str, 
         speed = f", hidden behind computing from {float(f'{gigabits:.2g}'):,.6g} Gbit/s" if seconds else ""
         return f"{readable_size(sent)}{speed}"
 
-    lines.append(("by each node", f"{network(traffic)} (run.nodes={nodes})"))
+    lines.append(("by each node", f"{network(traffic)} (run.nodes={run.nodes})"))
     alone = traffic.rings == 1  # hsdp does not divide products.
     others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if alone and 1 < per_node < sharing.gpus else []
     for mode, group in (*others, ("ddp", None)):

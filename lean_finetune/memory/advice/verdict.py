@@ -9,15 +9,15 @@ from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import AnyPrecision
-from lean_finetune.config.overrides import keeps_rules
-from lean_finetune.config.schema import Params
+from lean_finetune.config.overrides import keeps_rules, with_flags
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory
+from lean_finetune.memory.advice.run import Run, full_rows_run
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
+from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
-from lean_finetune.memory.advice.workload import Workload
 from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.step.batches import BatchShape
 
@@ -127,47 +127,73 @@ class Answer:
         return {"verdict": self.verdict.state, "ranked": self.ranked, "remedies": remedies}
 
 
+def judge_run(
+    run: Run, prediction: Prediction, memory: PlanMemory | None = None, remedies: Sequence[Remedy] = ()
+) -> Verdict:
+    """`judge` for a run on its device and its host."""
+    return judge(
+        prediction,
+        run.device,
+        remedies,
+        headroom_percent=run.params.estimate.headroom_percent,
+        enforce=run.params.estimate.enforce,
+        memory=memory,
+        shortage=run.shortage(prediction.offloaded_bytes),
+    )
+
+
 def answer(
-    run: Workload,
-    prediction: Prediction,
-    device: Device,
-    p: Params,
-    memory: PlanMemory | None = None,
-    confirm: Confirm | None = None,
-    shortage: str | None = None,
+    run: Run, prediction: Prediction, memory: PlanMemory | None = None, confirm: Confirm | None = None
 ) -> Answer:
-    """Compare the prediction for a run with a device, and search for changes if the run does not fit.
+    """Judge a run, and search for changes if it does not fit.
 
     `memory` is the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
     kind of segments is the first remedy, because it costs no time. `confirm` returns the peak of a changed run that the
-    caller accepts. Without it, tensors alone decide. `shortage` says what the host lacks.
+    caller accepts. Without it, tensors alone decide.
     """
-    headroom, enforce = p.estimate.headroom_percent, p.estimate.enforce
-    usable, target = device.usable_bytes(headroom), target_of(device)
-
-    judged = partial(
-        judge, prediction, device, headroom_percent=headroom, enforce=enforce, memory=memory, shortage=shortage
-    )
+    usable, shortage = run.usable_bytes, run.shortage(prediction.offloaded_bytes)
+    judged = partial(judge_run, run, prediction, memory)
 
     if prediction.peak.bytes <= usable and shortage is None:
         other = () if memory is None or segments_from_environment() is not None else other_segments(memory, prediction)
         verdict = judged(other)
         if verdict.fits or other or confirm is None:
             return Answer(verdict=verdict, remedies=other, ranked=None)
-    costs = Costs(run, device, target)
+    costs = Costs(run)
     remedies = advise(
         run,
         costs,
-        target,
         peak=prediction.peak,
         usable_bytes=usable,
-        native_bf16=device.native_bf16,
-        progress=p.run.progress,
-        allowed=partial(keeps_rules, params_of_rules(p)),
+        allowed=partial(keeps_rules, params_of_rules(run.params)),
         confirm=confirm,
     )
     ranked = f"by effect on learning, then {costs.reason}"
     return Answer(verdict=judged(remedies), remedies=tuple(remedies), ranked=ranked)
+
+
+def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | None:
+    """The peak of a changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it.
+
+    A planned run gets the plan that the change leads to; a run with full rows is what `fit` makes of the overrides.
+    `traced_bytes` is the peak of the candidate's own micro-batches.
+    """
+    changed = candidate.run
+    try:
+        if run.planned is None:
+            trial = full_rows_run(with_flags(run.params, candidate.flags), run.config, run.device)
+            same = (trial.setting, trial.steps) == (changed.setting, changed.steps)
+            if same and (run.host_ram_bytes is None or trial.setting.train.offload_activations == "none"):
+                return traced_bytes if traced_bytes <= run.usable_bytes and not trial.shortage(0) else None
+        else:
+            trial = run.replanned(changed)
+        prediction = trial.predict()
+    except UserError:
+        return None
+    if prediction.peak.bytes > run.usable_bytes or trial.shortage(prediction.offloaded_bytes) is not None:
+        return None  # Skip the replay, which takes as long as the prediction.
+    memory, _ = trial.replay(prediction)
+    return prediction.peak.bytes if judge_run(trial, prediction, memory).fits else None
 
 
 def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:

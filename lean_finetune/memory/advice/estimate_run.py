@@ -1,0 +1,210 @@
+"""Stage estimate: predict the planned run, judge whether it fits, search for advice, and write the results."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cuda_memory.units import GIB, counted, readable_size
+from lean_finetune.config.declared_params import params_of_rules
+from lean_finetune.config.overrides import keeps_rules
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
+from lean_finetune.memory.advice.largest_that_fits import find_limits
+from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, sweep_switches
+from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
+from lean_finetune.memory.advice.run import Run, read_run
+from lean_finetune.memory.advice.search import ADVICE_COLUMNS
+from lean_finetune.memory.advice.step_cost import duration_text
+from lean_finetune.memory.advice.traffic import traffic_of
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge
+from lean_finetune.memory.predict.offloaded_states import closed_form, disk_state_bytes
+from lean_finetune.memory.predict.other_phases import (
+    LOAD,
+    OtherPhases,
+    evaluation_note,
+    generation_shapes,
+    heldout_shape,
+    loading_note,
+    other_phases,
+)
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, trace_origins
+from lean_finetune.memory.predict.process_memory import as_json, on_host
+from lean_finetune.memory.trace.memory_trace import Peak
+from lean_finetune.model.files.quantized_checkpoint import format_text
+from lean_finetune.model.fused_kernels import memory_note
+from lean_finetune.model.model_config import max_positions
+from lean_finetune.step.evaluation_limits import EvaluationLimits
+
+RESULTS = ("fits", "peak_gib_predicted")
+"""Figures in metrics/estimate.json, by which runs are compared."""
+
+TENSORS, RESERVED = "tensors", "reserved"
+"""Tiers of memory that decide: reserved memory if the plan was replayed, unless tensors alone are too large."""
+
+
+def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
+    """Predict the run of a plan, whose rows `index` lists, and judge it; writes the directory `out` and `metrics`."""
+    run = read_run(p, plan_path, index, model_lock)
+    assert run.planned is not None
+    plan = run.planned.plan
+    precision = run.setting.train.precision if p.train.precision == "auto" else None
+    _echo_choices(run)
+    prediction, explanation = run.explain()
+    memory, replayed = run.replay(prediction)
+    _echo_verdict(run, prediction, memory)
+    switches = sweep_switches(run, prediction, partial(keeps_rules, params_of_rules(p)))
+    # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
+    run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
+    by_phase = _phases(fullest, prediction)
+    duration = duration_text(run, len(plan.steps))
+    if duration is not None:
+        steps = len(plan.steps)
+        tokens = round(int(plan.padded_tokens.sum()) / steps)
+        click.echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
+    found = answer(run, prediction, memory, partial(confirmed_peak, run))
+    states = list(closed_form(run.config, fullest.setting, run.target))
+    documents = {
+        "verdict.json": {**found.verdict.as_json(precision), **_stage_layers(prediction)},
+        "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
+        "breakdown.json": {phase: peak.by_category for phase, peak in {**by_phase, "peak": prediction.peak}.items()},
+        "explanation.json": {**explanation.as_json(), "states": states},
+        "tiers.json": _tiers(fullest, prediction, memory),
+        "process.json": _process(fullest, prediction),
+        "what_fits.json": _what_fits(run, prediction),
+    }
+    fits: dict[str, Any] = {
+        "fits": found.verdict.fits,
+        "verdict": found.verdict.state,
+        "deciding_tier": RESERVED if memory and prediction.peak.bytes <= run.usable_bytes else TENSORS,
+        "reserved_replayed": replayed,
+        "duration": duration,
+    }
+    if (traffic := traffic_of(run)) is not None:
+        fits |= {name: size for name, size in traffic.as_json(1).items() if "node" not in name}
+    figures = {**_figures(fullest, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
+    with atomic_directory(out) as aside:
+        for name, content in {**documents, FIGURES: figures}.items():
+            write_json(aside / name, content)
+        write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
+        if memory is not None:  # Else DVC would draw an empty plot.
+            write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows())
+        write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
+        write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
+    write_json(metrics, {name: figures[name] for name in RESULTS})
+    if found.verdict.refusal is not None:
+        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+
+
+def _echo_choices(run: Run) -> None:
+    """Report the precision that `auto` chose, what is not loaded, and notes on kernels and the environment."""
+    if run.params.train.precision == "auto":
+        click.echo(f"train.precision: auto is {run.setting.train.precision}: {run.reasons['precision']}")
+    if (not_loaded := run.not_loaded) is not None:
+        click.echo(f"not loaded: {not_loaded}")
+    for note in run.notes():
+        click.echo(f"note: {note}", err=True)
+
+
+def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -> None:
+    """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
+    of_params = run.params.estimate
+    headroom, enforce = of_params.headroom_percent, of_params.enforce
+    if not judge(prediction, run.device, (), headroom_percent=headroom, enforce=enforce, memory=memory).fits:
+        usable = readable_size(run.usable_bytes)
+        peak = readable_size(prediction.peak.bytes)
+        click.echo(f"does not fit {run.device.name}: {peak} of {usable} usable; searching for what would", err=True)
+
+
+def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:
+    """Peak of every phase; notes if loading or evaluation needs more than training."""
+    assert run.planned is not None
+    p, plan, longest = run.params, run.planned.own_plan, run.longest
+    limits = EvaluationLimits.from_params(p)
+    prompts = p.evaluate.generate_rows
+    around = OtherPhases(
+        stored_dtype=run.stored,
+        in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
+        evaluation=heldout_shape(limits.max_tokens, longest),
+        logits_chunk=limits.logits_chunk,
+        generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config)),
+        merged=p.evaluate.merged,
+    )
+    training = prediction.by_phase
+    phases = {**training, **other_phases(run.config, run.setting, around, run.target, training["optimizer"])}
+    peak_bytes = prediction.peak.bytes
+    notes = (
+        loading_note(phases[LOAD].bytes, peak_bytes),
+        evaluation_note(phases, peak_bytes, limits.max_tokens, longest),
+    )
+    for note in filter(None, notes):
+        click.echo(f"note: {note}", err=True)
+    return phases
+
+
+def _tiers(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any] | None:
+    """Content of tiers.json for a GPU; of the worst micro-batches if no plan was replayed."""
+    if run.device.kind != "cuda":
+        return None
+    if memory is None:
+        steps = prediction.steps_of_peak
+        trace = trace_origins(run.config, run.setting, steps, run.target)
+        memory = replay_steps(trace, steps, expandable=run.expandable, device=run.device)
+    return memory.tiers()
+
+
+def _process(run: Run, prediction: Prediction) -> dict[str, Any] | None:
+    """Content of process.json for a GPU: memory of its process and of the host besides tensors."""
+    if run.device.kind != "cuda":
+        return None
+    tokens, offloaded_bytes = run.most_tokens, prediction.offloaded_bytes
+    host = on_host(run.config, run.setting, run.stored, batch_tokens=tokens, offloaded_bytes=offloaded_bytes)
+    return as_json(run.device, run.setting, host)
+
+
+def _what_fits(run: Run, prediction: Prediction) -> dict[str, Any]:
+    """Content of what_fits.json."""
+    if run.device.kind != "cuda":
+        return {"reason": "searched for GPUs only: name one in hardware.gpu, or use `lean-finetune fit`"}
+    return {"reason": None, **asdict(find_limits(run, prediction.peak.bytes))}
+
+
+def _stage_layers(prediction: Prediction) -> dict[str, list[int]]:
+    """The part of verdict.json by which train divides the layers; empty without a pipeline."""
+    return {"stage_layers": [layers for layers, _ in prediction.stages]} if prediction.stages else {}
+
+
+def _figures(
+    run: Run, prediction: Prediction, by_phase: Mapping[str, Peak], documents: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Content of figures.json, without the verdict and the replay."""
+    process = documents["process.json"]
+    of_model = {
+        "experts": run.experts,
+        "fused_kernels": memory_note(run.params.train.fused_kernels),
+        "not_loaded": run.not_loaded,
+        "weights": format_text(run.config),
+    }
+    return {
+        "peak_bytes_predicted": prediction.peak.bytes,
+        "peak_gib_predicted": round(prediction.peak.bytes / GIB, 6),
+        "offloaded_bytes_predicted": prediction.offloaded_bytes,
+        "disk_bytes_predicted": disk_state_bytes(run.config, run.setting),
+        "predicted_by_phase": {phase: peak.bytes for phase, peak in by_phase.items()},
+        "worst_phase": prediction.worst_phase,
+        "layers_traced": prediction.layers_traced,
+        **({"peak_bytes_by_stage": [peak for _, peak in prediction.stages]} if prediction.stages else {}),
+        "gpu": run.device.name,
+        "gpu_reason": run.reasons["gpu"],
+        "capacity_gib": round(run.device.memory_bytes / GIB, 2),
+        "attention": run.attention,
+        **{name: text for name, text in of_model.items() if text is not None},
+        "host_bytes_predicted": process and process["host_needed_bytes"],
+        "host_of_process": process and process["host_of_process"],
+        "processes_per_host": process and process["processes_per_host"],
+        **tiers_metrics(documents["tiers.json"], expandable=run.expandable),
+    }

@@ -1,0 +1,419 @@
+"""A run whose memory is predicted. `fit` makes one with full rows, stage estimate reads one from its plan."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from cuda_memory.gpus import GIGA, Device
+from cuda_memory.units import GIB, round_up
+from lean_finetune.config.declared_params import declared_part
+from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
+from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
+from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
+from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
+from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
+from lean_finetune.memory.predict.process_memory import host_shortage
+from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_shapes import TracedSteps, longest_row, steps_in_flight, traced_steps
+from lean_finetune.memory.trace.cuda_kernels import Target, target_of
+from lean_finetune.model import fused_kernels
+from lean_finetune.model.adapter_targets import layers_without_adapters
+from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
+from lean_finetune.model.attention_choice import materializes_scores
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.language_part import left_out_text
+from lean_finetune.model.model_config import attention_window, max_positions, other_layers, read_config
+from lean_finetune.model.row_limits import refuse_divided_rows
+from lean_finetune.pinning.locate import config_directory, find_model
+from lean_finetune.plan.batch_plan import Plan, read_plan
+from lean_finetune.plan.planner import PlanSettings, pad_multiple
+from lean_finetune.plan.row_index import read_index
+from lean_finetune.step.batches import BatchShape, refuse_other_tokens
+from lean_finetune.step.token_rows import read_lengths
+from lean_finetune.step.unsupported import refuse_unsupported
+
+FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
+"""A micro-batch so small that the next one sets the peak."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedRows:
+    """The rows of a run, and the plan that divides them."""
+
+    plan: Plan
+    """Micro-batches of all GPUs."""
+    lengths: np.ndarray
+    """Tokens of every training row."""
+    index: Path
+    """Of the training rows."""
+    settings: PlanSettings
+    """Settings of the plan."""
+
+    @property
+    def own_plan(self) -> Plan:
+        """The micro-batches of one GPU."""
+        return self.plan.of_rank(0) if self.plan.ranks > 1 else self.plan
+
+    @property
+    def accumulates_gradients(self) -> bool:
+        """Whether a GPU has more than one micro-batch in some step."""
+        return bool((np.diff(self.plan.step_bounds) > self.plan.ranks).any())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What is trained, on which device, and how a step is divided into micro-batches.
+
+    Advice varies `setting`, `bucket` and the sizes that follow from them; `params` stay those of the user.
+    """
+
+    params: Params
+    device: Device
+    config: PretrainedConfig
+    setting: Setting
+    stored: torch.dtype
+    """Type of the weights in the model's files."""
+    bucket: Bucket
+    steps: TracedSteps
+    """The micro-batches that set the peak."""
+    longest: int
+    """Padded tokens of the longest row."""
+    tokens_per_step: float
+    """Mean tokens per step with padding, on one GPU."""
+    micro_batches_per_step: float
+    """On one GPU."""
+    planned: PlannedRows | None = None
+    """None if every micro-batch is full of the longest rows."""
+    nodes: int = 1
+    """run.nodes where a figure may depend on it: no stage tracks that parameter."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why `gpu` and `precision` were chosen."""
+
+    @cached_property
+    def target(self) -> Target:
+        """The rules of the device."""
+        return target_of(self.device)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of the device for tensors."""
+        return self.device.usable_bytes(self.params.estimate.headroom_percent)
+
+    @property
+    def host_ram_bytes(self) -> int | None:
+        """hardware.host_ram_gib in bytes."""
+        gib = self.params.hardware.host_ram_gib
+        return None if gib is None else int(gib * GIB)
+
+    @property
+    def disk_bytes_per_second(self) -> float:
+        """hardware.disk_gb_per_second in bytes."""
+        return self.params.hardware.disk_gb_per_second * GIGA
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches between forward and backward at the same time."""
+        return min(self.setting.pipeline_stages, math.ceil(self.micro_batches_per_step))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        if self.planned is not None:
+            return int(self.planned.own_plan.padded_tokens.max())
+        return max(shape.rows * shape.length for step in self.steps for shape in step)
+
+    @property
+    def _beyond_window(self) -> bool:
+        """Whether rows are longer than the window of windowed layers."""
+        return self.longest >= (attention_window(self.config) or math.inf)
+
+    @property
+    def attention(self) -> str:
+        """Attention kernels on the device."""
+        masked = self._beyond_window and self.bucket.mode != "packed"
+        return attention_on(self.device, self.config, self.setting.train, masked=masked)
+
+    @property
+    def experts(self) -> str | None:
+        """How the device multiplies rows by their experts; None without experts."""
+        return experts_on(self.device, self.config, self.setting.train)
+
+    @property
+    def not_loaded(self) -> str | None:
+        """Parts of a multimodal model that are neither loaded nor counted; None without any."""
+        return left_out_text(meta_model(self.config))
+
+    @property
+    def expandable(self) -> bool:
+        """Whether the allocator's segments expand."""
+        segments = segments_from_environment()
+        return self.params.train.expandable_segments if segments is None else segments
+
+    def notes(self) -> list[str]:
+        """Settings of the environment that differ from those predicted, and kernels that are not traced."""
+        train = self.params.train
+        notes = environment_notes(train.expandable_segments) if self.device.kind == "cuda" else ()
+        return [*notes, *filter(None, [fused_kernels.memory_note(train.fused_kernels)])]
+
+    def layers_note(self) -> str | None:
+        """Layers that `all-linear` leaves out; None without any."""
+        names = layers_without_adapters(meta_model(self.config), self.setting.train)
+        left_out = f"all-linear leaves out {', '.join(names)}: no effect, or named like experts (docs/models.md)"
+        return left_out if names else None
+
+    def predict(self) -> Prediction:
+        """Peaks by phase. Takes several seconds."""
+        return predict(self.config, self.setting, self.steps, self.target)
+
+    def explain(self) -> tuple[Prediction, Explanation]:
+        """`predict`, with what the peak consists of."""
+        return predict_explained(self.config, self.setting, self.steps, self.target)
+
+    def load_bytes(self, prediction: Prediction) -> int:
+        """Peak of loading the weights on the device."""
+        update = prediction.by_phase["optimizer"]
+        return load_and_save(self.config, self.setting, self.stored, self.target, update)[0].bytes
+
+    def host_bytes(self, prediction: Prediction) -> Iterator[tuple[str, str, int]]:
+        """What the run stores outside of the device: (what, where, bytes)."""
+        if prediction.offloaded_bytes:
+            where = {"cpu": "in host memory", "disk": "on disk"}[self.setting.train.offload_activations]
+            yield "activations", where, prediction.offloaded_bytes
+        if optimizer_bytes := host_state_bytes(self.config, self.setting):
+            away = self.setting.train.offload == "parameters"
+            yield "weights" if away else "optimizer", "in host memory", optimizer_bytes
+        if disk_bytes := disk_state_bytes(self.config, self.setting):
+            yield "optimizer", "on disk", disk_bytes
+
+    def shortage(self, offloaded_bytes: int) -> str | None:
+        """What the host lacks beside `offloaded_bytes` of activations; None if it suffices or is not known."""
+        if self.device.kind != "cuda":
+            return None
+        return host_shortage(
+            self.host_ram_bytes,
+            self.config,
+            self.setting,
+            self.stored,
+            batch_tokens=self.most_tokens,
+            offloaded_bytes=offloaded_bytes,
+            nodes=self.nodes,
+        )
+
+    def replay(self, prediction: Prediction) -> tuple[PlanMemory | None, str | None]:
+        """Predict what the plan reserves on a GPU, and say how much of it was replayed; a CPU reserves nothing."""
+        if self.device.kind != "cuda" or self.planned is None:
+            return None, None
+        return replay_plan(
+            self.planned.own_plan,
+            self.planned.lengths,
+            self.config,
+            self.setting,
+            self.target,
+            prediction,
+            expandable=self.expandable,
+            device=self.device,
+        )
+
+    def with_plan(self, planned: PlannedRows) -> "Run":
+        """The run with another plan, and with the sizes that follow from it.
+
+        Raises:
+            UserError: rows or steps do not suit the model or a switch.
+        """
+        plan, lengths = planned.own_plan, planned.lengths
+        setting = self.setting
+        if setting.sharing is not None:
+            sharing = replace(setting.sharing, accumulates_gradients=planned.accumulates_gradients)
+            setting = replace(setting, sharing=sharing)
+        longest, count = longest_row(planned.plan, lengths), len(plan.steps)
+        refuse_unsupported(
+            setting.train,
+            self.config,
+            device_type=self.device.kind,
+            longest=longest,
+            packed=planned.plan.flat,
+            micro_batches=np.diff(plan.step_bounds),
+            enforce=self.params.estimate.enforce,
+        )
+        run = replace(
+            self,
+            planned=planned,
+            setting=setting,
+            longest=longest,
+            tokens_per_step=float(plan.padded_tokens.sum()) / count / setting.context,
+            micro_batches_per_step=len(plan) / count,
+        )
+        return replace(run, steps=run._planned_steps(planned))
+
+    def _planned_steps(self, planned: PlannedRows) -> TracedSteps:
+        """The micro-batches of a plan that can set the peak."""
+        kinds = {
+            "tiled": self.device.kind == "cuda",
+            "windowed": materializes_scores(self.config, self.setting.train.attention) or self._beyond_window,
+            "chunked": bool(other_layers(self.config)),
+        }
+        if (stages := self.setting.pipeline_stages) > 1:
+            return steps_in_flight(planned.plan, planned.lengths, stages, **kinds)
+        return traced_steps(planned.plan, planned.lengths, **kinds)
+
+    def replanned(self, changed: "Run") -> "Run":
+        """The changed run of advice with the plan that stage bucket would make for it.
+
+        Raises:
+            UserError: a row does not fit in a micro-batch, or steps do not suit a switch.
+        """
+        assert self.planned is not None
+        setting, settings = changed.setting, self.planned.settings
+        if _plan_key(changed) == _plan_key(self):
+            return replace(self, setting=setting).with_plan(self.planned)
+        index = read_index(self.planned.index, settings.weights)
+        if changed.longest < self.longest:
+            lengths = np.minimum(index.lengths, changed.longest)
+            # As many supervised tokens as possible remain.
+            index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
+        refuse_divided_rows(self.config, setting.context)
+        micro_batches = replace(
+            settings.micro_batches,
+            mode=changed.bucket.mode,
+            max_tokens=changed.bucket.max_tokens,
+            fixed_rows=changed.bucket.fixed_rows,
+            pad_multiple=math.lcm(settings.micro_batches.pad_multiple, setting.context),
+            ranks=1 if setting.sharing is None else setting.sharing.layout.data,
+        )
+        settings = replace(settings, micro_batches=micro_batches, tokens_per_step=setting.train.tokens_per_step)
+        planned = replace(self.planned, plan=settings.plan(index), lengths=index.lengths, settings=settings)
+        return replace(self, setting=setting, bucket=changed.bucket).with_plan(planned)
+
+
+def _plan_key(run: Run) -> tuple[object, ...]:
+    """What decides the rows of a GPU's micro-batches."""
+    setting = run.setting
+    return run.bucket, run.longest, setting.train.tokens_per_step, setting.context, setting.pipeline_stages
+
+
+def full_batch(bucket: Bucket, length: int) -> BatchShape:
+    """The largest micro-batch of rows of this length, with every token trained except the first of each row."""
+    if bucket.mode == "packed":
+        rows, rest = divmod(bucket.max_tokens, length)
+        joined = (length,) * rows + ((rest,) if rest else ())
+        supervised = bucket.max_tokens - len(joined)
+        return BatchShape(rows=1, length=bucket.max_tokens, supervised=supervised, joined_lengths=joined)
+    rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
+    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), joined_lengths=None)
+
+
+def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
+    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one.
+
+    `in_flight` of them can be between forward and backward at the same time, in a pipeline.
+    """
+    first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
+    largest = (shape,) * in_flight
+    return ((first, *largest),) if several else (largest,)
+
+
+def in_stages(run: Run, setting: Setting) -> Run:
+    """The run with another setting, in which its GPUs divide layers and no longer rows."""
+    stages = setting.pipeline_stages
+    changed = replace(
+        run,
+        setting=setting,
+        tokens_per_step=run.tokens_per_step * stages,
+        micro_batches_per_step=run.micro_batches_per_step * stages,
+    )
+    largest = max((shape for step in run.steps for shape in step), key=lambda shape: shape.rows * shape.length)
+    return replace(changed, steps=largest_steps(largest, several=True, in_flight=changed.in_flight))
+
+
+def fit_run(p: Params, *, shorten: bool = False) -> Run:
+    """The run of some parameters with full rows. Of a hub model, only config.json is downloaded.
+
+    `shorten` lowers data.max_length to the positions of the model.
+
+    Raises:
+        UserError: the device, the model or a parameter does not work.
+    """
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device, reason = resolve_gpu(p.hardware.gpu)
+    config = read_config(find_model(p.model.name, p.model.revision))
+    positions = max_positions(config)
+    if shorten and positions and positions < p.data.max_length:
+        p = with_flags(p, [f"data.max_length={positions}"])
+    return full_rows_run(p, config, device, reason)
+
+
+def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_reason: str = "") -> Run:
+    """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
+
+    Raises:
+        UserError: the device, the model's rows or the steps do not suit a parameter.
+    """
+    length, layout = round_up(p.data.max_length, pad_multiple(p)), ParallelLayout.from_params(p)
+    shape = full_batch(p.bucket, length)
+    micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
+    precision, precision_reason = precision_on(device, p.train.precision)
+    setting = Setting.from_params(p, precision, accumulates_gradients=micro_batches > 1)
+    refuse_unsupported(
+        setting.train,
+        config,
+        device_type=device.kind,
+        longest=length,
+        packed=p.bucket.mode == "packed",
+        micro_batches=[micro_batches],
+        enforce=p.estimate.enforce,
+    )
+    return Run(
+        params=p,
+        device=device,
+        config=config,
+        setting=setting,
+        stored=stored_dtype(config),
+        bucket=p.bucket,
+        steps=largest_steps(shape, several=micro_batches > 1, in_flight=min(layout.pipeline, micro_batches)),
+        longest=length,
+        tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
+        micro_batches_per_step=micro_batches,
+        nodes=p.run.nodes,
+        reasons={"gpu": device_reason, "precision": precision_reason},
+    )
+
+
+def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
+    """Read a planned run: the plan of stage bucket, the index of the training rows, the lock file of the base model.
+
+    Raises:
+        UserError: the device is unknown, or cannot run the setting; the files do not belong together.
+    """
+    # As in train: CPU kernels have buffers per thread.
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device, device_reason = resolve_gpu(p.hardware.gpu)
+    precision, precision_reason = precision_on(device, p.train.precision)
+    plan, lengths = read_plan(plan_path), read_lengths(index)
+    refuse_other_tokens(plan, lengths)
+    config = read_config(config_directory(read_json(model_lock)))
+    planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
+    run = Run(
+        params=p,
+        device=device,
+        config=config,
+        setting=Setting.from_params(p, precision, accumulates_gradients=planned.accumulates_gradients),
+        stored=stored_dtype(config),
+        bucket=declared_part(p.bucket),
+        steps=(),
+        longest=0,
+        tokens_per_step=0.0,
+        micro_batches_per_step=0.0,
+        reasons={"gpu": device_reason, "precision": precision_reason},
+    )
+    return run.with_plan(planned)
