@@ -111,7 +111,7 @@ def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(n
         (4, {"method": "full", "precision": "bf16", "master_weights": True}),
         (1, {"method": "full", "optimizer": "adafactor", "max_grad_norm": None, "tokens_per_step": 512}),
         (4, {"method": "full", "optimizer": "paged_adamw_8bit", "grad_ckpt": True, "grad_ckpt_policy": "selective"}),
-        (1, {"method": "full", "max_grad_norm": None, "optimizer_in_backward": True}),
+        (1, {"method": "full", "max_grad_norm": None, "optimizer_in_backward": True, "tokens_per_step": 1024}),
         (1, {"method": "int8_lora"}),
         (4, {"method": "qlora"}),
     ],
