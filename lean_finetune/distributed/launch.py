@@ -231,9 +231,9 @@ class NodeGroup:
         self.interface = _interface_of(str(own))
 
     def _exchange(
-        self, what: str, own: Any, seconds: float, check: Callable[[Mapping[int, Any]], None] = lambda found: None
+        self, what: str, own: Any, seconds: float, arrived: Callable[[Mapping[int, Any]], None] = lambda found: None
     ) -> dict[int, Any]:
-        """Publish a value, and collect those of the nodes that publish theirs in time; `check` them as they arrive."""
+        """Publish a value, and collect those that the nodes publish in time; call `arrived` after each."""
         self.store.set(f"nodes/{self.node.rank}/{what}", json.dumps(own))
         found: dict[int, Any] = {self.node.rank: own}
         until = time.monotonic() + seconds
@@ -241,7 +241,7 @@ class NodeGroup:
             for rank in range(self.node.count):
                 if rank not in found and self.store.check([key := f"nodes/{rank}/{what}"]):
                     found[rank] = json.loads(self.store.get(key))
-                    check(found)
+                    arrived(found)
             time.sleep(POLL_SECONDS)
         return found
 
@@ -255,17 +255,20 @@ class NodeGroup:
         """Exchange how the nodes' processes ended, and return the one error for all of them."""
         everywhere = dict(endings)
 
+        def arrived(found: Mapping[int, Any]) -> None:  # The connection may break before all have answered.
+            for theirs in found.values():
+                everywhere.update({int(rank): Ending(**ending) for rank, ending in theirs.items()})
+
         def exchange() -> None:
             for attempt in range(max_restarts + 1):
                 self.store.set(ended_key(attempt), "")
             own = {rank: asdict(ending) for rank, ending in endings.items()}
-            for theirs in self._exchange("endings", own, ANSWER_SECONDS).values():
-                everywhere.update({int(rank): Ending(**ending) for rank, ending in theirs.items()})
+            self._exchange("endings", own, ANSWER_SECONDS, arrived)
 
         if self.node.count > 1:
             _bounded(exchange)
             self.leave()
-        return fault_of(everywhere, self.hosts, per_node)
+        return fault_of(dict(everywhere), self.hosts, per_node)
 
     def leave(self) -> None:
         """On node 0, wait shortly until the others need the store no more."""
