@@ -12,9 +12,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from benchmarks.processes import Rival, write_params
 from lean_finetune.plan.micro_batches import MicroBatchSettings
-from lean_finetune.plan.plan_summary import randomness, straggler_percent
-from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.row_index import COLUMNS, RowIndex
+from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex
+from lean_finetune.plan.planner import PlanSettings, randomness, straggler_percent
 
 RANKS = 8
 CAPACITY = 16_384

@@ -17,18 +17,16 @@ from benchmarks.estimate_cpu import CPU, CPU_TARGET
 from benchmarks.processes import ROOT, SCRATCH, run_stage, write_params
 from benchmarks.specs import Trainer
 from benchmarks.train_cases import generated_rows
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import traced_steps
+from lean_finetune.memory.predict.traced_step import Setting, traced_steps
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.row_index import read_index
 from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.batches import load
 from lean_finetune.step.loss import summed_loss

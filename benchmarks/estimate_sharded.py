@@ -18,7 +18,7 @@ from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_distributed import Sharing
 

@@ -15,16 +15,14 @@ import torch
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from benchmarks.specs import changed, llama, train_of
 from lean_finetune.config.field_types import Method
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.plan_memory import replay_plan
 from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import predict_explained
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.peak import predict, predict_explained
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 

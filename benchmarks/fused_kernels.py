@@ -19,10 +19,9 @@ from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_process
 from benchmarks.interpreted_triton import interpreted_kernels
 from benchmarks.specs import changed, padded, random_batch, train_of
 from lean_finetune.config.field_types import Method, Precision
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
 from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config

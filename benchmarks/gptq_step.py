@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.specs import changed
 from benchmarks.variants import CPU, Traced
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, OPTIMIZER, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model

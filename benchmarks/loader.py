@@ -26,8 +26,7 @@ from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark,
 from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
-from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.row_index import read_index
+from lean_finetune.plan.optimizer_steps import read_index, run_steps
 from lean_finetune.step.batches import Batch, collate, load
 from lean_finetune.step.token_rows import TokenRows
 

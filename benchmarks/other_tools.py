@@ -18,8 +18,7 @@ from benchmarks.other_tools_read import Reading, another_kind, read_again
 from cuda_memory.units import round_up
 from lean_finetune.commands.convert.conversions import LENGTH, PAD_MULTIPLE, Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 
 SKIPPED = {".git", ".github", "node_modules", "docs"}

@@ -8,8 +8,7 @@ of GPUs. It prints the table of docs/several-machines.md.
 from collections.abc import Iterator
 
 from cuda_memory.gpus import GIGA, GPUS
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.run import full_rows_run
 from lean_finetune.memory.advice.step_cost import step_seconds
 from lean_finetune.memory.advice.traffic import traffic_of

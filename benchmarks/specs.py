@@ -11,14 +11,13 @@ from transformers import LlamaConfig
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.train_schema import Train
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.model.attention.kernels import JoinedRows
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import Phase, StepResult, training_step
+from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step
 
 SCRATCH = Path("scratch")
 LR = 1e-5

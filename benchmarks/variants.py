@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import eager_mask
 
 from cuda_memory.allocator import CachingAllocator
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model

@@ -13,9 +13,8 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_js
 from lean_finetune.core.progress_bar import progress_bar
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
-from lean_finetune.plan.plan_summary import few_steps_note, summarise
-from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.row_index import read_index
+from lean_finetune.plan.optimizer_steps import read_index
+from lean_finetune.plan.planner import PlanSettings, few_steps_note, summarise
 
 
 @click.command(cls=StageCommand)

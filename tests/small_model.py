@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.specs import train_of
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.train.save_model import Base
 
 CPU = torch.device("cpu")

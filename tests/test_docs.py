@@ -14,8 +14,7 @@ from ruamel.yaml import YAML
 
 from cuda_memory.snapshot import snapshot
 from lean_finetune import cli
-from lean_finetune.config.load import parse_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import parse_params, with_flags
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 

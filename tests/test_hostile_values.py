@@ -14,9 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.preset import change_params
-from lean_finetune.config.load import COMMON_PARAMS, load_params, parse_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params, parse_params, with_flags
 from lean_finetune.config.other_tools import tables
-from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import NotYaml, parse_yaml
 from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY, LLAMA_FACTORY_V1, SWIFT_YAML, TORCHTUNE, TRL

@@ -20,8 +20,6 @@ evaluate report commands/tuned commands/convert commands
 MOST_MODULES = 15
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks")
 CIRCLES = {
-    ("lean_finetune/config/rule.py", "lean_finetune/config/schema.py"),
-    ("lean_finetune/config/train_schema.py", "lean_finetune/config/schema.py"),
     ("lean_finetune/evaluate/harness_model.py", "lean_finetune/evaluate/harness_tasks.py"),
 }
 """Imports that close a circle: the importing module and the imported one. This list may only shrink."""

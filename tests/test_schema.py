@@ -11,8 +11,7 @@ from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from lean_finetune.config.declared_params import Declared, declared_part
-from lean_finetune.config.load import load_params, parse_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, parse_params, with_flags
 from lean_finetune.core.errors import UserError
 from tests.conftest import ROOT
 

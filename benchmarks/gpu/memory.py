@@ -19,8 +19,7 @@ from benchmarks.harness import Bar, Row, at_most
 from benchmarks.specs import Trainer, random_batch
 from cuda_memory.gpus import Device
 from lean_finetune.memory.advice.plan_memory import replay
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import trace_origins
+from lean_finetune.memory.predict.peak import predict, trace_origins
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.train.monitor.measured_peak import CudaMeter, Meter

@@ -19,15 +19,13 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import UNREADABLE, read_config
-from lean_finetune.model.row_limits import refuse_joined_rows
+from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_joined_rows
 from lean_finetune.step.loss import check_head, check_joined_rows
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from benchmarks.harness import interleaved
 from benchmarks.specs import changed, train_of
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.model_config import read_config

@@ -65,8 +65,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     Raises:
         UserError: the disk refused, or the model cannot be merged.
     """
-    from lean_finetune.commands.tuned.conversation import Prompter
-    from lean_finetune.commands.tuned.ollama import modelfile
+    from lean_finetune.commands.tuned.conversation import Prompter, modelfile
     from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -101,8 +100,8 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
-    from lean_finetune.commands.tuned.ollama import GGUF, OLLAMA_ARCHITECTURES
-    from lean_finetune.model.language_part import is_multimodal
+    from lean_finetune.commands.tuned.conversation import GGUF, OLLAMA_ARCHITECTURES
+    from lean_finetune.model.empty_model import is_multimodal
 
     multimodal = is_multimodal(tuned.config)
     kind = "AutoModelForMultimodalLM" if multimodal else "AutoModelForCausalLM"

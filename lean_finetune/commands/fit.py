@@ -15,8 +15,7 @@ from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
-from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError

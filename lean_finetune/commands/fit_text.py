@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from cuda_memory.units import COLUMNS, bar_line, counted, labelled, readable_size, readable_time
-from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text

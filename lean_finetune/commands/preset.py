@@ -10,8 +10,7 @@ import click
 
 from cuda_memory.units import labelled
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, parse_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, parse_params, with_flags
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml

@@ -1,8 +1,9 @@
-"""Load params.yaml, validate it against the schema and check the rules between parameters."""
+"""Load params.yaml, and change it by overrides as `dvc exp run -S` takes them."""
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
-from lean_finetune.config.rule import check_rules
-from lean_finetune.config.schema import Params
+from lean_finetune.config.schema import TRAIN_RULES, Params, check_rules
 from lean_finetune.config.section_rules import ACTIVATION_RULES, SECTION_RULES, check_heldout_readers, check_sources
 from lean_finetune.config.sharding_rules import SHARDING_RULES
-from lean_finetune.config.train_schema import TRAIN_RULES
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_yaml
 
 PARAMS_FILE = Path("params.yaml")
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
@@ -104,3 +103,63 @@ def _known_keys(keys: list[str]) -> str:
 def _short_json(value: Any) -> str:
     """A value as JSON, shortened."""
     return shortened(json.dumps(value, default=str))
+
+
+# Apply overrides in the form of `dvc exp run -S`.
+
+
+def with_flags(params: Params, flags: Iterable[str], *, check: bool = True) -> Params:
+    """Parameters with overrides such as `train.lr=1e-4`: a dotted key, an equals sign and a YAML value.
+
+    `check` is whether the rules between parameters are checked. Raises UserError if a flag has another form, or the
+    result has a wrong value.
+    """
+    values = params.model_dump()
+    for flag in flags:
+        dotted, equals, value = flag.partition("=")
+        if not equals or not dotted:
+            raise UserError(f"{flag}: must be key=value, such as train.lora.rank=64; add the value")
+        *sections, key = dotted.split(".")
+        if len(sections) > MOST_LEVELS:
+            raise UserError(f"{shortened(dotted)}: unknown parameter; see params.yaml")
+        section = values
+        for name in sections:
+            if not isinstance(section.setdefault(name, {}), dict):
+                raise UserError(f"{dotted}: {name} has no parameters below it; see params.yaml")
+            section = section[name]
+        section[key] = _yaml_value(dotted, value)
+    return parse_params(values) if check else parse_values(values)
+
+
+def keeps_rules(params: Params, flags: Iterable[str]) -> bool:
+    """Whether the rules between parameters accept overrides whose names and types are right.
+
+    Much faster than `with_flags`.
+    """
+    changed: Any = params
+    for flag in flags:
+        changed = _replaced(changed, *_keys_and_value(flag))
+    try:
+        check_all_rules(changed)
+    except UserError:
+        return False
+    return True
+
+
+def _replaced(section: BaseModel, keys: Sequence[str], value: Any) -> BaseModel:
+    """A copy of a section with another value of the parameter that `keys` lead to."""
+    key, *below = keys
+    return section.model_copy(update={key: _replaced(getattr(section, key), below, value) if below else value})
+
+
+@cache
+def _keys_and_value(flag: str) -> tuple[Sequence[str], Any]:
+    dotted, _, text = flag.partition("=")
+    return dotted.split("."), _yaml_value(dotted, text)
+
+
+def _yaml_value(dotted: str, text: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except NotYaml as error:
+        raise UserError(f"{dotted}: must be a YAML value ({error}); got {shortened(text)!r}; change it") from None

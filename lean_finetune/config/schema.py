@@ -1,13 +1,361 @@
-"""Schema of params.yaml: types, units, limits and meaning. Sections `data` and `train` have their own modules."""
+"""Schema of params.yaml: types, units, limits and meaning. Section `data` has its own module."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from string import Formatter
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import Data
-from lean_finetune.config.field_types import DeviceChoice, MemorySnapshot, Resume, TrackerName
-from lean_finetune.config.section import PositiveFloat, PositiveInt, Section, Text
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.field_types import (
+    ALL_LINEAR,
+    AnyPrecision,
+    AttentionName,
+    CompressActivations,
+    DeviceChoice,
+    FusedKernels,
+    GradCkptPolicy,
+    LoraExperts,
+    MemorySnapshot,
+    Method,
+    OffloadActivations,
+    OffloadState,
+    OffloadTo,
+    QuantType,
+    Resume,
+    Router,
+    Sharding,
+    TrackerName,
+)
+from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.config.section import (
+    LoraStart,
+    NonNegativeFloat,
+    Optimizer,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    Text,
+)
+from lean_finetune.core.errors import UserError, shortened
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a table of rules."""
+
+    key: str
+    """Dotted key that the error names."""
+    broken: Callable[["Params"], bool]
+    """Whether the parameters break the rule."""
+    message: str | Callable[["Params"], str]
+    """The rule, the value and the remedy. `{train.method}` stands for that parameter's value."""
+
+
+def needs(key: str, off: Any, other: str, *values: Any) -> Rule:
+    """The rule that `key` must be `off` unless `other` has one of `values`: without that it has no effect."""
+    value, found = attrgetter(key), attrgetter(other)
+    fitting = f"{other}={' or '.join(map(_shown, values))}"
+
+    def message(params: "Params") -> str:
+        got = f"{_shown(value(params))} with {other}={_shown(found(params))}"
+        return f"has an effect only with {fitting}; got {got}; set it to {_shown(off)}, or use {fitting}"
+
+    return Rule(key, lambda params: value(params) != off and found(params) not in values, message)
+
+
+def _shown(value: Any) -> str:
+    """A value as params.yaml has it."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+class _ShortFormatter(Formatter):
+    """Formats a message with shortened values."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """See the base class."""
+        return shortened(super().format_field(value, format_spec))
+
+
+def check_rules(params: "Params", rules: Iterable[Rule]) -> None:
+    """Raise UserError for the first rule that the parameters break."""
+    for rule in rules:
+        if rule.broken(params):
+            message = rule.message if isinstance(rule.message, str) else rule.message(params)
+            raise UserError(f"{rule.key}: {_ShortFormatter().format(message, **dict(params))}")
+
+
+# Schema of section `train` of params.yaml, and the rules between its parameters.
+
+
+class Quant(Section):
+    """4-bit weights of method qlora (Dettmers et al. 2023)."""
+
+    type: QuantType
+    """The 16 levels: quantiles of a normal distribution, or floating point."""
+    double: bool
+    """Quantize the scales too, which saves 0.37 bits per weight."""
+
+
+class BaseWeights(Section):
+    """How the base is stored: what the user of a saved adapter must know about its training."""
+
+    method: Method
+    """Train all weights, or adapters on 16-bit or 32-bit, 4-bit or 8-bit weights."""
+    quant: Quant
+    """4-bit weights, for method qlora."""
+    precision: AnyPrecision
+    """Data type of weights and arithmetic. Adapters are fp32 except with pure_bf16."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained and the base is frozen."""
+        return self.method != "full"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether fp16 gradients need loss scaling."""
+        return self.precision == "fp16"
+
+    @property
+    def needs_native_bf16(self) -> bool:
+        """Whether the device must compute in bf16."""
+        return self.precision in ("bf16", "pure_bf16")
+
+
+class Lora(Section):
+    """Adapters of every method but full (Hu et al. 2021)."""
+
+    rank: PositiveInt
+    """Rank of the adapter matrices. Trained parameters grow in proportion to it."""
+    alpha: PositiveInt
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: Share
+    """Dropout on the adapter's input."""
+    targets: Annotated[list[Text], Field(min_length=1)]
+    """Names of linear layers, or only `all-linear`."""
+    rslora: bool
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    dora: bool
+    """Train the magnitude of each weight row separately from its direction (Liu et al. 2024)."""
+    init: LoraStart
+    """Initial adapters: zero output, the weight's largest singular vectors, or those of the 4-bit error."""
+    experts: LoraExperts
+    """Mixtures of experts: adapters of no expert, or of both projections of every expert."""
+    expert_rank: PositiveInt
+    """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
+
+    def __hash__(self) -> int:
+        """That of the rank: the list of targets has none."""
+        return hash(vars(self).get("rank"))
+
+    @property
+    def all_linear(self) -> bool:
+        """Whether every linear layer gets an adapter."""
+        return self.targets == [ALL_LINEAR]
+
+    @property
+    def changes_frozen_weights(self) -> bool:
+        """Whether adapters start from the base's weights, and change these; the first adapters are then kept."""
+        return ADAPTER_STARTS[self.init].changes_frozen_weights
+
+
+class Train(BaseWeights):
+    """The training step and its schedule."""
+
+    master_weights: bool
+    """Method full in bf16: update an fp32 copy of the weights."""
+    router: Router
+    """Method full: train the routers of a mixture of experts, or leave them as they are."""
+    router_aux_loss: NonNegativeFloat
+    """Mixtures of experts: weight of the loss that balances how many tokens each expert gets. 0 disables it."""
+    grad_ckpt: bool
+    """Recompute activations layer by layer in the backward pass."""
+    grad_ckpt_policy: GradCkptPolicy
+    """What to recompute: every layer | one layer in grad_ckpt_every | all but the outputs of matmuls and attention."""
+    grad_ckpt_every: Annotated[int, Field(ge=2)]
+    """Policy every_n: recompute one layer in this many. The other layers store their activations."""
+    offload_activations: OffloadActivations
+    """Where to store layers' activations until the backward pass: on the device, in pinned host memory or in a file."""
+    compress_activations: CompressActivations
+    """Store what layers save for backward in 8 bits: floating-point or integer codes, with a scale per block."""
+    sequence_tiles: Annotated[int, Field(ge=2)] | None
+    """Run dense MLPs and norms in this many tiles along the sequence, recomputed in backward. None: in one."""
+    expandable_segments: bool
+    """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
+    attention: AttentionName
+    """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
+    fused_kernels: FusedKernels
+    """Code of rotary embedding, RMSNorm and SwiGLU: the model's, or Liger-Kernel's. For GPUs."""
+    optimizer: Optimizer
+    """Update rule. It decides the bytes of optimizer state per trained value."""
+    offload: OffloadState
+    """Move to host memory: nothing, the optimizer and its update, or also weights and gradients."""
+    offload_to: OffloadTo
+    """Where offloaded master weights and optimizer state are stored: host memory, or a file in scratch/."""
+    optimizer_in_backward: bool
+    """Method full, steps of one micro-batch: update each weight in the backward pass and free its gradient."""
+    sharding: Sharding
+    """Which of weights, gradients and optimizer state the GPUs divide among them."""
+    shard_group_gpus: PositiveInt | None
+    """Sharding hsdp: GPUs that store one copy of the weights. None means the GPUs of a node."""
+    context_parallel: PositiveInt
+    """GPUs that divide every row's tokens among them."""
+    tensor_parallel: PositiveInt
+    """GPUs of a node that compute each matrix product together, each with a part of the weights."""
+    pipeline_stages: PositiveInt
+    """Pipeline stages, one per GPU: each has some of the layers and sends hidden states to the next."""
+    lr: PositiveFloat | Literal["auto"]
+    """Peak learning rate; auto: by the method and the size of the model."""
+    weight_decay: NonNegativeFloat
+    """Decoupled weight decay. Never applied to norms and biases."""
+    schedule: Literal["cosine", "constant"]
+    """Learning rate after warm-up."""
+    warmup_fraction: Share
+    """Share of all optimizer steps with linear warm-up."""
+    epochs: PositiveInt
+    """Passes over the training rows."""
+    tokens_per_step: PositiveInt
+    """Tokens without padding per optimizer step. With seed and epoch it alone decides the rows of a step."""
+    max_grad_norm: PositiveFloat | None
+    """Clip gradients to this global L2 norm. None disables clipping."""
+    loss_chunk: PositiveInt | None
+    """Supervised tokens per chunk of the loss. Only one chunk's logits exist at a time. None: all tokens at once."""
+    heldout_every_steps: PositiveInt | None
+    """Optimizer steps between held-out losses. None disables them during training."""
+    heldout_rows: PositiveInt
+    """Held-out rows in each of these losses."""
+    lora: Lora
+    """Adapters, for every method but full."""
+    merge: bool
+    """Also write the full model with merged adapters to data/tuned/merged."""
+
+    @property
+    def recomputed_every(self) -> int:
+        """With `grad_ckpt`, every how many layers one is recomputed, from the first on."""
+        return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
+
+
+ADAPTER_METHODS = ("lora", "qlora", "int8_lora")
+IN_BACKWARD = "train.optimizer_in_backward"
+
+
+def _optimizer(params: "Params") -> OptimizerEntry:
+    return OPTIMIZERS[params.train.optimizer]
+
+
+def _start_message(params: "Params") -> str:
+    start = ADAPTER_STARTS[params.train.lora.init]
+    methods = " or ".join(f"train.method={method}" for method in start.methods)
+    got = "{train.lora.init} with train.method={train.method}"
+    return f"{{train.lora.init}} {start.reason}; got {got}; use {methods}, or default"
+
+
+TRAIN_RULES = [
+    Rule(
+        "train.master_weights",
+        lambda p: p.train.master_weights and (p.train.method != "full" or p.train.precision not in ("auto", "bf16")),
+        "has an effect only with train.method=full and train.precision=bf16; got true with {train.method} and "
+        "{train.precision}; set it to false",
+    ),
+    Rule(
+        "train.optimizer",
+        lambda p: _optimizer(p).paged and p.train.offload != "none",
+        lambda p: (
+            "a paged optimizer moves its state to the host itself; got {train.optimizer} with "
+            f"train.offload={{train.offload}}; use {_optimizer(p).use_instead}, or train.offload=none"
+        ),
+    ),
+    needs("train.offload_to", "cpu", "train.offload", "optimizer", "parameters"),
+    Rule(
+        "train.offload_to",
+        lambda p: p.train.offload_to == "disk" and not _optimizer(p).updates_by_value,
+        "disk updates a tensor in parts, but {train.optimizer} needs sums over a tensor or stacks two moments in one; "
+        "got disk; use cpu, or train.optimizer=adamw_8bit",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.hardware.num_gpus > 1,
+        "needs one GPU, because several GPUs sum their gradients first; got true with "
+        "hardware.num_gpus={hardware.num_gpus}; set train.optimizer_in_backward=false, or hardware.num_gpus=1",
+    ),
+    needs(IN_BACKWARD, False, "train.method", "full"),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.max_grad_norm is not None,
+        "updates weights before the norm of all gradients is known; got true with "
+        "train.max_grad_norm={train.max_grad_norm}; leave train.max_grad_norm blank, or set "
+        "train.optimizer_in_backward=false",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.precision == "fp16",
+        "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
+        "set train.optimizer_in_backward=false",
+    ),
+    needs("train.quant.type", "nf4", "train.method", "qlora"),
+    needs("train.quant.double", True, "train.method", "qlora"),
+    needs("train.lora.dropout", 0.0, "train.method", *ADAPTER_METHODS),
+    needs("train.lora.rslora", False, "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.init",
+        lambda p: p.train.method not in ADAPTER_STARTS[p.train.lora.init].methods,
+        _start_message,
+    ),
+    Rule(
+        "train.lora.dora",
+        lambda p: p.train.lora.dora and (p.train.method not in ("lora", "qlora") or p.train.lora.init != "default"),
+        "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
+        "{train.method}, {train.lora.init}; set it to false",
+    ),
+    needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.experts",
+        lambda p: (
+            p.train.lora.experts != "none"
+            and (p.train.lora.dropout > 0 or p.train.lora.dora or p.train.lora.init != "default")
+        ),
+        "adapters of experts work without train.lora.dropout, dora and another init than default; got "
+        "{train.lora.experts} with {train.lora.dropout}, {train.lora.dora}, {train.lora.init}; set them to 0.0, false "
+        "and default, or train.lora.experts to none",
+    ),
+    Rule(
+        "train.router_aux_loss",
+        lambda p: p.train.router_aux_loss > 0 and p.train.grad_ckpt and p.train.method == "int8_lora",
+        "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
+        "train.grad_ckpt=false",
+    ),
+    needs("train.router", "frozen", "train.method", "full"),
+    Rule(
+        "train.lora.targets",
+        lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
+        f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: (
+            p.train.fused_kernels != "none"
+            and (p.train.compress_activations != "none" or p.train.sequence_tiles is not None)
+        ),
+        "overwrites tensors, which was not tried with train.compress_activations and sequence_tiles; got "
+        "{train.fused_kernels} with {train.compress_activations} and {train.sequence_tiles}; set it to none, or these "
+        "to none and blank",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and p.train.grad_ckpt_policy == "selective",
+        "overwrites outputs of products with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
+        "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
+    ),
+    needs("train.merge", False, "train.method", *ADAPTER_METHODS),
+]
+
+
+# Schema of params.yaml: types, units, limits and meaning. Sections `data` and `train` have their own modules.
 
 
 class Model(Section):

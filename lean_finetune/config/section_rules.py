@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from cuda_memory.units import round_up
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
 from lean_finetune.config.field_types import HUB_PREFIX
-from lean_finetune.config.rule import Rule, needs
-from lean_finetune.config.schema import Params
+from lean_finetune.config.schema import Params, Rule, needs
 from lean_finetune.core.errors import UserError, shortened
 
 

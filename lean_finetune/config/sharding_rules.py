@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.schema import Rule, needs
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params

@@ -12,11 +12,15 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.distributed.processes import uses_cuda
-from lean_finetune.evaluate.base_and_tuned import EvaluationRows, evaluate_models
-from lean_finetune.evaluate.evaluation_metrics import RESULTS, evaluate_metrics, generation_lines
-from lean_finetune.evaluate.generate import choose_prompts, special_ids
+from lean_finetune.evaluate.base_and_tuned import (
+    RESULTS,
+    EvaluationRows,
+    evaluate_metrics,
+    evaluate_models,
+    generation_lines,
+)
+from lean_finetune.evaluate.generate import choose_prompts, special_ids, spread_rows
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
-from lean_finetune.evaluate.row_losses import spread_rows
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved

@@ -13,8 +13,7 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
-from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers
-from lean_finetune.evaluate.row_losses import row_sums
+from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import trained_logits
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from lean_finetune.config.train_schema import BaseWeights
+from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.step.evaluation_limits import EvaluationLimits

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import AnyPrecision, Precision
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.core.memory_limits import host_limit_bytes
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.model.attention_choice import choose_attention

@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.quantized_checkpoint import file_tensors

@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from lean_finetune.config.train_schema import BaseWeights, Train
+from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters

@@ -8,7 +8,7 @@ import torch
 
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.field_types import AnyPrecision, Precision
-from lean_finetune.config.train_schema import BaseWeights, Train
+from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 

@@ -11,8 +11,7 @@ from cuda_memory.units import round_up
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.bucketed import cheapest_splits, even_splits, fill_first, pack_steps
-from lean_finetune.plan.optimizer_steps import Steps
-from lean_finetune.plan.row_index import RowIndex
+from lean_finetune.plan.optimizer_steps import RowIndex, Steps
 
 ROWS_PER_BLOCK = 1 << 20
 """Rows split at once: enough to make numpy efficient, few enough for the cache."""

@@ -1,15 +1,19 @@
-"""Plan all micro-batches of a run from params.yaml and the index of its rows."""
+"""Plan all micro-batches of a run, and summarize the plan."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
+import numpy as np
+
+from cuda_memory.units import counted
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
-from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
-from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.row_index import RowIndex, source_weights
+from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weights
 
 
 def pad_multiple(p: Params) -> int:
@@ -50,3 +54,78 @@ class PlanSettings:
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""
         return Plan.joined(list(self.parts(index)))
+
+
+# Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps.
+
+FEW_STEPS = 20
+"""Optimizer steps below which a run hardly trains: AdamW's averages span tens of steps, and the first steps warm up."""
+
+
+def summarise(plan: Plan, lengths: np.ndarray, *, mode: str) -> dict[str, Any]:
+    """The figures of a plan, rounded so that every machine writes the same bytes."""
+    planned = lengths[plan.rows]
+    tokens_per_step = sums_between(planned, plan.bounds[plan.step_bounds])
+    return {
+        "mode": mode,
+        "optimizer_steps": len(plan.steps),
+        "micro_batches": int((plan.sizes > 0).sum()),
+        "padding_percent": round(100 * (1 - int(tokens_per_step.sum()) / int(plan.padded_tokens.sum())), 3),
+        "straggler_percent": straggler_percent(plan.padded_tokens, plan.ranks),
+        "max_batch_tokens": int(plan.padded_tokens.max()),
+        "max_batch_rows": int(plan.sizes.max()),
+        "max_batch_length": int(plan.length.max()),
+        "tokens_per_step_mean": round(float(tokens_per_step.mean()), 2),
+        "tokens_per_step_cv": round(float(tokens_per_step.std() / tokens_per_step.mean()), 4),
+        "randomness": randomness(planned, plan.bounds[plan.step_bounds]),
+    }
+
+
+def few_steps_note(summary: Mapping[str, Any], rows: int, *, tokens_per_step: int, epochs: int) -> str | None:
+    """What would give a plan of few optimizer steps more; None if it has `FEW_STEPS`.
+
+    Args:
+        summary: what `summarise` returned.
+        rows: of all steps, so a row counts once in each epoch.
+        tokens_per_step: train.tokens_per_step.
+        epochs: train.epochs.
+    """
+    steps = summary["optimizer_steps"]
+    if steps >= FEW_STEPS:
+        return None
+    remedies = []
+    if rows >= FEW_STEPS:  # A step has at least one row.
+        tokens = steps * summary["tokens_per_step_mean"]
+        smaller = 2 ** int(math.log2(tokens / FEW_STEPS))
+        remedies.append(
+            f"lower train.tokens_per_step (now {tokens_per_step}; {smaller} gives about {tokens / smaller:.0f})"
+        )
+    more = math.ceil(epochs * FEW_STEPS / steps)
+    remedies.append(f"raise train.epochs (now {epochs}; {more} gives about {round(more * steps / epochs)})")
+    return f"the plan has {counted(steps, 'optimizer step')}, which hardly train a model: {', or '.join(remedies)}"
+
+
+def straggler_percent(padded_tokens: np.ndarray, ranks: int) -> float:
+    """Share of the GPUs' time spent waiting for the largest of the `ranks` concurrent micro-batches."""
+    turns = padded_tokens.reshape(-1, ranks)
+    return round(100 * (1 - int(turns.sum()) / (ranks * int(turns.max(axis=1).sum()))), 3)
+
+
+def randomness(lengths: np.ndarray, bounds: np.ndarray) -> float | None:
+    """Spread of the steps' mean log-length relative to independent draws: 1 means fully random.
+
+    Sorting or packing across steps separates short from long rows and makes this figure ten times larger. None for a
+    single step or rows of equal length. `lengths` are the rows' tokens, step after step; `bounds` start and end of
+    steps.
+    """
+    counts = np.bincount(lengths)
+    known = np.flatnonzero(counts)
+    logs = np.zeros(len(counts))
+    logs[known] = np.log(known)
+    mean = float(np.average(logs, weights=counts))
+    spread = float(np.average((logs - mean) ** 2, weights=counts)) ** 0.5
+    if len(bounds) < 3 or len(known) == 1:
+        return None
+    rows = np.diff(bounds)
+    means = np.add.reduceat(logs[lengths], bounds[:-1]) / rows
+    return round(float(((means - mean) / spread * np.sqrt(rows)).std()), 3)

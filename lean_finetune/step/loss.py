@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import JoinedRows, TokenExchange, maskless_forward, rows_reached_attention
+from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
-from lean_finetune.model.language_part import left_out
-from lean_finetune.model.row_limits import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
+from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, join_rows
 from lean_finetune.step.data_parallel import Elsewhere

@@ -1,24 +1,129 @@
 """The training step: train runs it on real tensors, and estimate on fake ones."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import counting_rows, expert_load, forget_rows
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.loss_scaling import LossScaler
-from lean_finetune.step.optimizer_in_backward import Norms, total_norm, updates_in_backward
+
+# The rule and constants of torch.amp.GradScaler, which cannot be traced on fake tensors because it reads values.
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+"""Steps without overflow until the scale doubles."""
+SMALLEST_SCALE = 1.0
+"""Below it gradients overflow without being scaled."""
+
+
+def is_finite(norm: torch.Tensor) -> bool:
+    """Whether a norm is finite; synchronises with the device."""
+    return bool(torch.isfinite(norm).item())
+
+
+class LossScaler:
+    """Says how to scale the loss, unscales the gradients, and skips updates whose gradients overflowed."""
+
+    def __init__(self, finite: Callable[[torch.Tensor], bool] = is_finite):
+        """`finite` tests a gradient norm; estimate replaces it, since fake tensors have no values."""
+        self._finite = finite
+        self.scale = FIRST_SCALE
+        """What to multiply the loss by before backward."""
+        self.good_steps = 0
+        """Updates since the scale last changed."""
+        self.skipped_steps = 0
+
+    def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Divide gradients in place; the scale is a power of two, so this is exact."""
+        torch._foreach_mul_(list(gradients), 1.0 / self.scale)
+
+    def take(self, grad_norm: torch.Tensor) -> bool:
+        """Whether to apply the update; adapts the scale. Raises UserError if gradients overflow at any scale."""
+        if self._finite(grad_norm):
+            self.good_steps += 1
+            if self.good_steps == GROWTH_STEPS:
+                self.scale, self.good_steps = self.scale * 2.0, 0
+            return True
+        self.scale, self.good_steps = self.scale / 2.0, 0
+        self.skipped_steps += 1
+        if self.scale < SMALLEST_SCALE:
+            raise UserError(
+                f"train.precision: fp16 gradients overflow even unscaled; got fp16, {self.skipped_steps} updates "
+                "skipped; lower train.lr, or use bf16 or fp32"
+            )
+        return False
+
+
+# Update each weight in backward, as soon as its gradient is complete (train.optimizer_in_backward).
+#
+# The gradient is freed at once, so all of them never exist together (Lv et al. 2023, arXiv 2306.09782). No weight that
+# backward still needs is updated: autograd would raise.
+
+Norms = dict[torch.Tensor, torch.Tensor]
+"""The gradient norm of each parameter."""
+
+
+@contextmanager
+def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel: DataParallelModel) -> Iterator[None]:
+    """A context in which backward updates each parameter, frees its gradient and stores the norm in `norms`."""
+    groups = optimizer.param_groups
+
+    def updater(group: dict[str, Any], parameter: nn.Parameter) -> Callable[[], None]:
+        def update() -> None:
+            assert parameter.grad is not None and parameter not in norms, "one gradient per step"
+            norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            optimizer.step()
+            parameter.grad = None
+
+        return update
+
+    hooks = [parallel.after_gradient(p, updater(group, p)) for group in groups for p in group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for hook in hooks:
+            hook.remove()
+
+
+def total_norm(parameters: list[nn.Parameter], norms: Norms) -> torch.Tensor:
+    """The total norm of all gradients, as torch.nn.utils.get_total_norm computes it."""
+    return torch.linalg.vector_norm(torch.stack([norms[parameter] for parameter in parameters if parameter in norms]))
+
+
+def refuse_in_backward(train: Train, micro_batches: Sequence[int] | np.ndarray) -> None:
+    """Raise UserError for updates in backward if a step has several micro-batches, or gradients are scaled.
+
+    `micro_batches` is their number in each optimizer step; the precision of `train` is resolved for the device.
+    """
+    if train.scales_loss:
+        raise UserError(
+            f"train.optimizer_in_backward: updates before fp16's overflow is known; got true where train.precision is "
+            f"{train.precision} on this device; use bf16 or fp32, or set it to false"
+        )
+    step = int(np.argmax(micro_batches))
+    if micro_batches[step] > 1:
+        raise UserError(
+            f"train.optimizer_in_backward: every optimizer step must be one micro-batch; step {step} has "
+            f"{micro_batches[step]}; lower train.tokens_per_step or raise bucket.max_tokens (in mode fixed "
+            "bucket.fixed_rows), or set it to false"
+        )
+
+
+# The training step: train runs it on real tensors, and estimate on fake ones.
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named phase of the step: forward, backward, clip or optimizer."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PretrainedConfig
 
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.model.fused_kernels import refuse_fused
-from lean_finetune.model.row_limits import refuse_divided_rows, refuse_joined_rows, refuse_long_rows
+from lean_finetune.model.model_config import refuse_divided_rows, refuse_joined_rows, refuse_long_rows
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
-from lean_finetune.step.optimizer_in_backward import refuse_in_backward
+from lean_finetune.step.training_step import refuse_in_backward
 
 
 def refuse_unsupported(

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 from cuda_memory.units import round_up
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of
 from lean_finetune.step.data_parallel import DataParallelModel

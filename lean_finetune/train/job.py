@@ -1,37 +1,43 @@
-"""Create the training job from parameters, locks and plan, and check it against the device."""
+"""The training job: its input, made from parameters, locks and plan, and its result."""
 
+import math
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from cuda_memory.units import MIB
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.schema import Params
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Params, Train
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.processes import World
+from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
-from lean_finetune.memory.predict.traced_shapes import longest_row
+from lean_finetune.memory.predict.traced_step import longest_row
 from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
-from lean_finetune.pinning.locate import NO_FILES, ModelFault, model_directory, verify_files
+from lean_finetune.pinning.locate import NO_FILES, FileVersions, ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan
-from lean_finetune.step.activation_offload import make_offload
-from lean_finetune.step.batches import refuse_other_ranks, refuse_other_tokens, token_part
+from lean_finetune.plan.worst_micro_batches import worst_steps
+from lean_finetune.step.activation_offload import ActivationOffload, make_offload
+from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.optimizers import paging_note
+from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_unsupported
+from lean_finetune.train.monitor.growth_advice import Settings
+from lean_finetune.train.monitor.memory_monitor import HostPeak
 from lean_finetune.train.process.training_device import (
     check_attention,
     check_device,
@@ -39,8 +45,112 @@ from lean_finetune.train.process.training_device import (
     check_offload,
     other_device_note,
 )
-from lean_finetune.train.train_job import TrainJob, measured_steps
-from lean_finetune.train.usual_lr import usual_lr
+
+USUAL_LRS: tuple[tuple[float, float, float], ...] = (
+    (20e6, 3e-3, 3e-3),
+    (3e9, 3e-4, 2e-5),
+    (20e9, 2e-4, 1e-5),
+    (math.inf, 1e-4, 5e-6),
+)
+"""Parameters of models below this size, learning rate of adapters, and of all weights.
+
+Adapters from 7 B: Dettmers et al. 2023 (arXiv 2305.14314, table 9: 2e-4 at 7 B and 13 B, 1e-4 at 33 B and 65 B). All
+weights: 2e-5 at 7 B (Alpaca, 2023), 5e-6 at 8 B and 2e-6 at 70 B (Lambert et al. 2024, arXiv 2411.15124), and between.
+The first line is what suits the shipped model."""
+
+
+def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
+    """The learning rate for a model and a method, and the reason."""
+    parameters = sum(parameter.numel() for parameter in meta_model(config).parameters())
+    _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
+    trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
+    size = f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    return lr, f"usual for {trained} {size} parameters"
+
+
+# Input and output of the training loop.
+
+CONTROL_STEPS = 4
+"""Steps that are measured besides those predicted to be the worst."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Input of one training run."""
+
+    model_directory: Path
+    plan: Plan
+    rows: TokenRows
+    heldout: TokenRows
+    pad_id: int
+    train: Train
+    """With the precision and the learning rate of this run, not `auto`."""
+    seed: int
+    foreach: bool
+    """Compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA."""
+    offload: ActivationOffload | None
+    """Where activations are stored between forward and backward; None = on the device."""
+    disk: DiskPlace | None = None
+    """Where offloaded master weights and optimizer state are; None = in host memory."""
+    measured_steps: frozenset[int]
+    """Steps whose peak memory is measured; always includes the first."""
+    loader_threads: int
+    """Threads that read batches ahead."""
+    device: torch.device
+    progress: bool
+    world: World = SINGLE_PROCESS
+    sharing: ShardSpec = ShardSpec(mode="none")
+    """How the processes of `world` share the model."""
+    part: TokenPart | None = None
+    """This process's part of each row's tokens; None = complete rows."""
+    settings: Settings = field(default_factory=dict)
+    """Parameters of the run by dotted name, for callbacks and advice."""
+    predicted_peak_bytes: int | None = None
+    """Peak tensor memory predicted by stage estimate, for callbacks."""
+    predicted_duration: str | None = None
+    """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
+    base_files: FileVersions = NO_FILES
+    """Files of the base model, in the process that verified them."""
+    note: str | None = None
+    """A line for the user about the learning rate."""
+    trackers: Sequence[str] = ()
+    """Names of the trackers that receive the run's figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The trained model and the record of its training."""
+
+    parallel: DataParallelModel
+    curves: list[dict[str, Any]]
+    """One row per optimizer step, keys `CURVE_COLUMNS`."""
+    skipped_steps: int | None
+    """Updates skipped because fp16 gradients overflowed; None if the loss is not scaled."""
+    memory_by_phase: Mapping[str, Mapping[str, int | None]]
+    """Highest figures at the ends of each phase."""
+    oom_splits: Mapping[str, int] | None
+    """Steps that were split after an out-of-memory error; None without any."""
+    load_host: HostPeak
+    """Host memory while the model was loaded."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model, or this process's shard."""
+        return self.parallel.model
+
+
+def measured_steps(plan: Plan, lengths: np.ndarray, *, chunked: bool) -> frozenset[int]:
+    """Return the steps to measure where measuring costs time: the predicted worst ones, and controls.
+
+    The controls are spread evenly over the run, regardless of size, so that a worst step that the prediction overlooks
+    may be among them. `chunked`: layers work in chunks of a row.
+    """
+    last = len(plan.steps) - 1
+    controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
+    return frozenset({*worst_steps(plan, lengths, chunked=chunked), *controls})
+
+
+# Create the training job from parameters, locks and plan, and check it against the device.
 
 SCRATCH = Path("scratch")
 

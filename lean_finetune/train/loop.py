@@ -14,15 +14,15 @@ from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_divided_rows, check_head, check_joined_rows
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
-from lean_finetune.step.training_step import StepResult, training_step
+from lean_finetune.step.training_step import LossScaler, StepResult, training_step
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, RunInfo
 from lean_finetune.train.callbacks.run_callbacks import make_callbacks
 from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
+from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.monitor.finite_checks import (
     Diverged,
     refuse_broken_weights,
@@ -31,9 +31,7 @@ from lean_finetune.train.monitor.finite_checks import (
 )
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import HostPeak, MemoryMonitor, host_peak
-from lean_finetune.train.oom.oom_handler import BatchStream, OomHandler, split_figures
-from lean_finetune.train.oom.oom_state import CHECKPOINT, HELDOUT
-from lean_finetune.train.train_job import TrainJob, TrainResult
+from lean_finetune.train.oom.oom_handler import CHECKPOINT, HELDOUT, BatchStream, OomHandler, split_figures
 
 Row = dict[str, Any]
 """One optimizer step of the curves, see `callback.Row`."""

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from lean_finetune.config.train_schema import BaseWeights
+from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.empty_model import stored_left_out
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
 from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, write_loaded
-from lean_finetune.model.language_part import stored_left_out
 from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json

@@ -33,13 +33,12 @@ from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
-from lean_finetune.train.job import Paths, make_job, prepare_device, refuse_missing_inputs
+from lean_finetune.train.job import Paths, TrainJob, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import largest_over_ranks, make_meter
 from lean_finetune.train.monitor.memory_monitor import OOM_FILE, MemorySnapshots
-from lean_finetune.train.oom.oom_handler import OomHandler
+from lean_finetune.train.oom.oom_handler import SAVE, Failure, OomHandler, OutOfMemory
 from lean_finetune.train.oom.oom_report import oom_error, read_prediction
-from lean_finetune.train.oom.oom_state import SAVE, Failure, OutOfMemory
 from lean_finetune.train.process.stop_signals import (
     CrashMarker,
     StopRequest,
@@ -49,11 +48,14 @@ from lean_finetune.train.process.stop_signals import (
     stopping_line,
 )
 from lean_finetune.train.process.training_device import check_disk, check_processes, claim_device, refuse_absent_gpu
-from lean_finetune.train.publish_outputs import publish_record, publish_weights
-from lean_finetune.train.resume_run import choose_for_all_ranks, open_checkpointer, resumed_figures
-from lean_finetune.train.run_fingerprint import refuse_different_runs, run_fingerprint
-from lean_finetune.train.train_job import TrainJob
-from lean_finetune.train.train_metrics import train_metrics
+from lean_finetune.train.publish_outputs import publish_record, publish_weights, train_metrics
+from lean_finetune.train.resume_run import (
+    choose_for_all_ranks,
+    open_checkpointer,
+    refuse_different_runs,
+    resumed_figures,
+    run_fingerprint,
+)
 
 
 def run_stage(**paths: Path) -> None:

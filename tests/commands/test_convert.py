@@ -10,9 +10,8 @@ from ruamel.yaml import YAML
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.preset import import_config
-from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.other_tools import shared, tables
-from lean_finetune.config.overrides import with_flags
 from lean_finetune.core.errors import UserError
 from tests.commands.tool_configs import (
     AXOLOTL,

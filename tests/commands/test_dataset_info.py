@@ -8,8 +8,7 @@ import pytest
 
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import MOST_BYTES
 from tests.commands.tool_configs import LLAMA_FACTORY

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.commands.export import export, vllm_adapter_line, write_export
-from lean_finetune.commands.tuned.conversation import Prompter
-from lean_finetune.commands.tuned.ollama import modelfile, role_frames
+from lean_finetune.commands.tuned.conversation import Prompter, modelfile, role_frames
 from lean_finetune.commands.tuned.tuned_model import find_tuned
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import TINY_DIRECTORY

@@ -16,9 +16,8 @@ from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import training_step
+from lean_finetune.step.training_step import LossScaler, training_step
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 

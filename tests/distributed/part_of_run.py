@@ -23,10 +23,10 @@ from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun, layout_of
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
-from lean_finetune.train.train_job import TrainJob
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.faults import Ending, fault_of

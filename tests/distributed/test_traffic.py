@@ -9,14 +9,13 @@ import torch
 
 from benchmarks.specs import changed
 from lean_finetune.commands.fit import gpu_flags
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.run import Run, fit_run
 from lean_finetune.memory.advice.traffic import Traffic, network_lines, traffic_of
 from lean_finetune.memory.devices import cpu_device
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import BatchShape

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lean_finetune.config.field_types import Sharding
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import BarrierTimeout, World, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lean_finetune.config.train_schema import BaseWeights, Quant
+from lean_finetune.config.schema import BaseWeights, Quant
 from lean_finetune.core.atomic_files import sha256_file, write_json
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts

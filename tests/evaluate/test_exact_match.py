@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.evaluate.evaluation_metrics import is_exact_match
+from lean_finetune.evaluate.base_and_tuned import is_exact_match
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.specs import changed
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model

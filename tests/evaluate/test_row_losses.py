@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lean_finetune.evaluate.row_losses import batch_rows, row_sums, spread_rows
+from lean_finetune.evaluate.generate import batch_rows, row_sums, spread_rows
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, PAD, spec_of

@@ -16,11 +16,11 @@ from cuda_memory.gpus import BF16_CAPABILITY, Device, context_of
 from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.master_weights import MasterWeights
-from lean_finetune.step.optimizers import device_state
+from lean_finetune.step.run_optimizer import device_state
 from tests.small_model import spec_of
 
 CPU_TARGET = target_of(cpu_device(2**34))

@@ -18,16 +18,14 @@ from benchmarks.specs import changed, random_batch
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.fake_distributed import Sharing
-from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import training_step
+from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY

@@ -10,9 +10,9 @@ from cuda_memory.units import GIB
 from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.offloaded_states import host_state_bytes
 from lean_finetune.memory.predict.peak import Prediction, predict
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.process_memory import host_state_bytes
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, setting_of, shape
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from lean_finetune.memory.predict.layer_structure import Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.depth_extrapolation import Repetition, find_repetition, with_layers
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_shapes import TracedSteps, only
-from lean_finetune.memory.predict.traced_step import trace_steps
+from lean_finetune.memory.predict.traced_step import TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks.estimate_cpu import Case, compare, worst_share
 from benchmarks.models.small import COUNTED, tiny_config
 from lean_finetune.commands.fit import fit
-from lean_finetune.memory.predict.layer_structure import with_layers
-from lean_finetune.model import selective_scan
+from lean_finetune.memory.predict.depth_extrapolation import with_layers
+from lean_finetune.model import empty_model
 from tests.model.reload import reload_adapter
 from tests.small_model import spec_of
 from tests.workspace import lay_out
@@ -80,7 +80,7 @@ def test_a_family_is_predicted_as_it_is_counted(family, method, tmp_path):
 @pytest.mark.slow
 def test_a_scan_of_several_chunks_is_predicted_as_it_is_counted(tmp_path, monkeypatch):
     """States between chunks; the rows of the other tests have one chunk."""
-    monkeypatch.setattr(selective_scan, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(empty_model, "CHUNK_TOKENS", 40)
     AutoModelForCausalLM.from_config(tiny_config("mamba")).save_pretrained(tmp_path)
     pairs = compare(Case(family="mamba", method="lora", grad_ckpt=True), tmp_path)
     assert worst_share(pairs) < 1e-3, pairs

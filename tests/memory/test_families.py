@@ -25,16 +25,15 @@ from benchmarks.models.small import tiny_config
 from benchmarks.specs import changed
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.one_change_sweep import sweep_switches
+from lean_finetune.memory.advice.what_fits import sweep_switches
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cached_fake_mode import UNREAD_LAYERDROP
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.model.load_model import uninitialized_model
-from lean_finetune.model.model_config import largest_head_size, read_config
-from lean_finetune.model.row_limits import refuse_joined_rows
+from lean_finetune.model.model_config import largest_head_size, read_config, refuse_joined_rows
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape
 from tests.memory.workloads import workload
 from tests.small_model import CPU, spec_of

@@ -14,8 +14,7 @@ from cuda_memory.units import COLUMNS, LABEL_WIDTH, labelled
 from lean_finetune.commands import fit_text
 from lean_finetune.commands.fit import fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
-from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.run import Run, fit_run
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from tests.memory.common import card_for

@@ -11,16 +11,15 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.memory.predict.offloaded_states import host_lines
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.process_memory import host_lines
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace import static_state
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.trace import fake_distributed
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload.master_weights import MasterWeights
-from lean_finetune.step.optimizers import device_state
+from lean_finetune.step.run_optimizer import device_state
 from tests.memory.common import CPU_TARGET, ONEDNN_SCRATCH_BYTES, llama, setting_of
 
 # What remains: the code book bitsandbytes makes once per process (1,276 bytes), and three scalars.
@@ -149,7 +148,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         yield from device_state(optimizer.inner, name, cuda=False)
 
     monkeypatch.setattr(MemoryTrace, "on_host", lambda trace: nullcontext())
-    monkeypatch.setattr(static_state, "device_state", all_state)
+    monkeypatch.setattr(fake_distributed, "device_state", all_state)
     together = predict(config, setting, PADDED_STEPS, CPU_TARGET).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes
     with without_onednn():

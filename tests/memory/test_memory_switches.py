@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rule import Rule
-from lean_finetune.config.train_schema import TRAIN_RULES
+from lean_finetune.config.schema import TRAIN_RULES, Rule
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.one_change_sweep import single_changes
 from lean_finetune.memory.advice.search_space import Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
@@ -25,7 +22,8 @@ from lean_finetune.memory.advice.switches import (
     with_method,
     with_precision,
 )
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.advice.what_fits import single_changes
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from tests.conftest import ROOT
 from tests.memory.common import setting_of

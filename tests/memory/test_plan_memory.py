@@ -18,9 +18,8 @@ from lean_finetune.memory.advice.plan_memory import (
     sample_steps,
 )
 from lean_finetune.memory.advice.verdict import judge, other_segments
-from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.peak_explanation import trace_origins
-from lean_finetune.memory.predict.traced_shapes import traced_steps
+from lean_finetune.memory.predict.peak import predict, trace_origins
+from lean_finetune.memory.predict.traced_step import traced_steps
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import with_flags
 from lean_finetune.memory.advice.run import PlannedRows, Run
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.verdict import confirmed_peak
 from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.row_index import read_index
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
 from tests.memory.common import card, card_for, llama, pin

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from benchmarks.estimate_cpu import count, without_onednn
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, shape

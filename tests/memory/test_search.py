@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from cuda_memory.units import GIB, MIB
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import keeps_rules, with_flags
+from lean_finetune.config.load import keeps_rules, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice import largest_that_fits, search, search_space
-from lean_finetune.memory.advice.largest_that_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from lean_finetune.memory.advice import search, search_space, what_fits
 from lean_finetune.memory.advice.run import Run, full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
@@ -21,6 +19,7 @@ from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SAME, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
 from lean_finetune.memory.advice.verdict import answer
+from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
 from tests.memory.workloads import CONFIG, H100, peak_of, workload
@@ -265,9 +264,9 @@ def test_the_largest_that_fits_is_found_in_few_traces(usable, hints):
         return max(50 + 3 * count, 5 * count - 400)  # Another instant is the peak of large ones.
 
     found = largest_fitting(peak_of, usable, 5000, hints)
-    assert len(traced) <= largest_that_fits.MOST_TRACES
+    assert len(traced) <= what_fits.MOST_TRACES
     true = max((count for count in range(1, 5001) if peak_of(count) <= usable), default=0)
-    assert true * (1 - 1 / largest_that_fits.PRECISION) - 1 <= found <= true
+    assert true * (1 - 1 / what_fits.PRECISION) - 1 <= found <= true
 
 
 def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.advice.switches import weights_on_host
-from lean_finetune.memory.predict.layer_structure import of_stage
-from lean_finetune.memory.predict.offloaded_states import closed_form
+from lean_finetune.memory.predict.depth_extrapolation import of_stage
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.process_memory import closed_form
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.predict.traced_step import trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace

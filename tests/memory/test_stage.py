@@ -9,7 +9,7 @@ import pytest
 
 from cuda_memory.units import GIB
 from lean_finetune.config.schema import Bucket
-from lean_finetune.memory.advice.one_change_sweep import halving_flag
+from lean_finetune.memory.advice.what_fits import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
 from tests.memory.common import card_for, llama, micro_batch, pin, plan_of

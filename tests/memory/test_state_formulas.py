@@ -11,8 +11,8 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.models.small import tiny_config
 from cuda_memory.units import GIB
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.memory.predict.offloaded_states import host_lines, host_state_bytes
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.process_memory import host_lines, host_state_bytes
 from lean_finetune.memory.predict.state_formulas import (
     model_shapes,
     state_bytes,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cuda_memory.gpus import GPUS
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import with_flags
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import (
     ARITHMETIC_SHARE,

@@ -7,7 +7,7 @@ from transformers import MistralConfig
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_shapes import halved, longest_row, traced_steps
+from lean_finetune.memory.predict.traced_step import halved, longest_row, traced_steps
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches, worst_steps

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.trace.cuda_kernels import target_of

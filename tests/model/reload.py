@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from tests.small_model import CPU

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS, AdapterStart
 from lean_finetune.config.load import parse_params
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter

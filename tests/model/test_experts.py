@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL
 from benchmarks.models.small import tiny_config
 from benchmarks.specs import padded, random_batch
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.experts.expert_adapters import GroupedAdapter

@@ -12,11 +12,10 @@ from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
 from benchmarks.estimate_cpu import FAMILIES as SMALL_MODELS
 from benchmarks.estimate_cpu import LAYOUTS, SMALL, count, make_code_books, without_onednn
-from lean_finetune.config.load import load_params
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.trace.fused_launches import without_launches
+from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import read_config

@@ -15,15 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from benchmarks.estimate_cpu import CPU_TARGET, Case, compare, worst_share
 from benchmarks.models.small import small_timm_models
 from benchmarks.specs import train_of
-from lean_finetune.config.train_schema import BaseWeights
+from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.empty_model import left_out, left_out_text, meta_model, stored_left_out
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.grouped_products import packing_of
 from lean_finetune.model.files.safetensors_files import model_tensors
-from lean_finetune.model.language_part import left_out, left_out_text, stored_left_out
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config

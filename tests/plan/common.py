@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
-from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.row_index import COLUMNS, RowIndex
+from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex, run_steps
 
 
 def index_of(lengths, supervised=None, *, sources=None, dropped=None, weights=(1.0,)) -> RowIndex:

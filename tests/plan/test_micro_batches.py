@@ -12,7 +12,7 @@ from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.bucketed import OVERHEAD_TOKENS, cheapest_splits
 from lean_finetune.plan.micro_batches import split_steps
 from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.plan_summary import summarise
+from lean_finetune.plan.planner import summarise
 from tests.plan.common import (
     all_batches,
     batch_settings_of,

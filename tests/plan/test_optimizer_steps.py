@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.optimizer_steps import run_steps
-from lean_finetune.plan.plan_summary import randomness
+from lean_finetune.plan.planner import randomness
 from tests.plan.common import index_of, log_normal_lengths, runs, steps_of
 
 SETTINGS = settings(max_examples=100, deadline=None)

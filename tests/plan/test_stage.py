@@ -10,7 +10,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import read_plan
-from lean_finetune.plan.row_index import COLUMNS, read_index
+from lean_finetune.plan.optimizer_steps import COLUMNS, read_index
 from stages.bucket import main
 from tests.plan.common import all_batches, log_normal_lengths, rows_by_step, write_index
 from tests.workspace import error, invoke, lay_out

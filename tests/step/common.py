@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import StepResult, training_step
+from lean_finetune.step.training_step import LossScaler, StepResult, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 

@@ -9,12 +9,11 @@ from ruamel.yaml import YAML
 from benchmarks.specs import changed
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
-from lean_finetune.config.train_schema import Train
-from lean_finetune.memory.predict.optimizer_states import Trained, optimizer_tensors
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.predict.state_formulas import Trained, optimizer_tensors
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.optimizers import device_state
-from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.run_optimizer import build_optimizer, device_state
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, split

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.specs import changed
-from lean_finetune.config.train_schema import Train
-from lean_finetune.memory.predict.offloaded_states import disk_state_bytes
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.predict.process_memory import disk_state_bytes
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload import disk_weights

@@ -21,8 +21,7 @@ from transformers import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.interface import ATTENTION
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.model_config import read_config
-from lean_finetune.model.row_limits import refuse_joined_rows
+from lean_finetune.model.model_config import read_config, refuse_joined_rows
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_joined_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of

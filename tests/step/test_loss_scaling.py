@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step import loss_scaling
-from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step import training_step
+from lean_finetune.step.training_step import LossScaler
 
 
 def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):
     """Another rule than the known one would have to be proven anew."""
-    monkeypatch.setattr(loss_scaling, "GROWTH_STEPS", 3)
-    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", init_scale=loss_scaling.FIRST_SCALE, growth_interval=3)
+    monkeypatch.setattr(training_step, "GROWTH_STEPS", 3)
+    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", init_scale=training_step.FIRST_SCALE, growth_interval=3)
     a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in (a, b)]
     for overflow in [True, False, False, False, False, True, False, False, False, False]:

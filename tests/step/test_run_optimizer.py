@@ -9,11 +9,10 @@ import torch
 
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.optimizers import device_state, paging_note
-from lean_finetune.step.run_optimizer import build_optimizer, peak_lr
+from lean_finetune.step.run_optimizer import build_optimizer, device_state, paging_note, peak_lr
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split
 

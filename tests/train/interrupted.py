@@ -17,11 +17,11 @@ from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
-from lean_finetune.train.train_job import TrainJob
-from lean_finetune.train.train_metrics import train_metrics
+from lean_finetune.train.publish_outputs import train_metrics
 from tests.repeatable import repeatable
 from tests.small_model import CPU
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens

@@ -11,17 +11,16 @@ import torch
 
 from benchmarks.estimate_cpu import save_small
 from benchmarks.specs import changed
-from lean_finetune.evaluate.generate import Prompt, greedy_answers
-from lean_finetune.evaluate.row_losses import row_sums
+from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
 from lean_finetune.step.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.offload.disk_weights import DiskPlace
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
-from lean_finetune.train.train_job import TrainJob
 from tests.emulated_cuda.device import CUDA, EmulatedCuda, MixedDevices, emulated_cuda
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.train.interrupted import Breaking

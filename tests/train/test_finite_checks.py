@@ -17,6 +17,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches
+from lean_finetune.train.job import measured_steps
 from lean_finetune.train.monitor.finite_checks import (
     _in_any,
     refuse_broken_weights,
@@ -32,7 +33,6 @@ from lean_finetune.train.process.training_device import (
     refuse_absent_gpu,
     training_device,
 )
-from lean_finetune.train.train_job import measured_steps
 from stages.train import main as train
 from tests.memory.common import micro_batch
 from tests.small_model import CPU, spec_of

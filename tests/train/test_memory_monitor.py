@@ -14,6 +14,7 @@ from cuda_memory.units import MIB
 from lean_finetune.core.process_status import STATUS
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
+from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_monitor
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS
@@ -27,8 +28,7 @@ from lean_finetune.train.monitor.memory_monitor import (
     make_counters,
     process_bytes,
 )
-from lean_finetune.train.train_job import TrainJob, TrainResult
-from lean_finetune.train.train_metrics import train_metrics
+from lean_finetune.train.publish_outputs import train_metrics
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 

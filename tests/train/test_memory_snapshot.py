@@ -20,8 +20,7 @@ from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import FIRST_STEPS, FIRST_STEPS_FILE, OOM_FILE, MemorySnapshots
-from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.oom.oom_state import OutOfMemory
+from lean_finetune.train.oom.oom_handler import OomHandler, OutOfMemory
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.train.jobs import make_job, plan_of, random_tokens
 from tests.train.recorded_run import Recorder

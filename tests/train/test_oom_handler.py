@@ -14,12 +14,11 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
+from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.oom.oom_handler import OomHandler
-from lean_finetune.train.oom.oom_state import Failure, OutOfMemory
+from lean_finetune.train.oom.oom_handler import Failure, OomHandler, OutOfMemory
 from lean_finetune.train.process.stop_signals import StopRequest
-from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 

@@ -12,8 +12,8 @@ import torch
 
 from cuda_memory.units import GIB, MIB
 from lean_finetune.core.atomic_files import write_json
+from lean_finetune.train.oom.oom_handler import AddressLimit, Failure, is_out_of_memory, requested_bytes
 from lean_finetune.train.oom.oom_report import Prediction, changes_that_fit, oom_error, read_prediction
-from lean_finetune.train.oom.oom_state import AddressLimit, Failure, is_out_of_memory, requested_bytes
 from tests.cuda_memory.snapshots import Snapshot, frame
 from tests.small_model import spec_of
 

@@ -20,12 +20,11 @@ from lean_finetune.train.checkpoint.scratch_dir import (
     mark_finished,
     metrics_digest,
 )
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import StopRequest
-from lean_finetune.train.resume_run import choose_directory, open_checkpointer, resumed_figures
-from lean_finetune.train.run_fingerprint import resumable_part, run_key
-from lean_finetune.train.train_job import TrainJob
+from lean_finetune.train.resume_run import choose_directory, open_checkpointer, resumable_part, resumed_figures, run_key
 from tests.conftest import ROOT
 from tests.small_model import CPU
 from tests.train.interrupted import small_job

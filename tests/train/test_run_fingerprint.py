@@ -12,9 +12,9 @@ import pytest
 from lean_finetune.config.load import load_params
 from lean_finetune.pinning.code import PACKAGE, code_hashes
 from lean_finetune.plan.batch_plan import Plan, write_plan
-from lean_finetune.train import run_fingerprint as module
+from lean_finetune.train import resume_run as module
 from lean_finetune.train.job import Paths
-from lean_finetune.train.run_fingerprint import resumable_part, run_fingerprint, run_key
+from lean_finetune.train.resume_run import resumable_part, run_fingerprint, run_key
 from tests.conftest import ROOT
 from tests.memory.common import micro_batch
 from tests.processes import run_bounded

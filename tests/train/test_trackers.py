@@ -22,9 +22,9 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS, Row, Tracker
 from lean_finetune.train.callbacks.run_callbacks import make_callbacks
 from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, refuse_missing_trackers
+from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.train_job import TrainJob, TrainResult
 from tests.small_model import CPU
 from tests.train.interrupted import STEPS, Breaking, interrupt, small_job
 from tests.train.test_progress import INFO, ROW

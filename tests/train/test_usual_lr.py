@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.model.model_config import read_config
-from lean_finetune.train.usual_lr import usual_lr
+from lean_finetune.train.job import usual_lr
 from tests.conftest import ROOT
 from tests.small_model import spec_of
 

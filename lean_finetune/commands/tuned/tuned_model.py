@@ -19,13 +19,13 @@ from lean_finetune.commands.tuned.tuned_files import (
 )
 from lean_finetune.config.field_types import ALL_LINEAR, Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params
-from lean_finetune.config.train_schema import BaseWeights, Quant
+from lean_finetune.config.schema import BaseWeights, Quant
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.memory.advice.largest_that_fits import LENGTH_STEP, largest_fitting
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, largest_fitting
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
 from lean_finetune.model.attention_choice import generation_attention

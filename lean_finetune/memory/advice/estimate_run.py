@@ -10,18 +10,16 @@ import click
 
 from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.overrides import keeps_rules
+from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
-from lean_finetune.memory.advice.largest_that_fits import find_limits
-from lean_finetune.memory.advice.one_change_sweep import as_advice, as_rows, sweep_switches
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge
-from lean_finetune.memory.predict.offloaded_states import closed_form, disk_state_bytes
+from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
     OtherPhases,
@@ -31,9 +29,8 @@ from lean_finetune.memory.predict.other_phases import (
     loading_note,
     other_phases,
 )
-from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.peak_explanation import TIMELINE_COLUMNS, trace_origins
-from lean_finetune.memory.predict.process_memory import as_json, on_host
+from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction, trace_origins
+from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note

@@ -20,12 +20,10 @@ from transformers import PretrainedConfig
 from cuda_memory.allocator import CachingAllocator, OutOfMemory
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
-from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.peak_explanation import trace_origins
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
-from lean_finetune.memory.trace.allocation_origins import OriginTrace
+from lean_finetune.memory.predict.peak import Prediction, trace_origins
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.memory_trace import OriginTrace
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import BatchShape
 

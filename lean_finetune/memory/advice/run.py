@@ -13,32 +13,33 @@ from transformers import PretrainedConfig
 from cuda_memory.gpus import GIGA, Device
 from cuda_memory.units import GIB, round_up
 from lean_finetune.config.declared_params import declared_part
-from lean_finetune.config.overrides import with_flags
+from lean_finetune.config.load import with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
-from lean_finetune.memory.predict.offloaded_states import disk_state_bytes, host_state_bytes
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
-from lean_finetune.memory.predict.peak import Prediction, predict
-from lean_finetune.memory.predict.peak_explanation import Explanation, predict_explained
-from lean_finetune.memory.predict.process_memory import host_shortage
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps, longest_row, steps_in_flight, traced_steps
+from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
+from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
+from lean_finetune.memory.predict.traced_step import Setting, TracedSteps, longest_row, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.model import fused_kernels
-from lean_finetune.model.adapter_targets import layers_without_adapters
+from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
-from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.language_part import left_out_text
-from lean_finetune.model.model_config import attention_window, max_positions, other_layers, read_config
-from lean_finetune.model.row_limits import refuse_divided_rows
+from lean_finetune.model.empty_model import left_out_text, meta_model
+from lean_finetune.model.model_config import (
+    attention_window,
+    max_positions,
+    other_layers,
+    read_config,
+    refuse_divided_rows,
+)
 from lean_finetune.pinning.locate import config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
+from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
-from lean_finetune.plan.row_index import read_index
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported

@@ -19,8 +19,8 @@ from lean_finetune.memory.advice.switch import (
     replace_attribute,
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.predict.traced_shapes import TracedSteps, halved
-from lean_finetune.model.row_limits import refuse_joined_rows
+from lean_finetune.memory.predict.traced_step import TracedSteps, halved
+from lean_finetune.model.model_config import refuse_joined_rows
 from lean_finetune.step.batches import BatchShape
 
 MICRO_BATCH = "micro_batch"

@@ -12,12 +12,10 @@ from functools import cached_property
 from cuda_memory.gpus import GIGA, GPUS, Device, Speed
 from cuda_memory.units import readable_times
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switches import SWITCHES
-from lean_finetune.memory.predict.offloaded_states import disk_bytes, offloaded_state_bytes
-from lean_finetune.memory.predict.process_memory import processes_per_host
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.process_memory import disk_bytes, offloaded_state_bytes, processes_per_host
 from lean_finetune.memory.predict.state_formulas import (
     ModelShapes,
     model_shapes,
@@ -25,6 +23,7 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     trained_values,
 )
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 from lean_finetune.model.precision import autocast_dtype, base_dtype

@@ -1,13 +1,19 @@
-"""A memory switch: which parameters it varies, the values to try, and what they do to learning."""
+"""A memory switch, and the switches of activations and of several GPUs."""
 
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
+from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.section import Section
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.memory.predict.traced_step import Setting
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 
 Values = Mapping[str, Any]
 """Values by dotted key of params.yaml."""
@@ -84,3 +90,301 @@ def replace_attribute(owner: Any, path: str, value: Any) -> Any:
     name, _, rest = path.partition(".")
     changes = {name: replace_attribute(getattr(owner, name), rest, value) if rest else value}
     return owner.model_copy(update=changes) if isinstance(owner, Section) else replace(owner, **changes)
+
+
+# Memory switches of activations and logits.
+
+DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
+"""Switches that divide tokens or products among GPUs: not tried together with switches of saved activations."""
+TILES = 8
+LOSS_CHUNK_TOKENS = 512
+"""Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""
+
+
+def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
+    """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
+    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full"}
+    if not setting.train.grad_ckpt and setting.train.method != "int8_lora":
+        yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
+    yield full
+    if support.cuda and setting.train.offload_activations == "none":
+        yield {**full, "train.offload_activations": "cpu"}
+
+
+def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
+    if not setting.train.grad_ckpt:
+        return [{"train.grad_ckpt": True}]
+    return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
+
+
+def _plain_layers(setting: Setting) -> bool:
+    """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
+    divided = (setting.tensor_parallel, setting.context, setting.pipeline_stages) != (1, 1, 1)
+    return setting.train.fused_kernels == "none" and not divided
+
+
+def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
+    """MLPs in tiles: the intermediate values of an MLP, the largest of a recomputed layer, exist a tile at a time."""
+    saved_here = setting.train.offload_activations == setting.train.compress_activations == "none"
+    if setting.train.sequence_tiles is None and _plain_layers(setting) and saved_here:
+        yield {"train.sequence_tiles": TILES}
+
+
+def _compressed_activations(setting: Setting, support: Support) -> Iterable[Values]:
+    """Saved activations in 8 bits. On a CPU it takes longer than recomputing."""
+    free = setting.train.compress_activations == "none" and setting.train.sequence_tiles is None
+    if support.cuda and free and _plain_layers(setting):
+        yield {"train.compress_activations": "int8"}
+
+
+def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
+    """Liger's kernels where they are installed; a family that they do not support is refused when it is traced."""
+    if setting.train.fused_kernels != "none":
+        yield {"train.fused_kernels": "none"}
+    elif support.cuda and find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
+        yield {"train.fused_kernels": "liger"}
+
+
+def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.train.loss_chunk is None else []
+
+
+def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
+    if setting.tensor_parallel > 1:  # It needs the chunked loss.
+        return []
+    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}]
+
+
+ACTIVATION_SWITCHES = [
+    Switch(
+        name="activations",
+        parameters=("train.grad_ckpt", "train.grad_ckpt_policy", "train.offload_activations"),
+        lighter=_lighter_activations,
+        shown=_shown_activations,
+        effect=SAME,
+        ease=1,
+        saves=ACTIVATIONS,
+        changes_states=False,
+        other_memory="same",
+    ),
+    Switch(
+        name="fused_kernels",
+        parameters=("train.fused_kernels",),
+        lighter=lambda setting, support: (),  # Not advised: not measured on a GPU.
+        shown=_shown_fused_kernels,
+        effect=ROUNDED,
+        ease=3,
+    ),
+    Switch(
+        name="tiles",
+        parameters=("train.sequence_tiles",),
+        lighter=_tiles,
+        shown=_tiles,
+        effect=SAME,
+        ease=3,
+        excludes=DIVIDING | {"compression"},
+        saves=ACTIVATIONS,
+        changes_states=False,
+    ),
+    Switch(
+        name="compression",
+        parameters=("train.compress_activations",),
+        lighter=_compressed_activations,
+        shown=_compressed_activations,
+        effect=ROUNDED,
+        ease=6,
+        excludes=DIVIDING,
+        saves=ACTIVATIONS,
+        changes_states=False,
+        other_memory="same",
+    ),
+    Switch(
+        name="loss_chunk",
+        parameters=("train.loss_chunk",),
+        lighter=_lighter_loss_chunk,
+        shown=_shown_loss_chunk,
+        effect=SAME,
+        ease=4,
+        saves=LOGITS,
+        changes_states=False,
+        other_memory="same",
+    ),
+]
+
+
+# Memory switches of several GPUs: sharding, and rows, products and layers divided among them.
+
+LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
+    "none": (),
+    "ddp": ("zero1", "zero2", "zero3"),
+    "zero1": ("zero2", "zero3"),
+    "zero2": ("zero3",),
+    "zero3": (),
+    "hsdp": ("zero3",),
+}
+"""Modes with less memory per GPU than a mode, the most similar first."""
+COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
+"""Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
+DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
+"""Modes of train.sharding that work with tensor parallelism."""
+NODE_DIVISORS = (2, 4, 8)
+"""Sizes of train.tensor_parallel that advice tries."""
+EXCHANGE_TIME = 1.15
+"""Assumed factor on the time of a step: tokens and heads are exchanged before and after attention of each layer."""
+STAGES_TIME = 1.10
+"""Assumed factor on the time of a step, besides the pipeline's bubble: stages are never equally long."""
+MOST_STAGES = 4
+"""Each stage is traced, so no more are tried."""
+SHARED: Mapping[str, str] = {
+    "train.sharding": "sharing.spec.mode",
+    "train.shard_group_gpus": "sharing.spec.group_gpus",
+    "train.pipeline_stages": "pipeline_stages",
+    "train.tensor_parallel": "sharing.spec.layout.tensor",
+    "train.context_parallel": "sharing.spec.layout.context",
+}
+"""Parameters whose values have a place in `Setting.sharing` too, with that place."""
+UNTRIED = frozenset({"compression", "tiles", "fused_kernels"})
+"""Switches that work only where all GPUs take different rows."""
+
+
+def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
+    """Modes with smaller shards; at last, weights and gradients in host memory too."""
+    if setting.sharing is None or setting.sharing.gpus == 1:
+        return
+    mode, values, train = setting.sharing.spec.mode, {}, setting.train
+    for lighter in LIGHTER_SHARDING[mode]:
+        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
+        unsplittable = lighter in SPLIT_WEIGHTS and train.method == "int8_lora"
+        if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.tensor_parallel > 1)):
+            mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
+            yield values
+    on_device = setting.train.offload != "parameters" and not OPTIMIZERS[setting.train.optimizer].paged
+    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
+        yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
+        if support.host_ram_known and OPTIMIZERS[setting.train.optimizer].updates_by_value and not train.adapted:
+            yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
+
+
+def _untried(setting: Setting) -> bool:
+    """Whether a setting works only where all GPUs take different rows."""
+    train = setting.train
+    return (
+        setting.train.compress_activations != "none"
+        or train.sequence_tiles is not None
+        or train.fused_kernels != "none"
+    )
+
+
+def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
+    """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
+    layout = None if setting.sharing is None else setting.sharing.spec.layout
+    if layout is None or layout.tensor * layout.pipeline > 1:
+        return
+    if not setting.train.router_aux_loss and not _untried(setting):
+        for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
+            if context > layout.context and layout.size % context == 0:
+                yield {"train.context_parallel": context}
+
+
+def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
+    """Assumed time of a step relative to complete rows."""
+    return EXCHANGE_TIME if setting.context > 1 else 1.0
+
+
+def _communication_time(setting: Setting, more_micro_batches: float) -> float:
+    """Assumed time of a step relative to ddp: the links between GPUs are unknown."""
+    if setting.sharing is None:
+        return 1.0
+    mode = setting.sharing.spec.mode
+    # Sharded weights are gathered for each micro-batch.
+    times = more_micro_batches if mode in SPLIT_WEIGHTS else 1.0
+    return 1 + times * (COMMUNICATION_TIME.get(mode, 1.0) - 1)
+
+
+def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
+    """More GPUs for each matrix product; if these are all GPUs, none share weights by train.sharding."""
+    if setting.sharing is None:
+        return
+    layout, train = setting.sharing.spec.layout, setting.train
+    if (
+        layout is None
+        or layout.context > 1
+        or setting.train.loss_chunk is None
+        or setting.train.offload == "parameters"
+    ):
+        return
+    if (
+        _untried(setting)
+        or setting.sharing.spec.mode not in DIVISIBLE
+        or train.method == "int8_lora"
+        or train.lora.dora
+    ):
+        return
+    for size in NODE_DIVISORS:
+        if size > layout.tensor and layout.size % size == 0:
+            alone: Values = {"train.sharding": "none", "train.shard_group_gpus": None} if size == layout.size else {}
+            yield {"train.tensor_parallel": size, **alone}
+
+
+def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
+    """A stage on each GPU, if no other setting divides rows or products."""
+    sharing, train = setting.sharing, setting.train
+    if sharing is None or sharing.spec.layout is None or not 1 < sharing.layout.data == sharing.gpus <= MOST_STAGES:
+        return
+    if _untried(setting) or train.method == "int8_lora" or train.lora.changes_frozen_weights:
+        return
+    if setting.train.offload != "parameters":
+        yield {"train.pipeline_stages": sharing.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
+
+
+def with_stages(setting: Setting, stages: int) -> Setting:
+    """The setting with its GPUs as stages of a pipeline."""
+    changed: Setting = replace_attribute(setting, "sharing.spec.layout", ParallelLayout(data=1, pipeline=stages))
+    return changed
+
+
+def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
+    """Factor on a GPU's time per token: all stages process the same rows."""
+    stages = setting.pipeline_stages
+    return STAGES_TIME * stages if stages > 1 else 1.0
+
+
+PARALLEL_SWITCHES = [
+    Switch(
+        name="sharding",
+        parameters=("train.sharding", "train.shard_group_gpus"),
+        lighter=_lighter_sharding,
+        effect=SAME,
+        ease=9,
+        other_memory="not less",
+        time=_communication_time,
+    ),
+    Switch(
+        name="stages",
+        parameters=("train.pipeline_stages",),
+        lighter=_divided_layers,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"sharding", "tensor_parallel", "context_parallel"}) | UNTRIED,
+        time=_pipeline_time,
+    ),
+    Switch(
+        name="tensor_parallel",
+        parameters=("train.tensor_parallel",),
+        lighter=_smaller_parts,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"sharding", "method"}) | UNTRIED,
+        time=lambda setting, more: float(setting.tensor_parallel),  # This many GPUs process the same rows.
+    ),
+    Switch(
+        name="context_parallel",
+        parameters=("train.context_parallel",),
+        lighter=_divided_rows,
+        effect=SAME,
+        ease=10,
+        excludes=frozenset({"tensor_parallel"}) | UNTRIED,
+        changes_states=False,
+        time=_exchange_time,
+    ),
+]

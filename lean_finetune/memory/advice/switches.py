@@ -14,19 +14,21 @@ from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.activation_switches import ACTIVATION_SWITCHES
-from lean_finetune.memory.advice.parallel_switches import PARALLEL_SWITCHES, SHARED, with_stages
 from lean_finetune.memory.advice.switch import (
+    ACTIVATION_SWITCHES,
     EFFECTS,
     OTHER_WEIGHTS,
+    PARALLEL_SWITCHES,
     ROUNDED,
     SAME,
+    SHARED,
     Support,
     Switch,
     Values,
     replace_attribute,
+    with_stages,
 )
-from lean_finetune.memory.predict.setting import Setting
+from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.fake_distributed import Sharing
 
 LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {

@@ -9,7 +9,7 @@ from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import AnyPrecision
-from lean_finetune.config.overrides import keeps_rules, with_flags
+from lean_finetune.config.load import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory
 from lean_finetune.memory.advice.run import Run, full_rows_run

@@ -13,14 +13,18 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, WindowTrace, deep_peaks, deep_windows
-from lean_finetune.memory.predict.layer_structure import find_repetition, with_layers
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
+from lean_finetune.memory.predict.depth_extrapolation import (
+    NotRepeated,
+    WindowTrace,
+    deep_peaks,
+    deep_windows,
+    find_repetition,
+    with_layers,
+)
+from lean_finetune.memory.predict.traced_step import CPU, Setting, Trace, new_trace
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
-from lean_finetune.memory.trace.fused_launches import without_launches
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model

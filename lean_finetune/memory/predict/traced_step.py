@@ -1,31 +1,187 @@
-"""Run the training step of `lean_finetune.step` on fake tensors under a memory trace."""
+"""The step that is traced: how the model is trained, the shapes of micro-batches, and the run on fake tensors."""
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from lean_finetune.memory.predict.setting import Setting
-from lean_finetune.memory.predict.traced_shapes import TracedSteps
+from cuda_memory.units import MIB
+from lean_finetune.config.field_types import Precision
+from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
-from lean_finetune.memory.trace.cuda_kernels import Target
-from lean_finetune.memory.trace.fake_distributed import shared
-from lean_finetune.memory.trace.fused_launches import without_launches
+from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
+from lean_finetune.memory.trace.fake_distributed import Sharing, register_rng_states, register_state, shared
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
-from lean_finetune.memory.trace.static_state import register_rng_states, register_state
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.precision import autocast_dtype
+from lean_finetune.model.precision import autocast_dtype, resolved
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.batches import Batch, TokenPart, empty_batch, idle_batch
+from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.step.loss_scaling import LossScaler
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import training_step
+from lean_finetune.step.training_step import LossScaler, training_step
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a model is trained, as far as memory is concerned."""
+
+    train: Train
+    """Section `train`, with the precision on the device."""
+    offload_buffer_bytes: int = 0
+    """run.offload_buffer_mib: host memory that state on disk passes through."""
+    sharing: Sharing | None = None
+    """How several GPUs share the run; None = one GPU."""
+
+    @classmethod
+    def from_params(cls, params: "Params", precision: Precision, *, accumulates_gradients: bool) -> "Setting":
+        """The setting of a run whose train.precision resolves to `precision` on the device.
+
+        `accumulates_gradients`: over several micro-batches on one GPU.
+        """
+        return cls(
+            train=resolved(params, precision),
+            offload_buffer_bytes=params.run.offload_buffer_mib * MIB,
+            sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
+        )
+
+    def with_train(self, **changes: Any) -> "Setting":
+        """The setting with other values of parameters of section `train`."""
+        return replace(self, train=self.train.model_copy(update=changes))
+
+    def holders_of(self, category: str) -> int:
+        """Number of GPUs that divide a category of state after backward; 1 for one GPU."""
+        return 1 if self.sharing is None else self.sharing.holders_of(category)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of GPUs that compute each product together."""
+        return 1 if self.sharing is None else self.sharing.layout.tensor
+
+    @property
+    def context(self) -> int:
+        """Number of GPUs that divide each row's tokens."""
+        return 1 if self.sharing is None else self.sharing.layout.context
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Number of stages of a pipeline; 1 without one."""
+        return 1 if self.sharing is None else self.sharing.layout.pipeline
+
+    @property
+    def all_layers_reason(self) -> str | None:
+        """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
+        frees = self.train.master_weights or self.train.offload != "none"
+        if self.sharing is None or self.sharing.spec.mode != "zero1" or not frees:
+            return None
+        return "zero1's update gives up the gradients of what it owns one by one"
+
+    def for_fewer_layers(self, config: PretrainedConfig) -> "Setting":
+        """The setting for traces of this model with fewer layers than `config` has.
+
+        Raises:
+            UserError: the GPUs cannot share the model so.
+        """
+        sharing = self.sharing and self.sharing.for_fewer_layers(config, self.train)
+        return replace(self, sharing=sharing)
+
+
+# Choose the micro-batches to trace: the worst of the plan, in their positions within a step.
+
+TracedSteps = tuple[tuple[BatchShape, ...], ...]
+"""Optimizer steps, each a sequence of micro-batch shapes."""
+
+
+def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False) -> TracedSteps:
+    """Steps that reach the peak of the whole plan.
+
+    The first step has the plan's first micro-batch and the worst of all that follow another one in their step, where
+    gradients exist already. Each further step has one micro-batch that is the first of its step.
+
+    `lengths` are the tokens of every training row. `tiled`: the device's attention works in tiles of tokens.
+    `windowed`: the model creates masks, or saves attention scores. `chunked`: layers work in chunks of a row.
+    """
+    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed, chunked=chunked)
+    starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
+    following = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in later))
+    return ((starts[0], *following), *((start,) for start in starts[1:]))
+
+
+def steps_in_flight(plan: Plan, lengths: np.ndarray, stages: int, **kinds: bool) -> TracedSteps:
+    """Steps that reach the peaks of all stages of a pipeline: consecutive micro-batches that are in flight together.
+
+    Of each number of them up to `stages`, those with the largest sums of `memory_figures`, at the start of a step and
+    after it. There an idle micro-batch comes first, so that gradients exist. Other arguments as `traced_steps`.
+    """
+    figures = memory_figures(plan, lengths, **kinds)
+    chosen: list[tuple[bool, tuple[BatchShape, ...]]] = []
+    numbers = np.arange(len(plan))
+    step_of = np.searchsorted(plan.step_bounds, numbers, side="right") - 1
+    sums = np.concatenate([np.zeros((1, figures.shape[1]), np.int64), figures.cumsum(axis=0)])
+    first = numbers == plan.step_bounds[step_of]
+    for count in range(stages, 0, -1):
+        ends = np.minimum(numbers + count, plan.step_bounds[step_of + 1])
+        in_flight = sums[ends] - sums[numbers]
+        for starts in (numbers[~first], numbers[first]):
+            for start in dict.fromkeys(starts[in_flight[starts].argmax(axis=0)].tolist()) if len(starts) else ():
+                micro_batches = map(plan.micro_batch, range(start, int(ends[start])))
+                window = tuple(BatchShape.of(micro_batch, lengths) for micro_batch in micro_batches)
+                if not any(_contains(other, window) for later, other in chosen if later >= (not first[start])):
+                    chosen.append((not first[start], window))
+    idle = BatchShape(rows=1, length=IDLE_TOKENS, supervised=0, joined_lengths=None)
+    return tuple((idle, *window) if later else window for later, window in chosen)
+
+
+def _contains(shapes: tuple[BatchShape, ...], part: tuple[BatchShape, ...]) -> bool:
+    """Whether micro-batches of the shapes of `part` follow each other in `shapes`."""
+    return any(shapes[start : start + len(part)] == part for start in range(len(shapes)))
+
+
+def longest_row(plan: Plan, lengths: np.ndarray) -> int:
+    """Tokens of the longest row: with its padding, unless rows are joined."""
+    return int(lengths[plan.rows].max() if plan.flat else plan.length.max())
+
+
+def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
+    """The first micro-batch, and micro-batch `number` of a step in its position."""
+    start = steps[0][0]
+    if (step, number) == (0, 0):
+        return ((start,),)
+    found = steps[step][number]
+    return ((start, found),) if number else ((start,), (found,))
+
+
+def halved(steps: TracedSteps) -> TracedSteps | None:
+    """Steps as with half of bucket.max_tokens: half the rows; None if every micro-batch has one row.
+
+    Supervised tokens are an upper bound, so the prediction is never too low.
+    """
+    if all(len(shape.joined_lengths or (0,) * shape.rows) < 2 for step in steps for shape in step):
+        return None
+    return tuple(tuple(map(_halved, step)) for step in steps)
+
+
+def _halved(shape: BatchShape) -> BatchShape:
+    """Half the rows of a micro-batch, rounded up; of joined rows every second, from the longest on."""
+    joined = shape.joined_lengths
+    if joined is not None:
+        joined = tuple(sorted(joined, reverse=True)[::2])
+    rows = 1 if joined else -(-shape.rows // 2)
+    length = sum(joined) if joined else shape.length
+    return BatchShape(rows=rows, length=length, supervised=min(shape.supervised, rows * length), joined_lengths=joined)
+
+
+# Run the training step of `lean_finetune.step` on fake tensors under a memory trace.
 
 CPU = torch.device("cpu")
 UPDATE_PHASES = ("clip", "optimizer")

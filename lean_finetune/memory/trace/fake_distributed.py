@@ -1,8 +1,4 @@
-"""Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
-
-PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private PyTorch
-functions.
-"""
+"""Simulate one process of a run on several GPUs on fake tensors, and register its state."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,18 +20,35 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.schema import Train
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.config.train_schema import Train
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
-from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
+from lean_finetune.memory.trace.memory_trace import (
+    ACTIVATIONS,
+    ADAPTERS,
+    GRADIENTS,
+    OPTIMIZER,
+    QUANTISATION_STATE,
+    SHARDING,
+    WEIGHTS,
+    MemoryTrace,
+)
 from lean_finetune.model.load_model import fake_model
+from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
+from lean_finetune.step.run_optimizer import device_state, trained_parameters
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
+
+
+# Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
+#
+# PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private
+# PyTorch functions.
 
 SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
 """Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
@@ -277,3 +290,62 @@ def _acting_on_host(trace: MemoryTrace, after_gradient: Callable[..., Any]) -> C
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Register memory with a trace, by category, that exists before the first step or that no operation allocates.
+
+FP32 = torch.float32
+
+
+def register_state(
+    trace: MemoryTrace,
+    parallel: DataParallelModel,
+    optimizer: torch.optim.Optimizer,
+    train: Train,
+    *,
+    cuda: bool,
+    weights_on_host: bool = False,
+) -> None:
+    """Register weights, adapters and optimizer state; gradients when backward creates them.
+
+    `weights_on_host`: sharded parameters and their update are in host memory.
+    """
+    model = parallel.model
+    trained = trained_parameters(model)
+    if weights_on_host:
+        trace.ignore(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
+    trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
+    trace.register(quantisation_tensors(model), QUANTISATION_STATE)
+    if weights_on_host:  # So are their gradients and update.
+        return
+    if train.method != "full":
+        trace.register([local(tensor) for tensor in trained], ADAPTERS)
+        if train.lora.changes_frozen_weights and not cuda:  # In host memory, which counts only on a CPU.
+            start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
+            trace.register_bytes(start, ADAPTERS)
+    trace.register(device_state(optimizer, train.optimizer, cuda=cuda), OPTIMIZER)
+
+    def register_gradient(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        trace.register([local(parameter.grad)], GRADIENTS)
+
+    for parameter in trained:
+        if not isinstance(parameter, DTensor):  # FSDP's gradients are registered in its reduction.
+            parameter.register_post_accumulate_grad_hook(register_gradient)
+
+
+@contextmanager
+def register_rng_states(trace: MemoryTrace, *, cuda: bool) -> Iterator[None]:
+    """Count the random generator's states that checkpointing saves for dropout: 5 KB per layer, in host memory."""
+    get = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        state = get()
+        trace.register([state], ACTIVATIONS)
+        return state
+
+    torch.get_rng_state = get if cuda else counted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get

@@ -1,25 +1,30 @@
-"""Merge adapters into a model, read and written tensor by tensor, so that one weight is in memory at a time.
-
-Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R).
-"""
+"""Merge adapters into the base, experts too."""
 
 import math
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
-from lean_finetune.config.train_schema import BaseWeights
+from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.empty_model import conversions_in_model, meta_model, names_in_model
+from lean_finetune.model.experts.expert_adapters import ExpertAdapter
+from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
 from lean_finetune.model.files.quantized_checkpoint import (
     BitsAndBytesWeight,
     file_tensors,
@@ -27,10 +32,149 @@ from lean_finetune.model.files.quantized_checkpoint import (
     write_16_bit_config,
 )
 from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
-from lean_finetune.model.language_part import names_in_model
-from lean_finetune.model.merge.merge_experts import MergedExperts
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
+
+STACKED_WHILE_LOADING = ([MergeModulelist], [MergeModulelist, Concatenate])
+"""What transformers does with the tensors of one expert each: stack them, and join gate and up along their outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPart:
+    """What a tensor of a file is of a projection of all experts."""
+
+    parameter: str
+    """The projection's name in the model."""
+    expert: int | None
+    """The expert whose weight it is; None if it has those of all experts."""
+    part: int = 0
+    """Which part of the expert's outputs."""
+    parts: int = 1
+    """Number of tensors that an expert's outputs are divided among."""
+
+
+def projections(model: PreTrainedModel) -> dict[str, Any]:
+    """The projections of all experts by name, with their modules."""
+    return {f"{path}.{name}": module for path, module in expert_modules(model) for name in expert_parameters(module)}
+
+
+def stored_by_expert(config: PretrainedConfig) -> bool:
+    """Whether a family's files have a tensor for each expert, which transformers stacks while loading."""
+    conversions = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ()
+    operations = (operation for one in conversions for operation in getattr(one, "operations", ()))
+    return any(isinstance(operation, MergeModulelist) for operation in operations)
+
+
+def expert_parts(keys: Iterable[str], model: PreTrainedModel) -> Mapping[str, ExpertPart]:
+    """The tensors of a model's files that are weights of experts, by their names in the files.
+
+    Those that transformers converts in another way are left out.
+    """
+    known = projections(model)
+    found = {key: _part_of(key, *renamed) for key, renamed in conversions_in_model(model, keys).items()}
+    return {key: part for key, part in found.items() if part is not None and part.parameter in known}
+
+
+def _part_of(key: str, name: str, pattern: str | None, converter: WeightConverter | None) -> ExpertPart | None:
+    """What a tensor of a file is, if it is a weight of experts; None if it is converted in another way."""
+    if converter is None or _transposes_if_needed(converter):
+        return ExpertPart(parameter=name, expert=None)
+    expert = re.search(r"\.experts\.(\d+)\.", key)
+    if [type(operation) for operation in converter.operations] not in STACKED_WHILE_LOADING or expert is None:
+        return None
+    part, parts = converter.source_patterns.index(str(pattern)), len(converter.source_patterns)
+    return ExpertPart(parameter=name, expert=int(expert[1]), part=part, parts=parts)
+
+
+def _transposes_if_needed(converter: WeightConverter) -> bool:
+    """Whether transformers transposes the weights of experts whose shape is another than the model's (Qwen3-VL-MoE)."""
+    (first, *more) = converter.operations
+    return not more and isinstance(first, Transpose) and first.check_dims and {first.dim0, first.dim1} == {1, 2}
+
+
+# Merge adapters into the weights of experts, one expert at a time, as the model's files store them.
+#
+# Shape legend: E experts, R rank, K inputs, N outputs.
+
+
+class MergedExperts:
+    """The tensors of a model's files that have weights of experts, with their rounding in training and adapters."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, Any],
+        model: PreTrainedModel,
+        weights: BaseWeights,
+        adapters: Mapping[str, ExpertAdapter],
+    ):
+        """Find them; nothing is read yet.
+
+        Args:
+            stored: the tensors of the base model's files.
+            model: on the meta device.
+            weights: number format of the base in training.
+            adapters: of the experts' projections, by name.
+        """
+        self._stored, self._spec, self._adapters = stored, weights, adapters
+        self._packed = quantisation(weights) is not None
+        self._modules = projections(model)
+        self._parts = expert_parts(self._stored, model)
+        self._sources: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+        for key, part in sorted(self._parts.items(), key=lambda item: item[1].part):
+            self._sources[part.parameter, part.expert].append(key)
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """Projections that the files do not have in full, in a form that is known here."""
+        found: dict[str, Fraction] = defaultdict(Fraction)
+        for part in self._parts.values():
+            whole = part.parts * (1 if part.expert is None else self._modules[part.parameter].num_experts)
+            found[part.parameter] += Fraction(1, whole)
+        return sorted(name for name in self._modules if found[name] != 1)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a tensor of a file changes by merging."""
+        part = self._parts.get(key)
+        return part is not None and (self._packed or part.parameter in self._adapters)
+
+    def merged(self, key: str) -> torch.Tensor:
+        """The tensor for the merged file."""
+        part, stored = self._parts[key], self._stored[key]
+        if part.expert is None:
+            merged = torch.empty(stored.shape, dtype=stored.dtype)
+            transposed = stored.shape != self._shape(part.parameter)
+            for expert in range(len(merged)):
+                weight = stored.rows(expert, 1).read()[0]
+                weight = self._with_adapter(part.parameter, expert, weight.t().contiguous() if transposed else weight)
+                merged[expert] = weight.t() if transposed else weight
+            return merged
+        place = (part.parameter, part.expert)
+        if self._last is None or self._last[0] != place:
+            self._last = None
+            sources = [self._stored[source].read() for source in self._sources[place]]
+            self._last = place, self._with_adapter(*place, torch.cat(sources))
+        weight = self._last[1]
+        if part.parts == 1:
+            self._last = None
+        return weight.chunk(part.parts)[part.part].to(stored.dtype)
+
+    def _shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a projection of all experts in the model."""
+        return tuple(getattr(self._modules[parameter], parameter.rpartition(".")[2]).shape)
+
+    def _with_adapter(self, parameter: str, expert: int, stored: torch.Tensor) -> torch.Tensor:
+        """The weight of one expert, fp32, from its values in the files."""
+        weight = as_trained(stored, self._spec, self._packed)
+        if (adapter := self._adapters.get(parameter)) is not None:
+            change_NK = adapter.change(expert)
+            weight += change_NK.t() if is_transposed(self._modules[parameter]) else change_NK
+        return weight
+
+
+# Merge adapters into a model, read and written tensor by tensor, so that one weight is in memory at a time.
+#
+# Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R).
 
 SUFFIX = ".safetensors"
 MERGED = "merged"

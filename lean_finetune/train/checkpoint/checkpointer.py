@@ -26,7 +26,7 @@ from lean_finetune.train.checkpoint.training_state import (
     tensors_to_store,
 )
 from lean_finetune.train.monitor.finite_checks import Diverged, refuse_broken_weights
-from lean_finetune.train.oom.oom_state import OutOfMemory
+from lean_finetune.train.oom.oom_handler import OutOfMemory
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 
 

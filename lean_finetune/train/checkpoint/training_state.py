@@ -18,7 +18,7 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice
-from lean_finetune.step.loss_scaling import LossScaler
+from lean_finetune.step.training_step import LossScaler
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointTensor
 from lean_finetune.train.monitor.measured_peak import Meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor

@@ -12,10 +12,10 @@ from cuda_memory.snapshot_file import read_snapshot
 from cuda_memory.units import GIB, MIB, counted, readable_size
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.train_schema import Train
+from lean_finetune.config.schema import Train
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.oom.oom_state import READING, AddressLimit, Failure, OutOfMemory
+from lean_finetune.train.oom.oom_handler import READING, AddressLimit, Failure, OutOfMemory
 
 MOST_CATEGORIES = 4
 MOST_COMMANDS, MOST_PLACES = 3, 3

@@ -23,7 +23,7 @@ from lean_finetune.core.file_locks import clear, lock_directory, unlock_director
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
 from lean_finetune.core.parent_death import PARENT_ENDED
 from lean_finetune.core.signals import Interrupted
-from lean_finetune.train.oom.oom_state import RunPosition
+from lean_finetune.train.oom.oom_handler import RunPosition
 
 WRITE_ERRORS = (OSError, ValueError)
 """A ValueError is raised by a closed stream, and by one that cannot encode a character."""
