@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import count
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,11 @@ def listen_on_loopback() -> None:
 def under_torchrun() -> bool:
     """Whether torchrun's agent started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def sibling_ended() -> bool:
+    """Whether a process of the same torchrun agent has ended: then SIGTERM comes from the agent, not from a user."""
+    return under_torchrun() and len(psutil.Process(os.getppid()).children()) < World.here().local_size
 
 
 def attempt() -> int:

@@ -26,6 +26,7 @@ from lean_finetune.distributed.processes import (
     World,
     check_size,
     process_group,
+    sibling_ended,
     under_torchrun,
     wait_for_all,
 )
@@ -120,9 +121,12 @@ def _run(
         stack.callback(snapshots.close)
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
         oom_handler = _oom_handler(job, params.run, paths, marker, snapshots)
-        stack.enter_context(
-            handle_signals(stop, lambda name: _notify(stopping_line(name, oom_handler.position, world.size)))
-        )
+
+        def acknowledge(name: str) -> None:
+            if not sibling_ended():
+                _notify(stopping_line(name, oom_handler.position, world.size))
+
+        stack.enter_context(handle_signals(stop, acknowledge))
         where = choose_for_all_ranks(scratch_root(), fingerprint, params.run.resume, _notify, channel)
         checkpoints = stack.enter_context(
             open_checkpointer(
