@@ -7,7 +7,6 @@ it knows the shape of what it receives, and steps may have any number of micro-b
 """
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -111,21 +110,18 @@ class PipelineModel(DataParallelModel):
             after.put(ToNext(after.module, links[-1], embedding))
         return links
 
-    def run_micro_batches(
-        self,
-        batches: Iterable[Batch],
-        forward: Callable[[Batch], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> None:
+    def schedule(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
         """See DataParallelModel: in the order 1F1B."""
-        in_flight: deque[torch.Tensor] = deque()
+        in_flight = 0
         for batch in batches:
-            in_flight.append(forward(batch))
+            yield batch
             del batch
-            if len(in_flight) == self._stages - self.rank:
-                backward(in_flight.popleft())
-        while in_flight:
-            backward(in_flight.popleft())
+            in_flight += 1
+            if in_flight == self._stages - self.rank:
+                in_flight -= 1
+                yield None
+        for _ in range(in_flight):
+            yield None
         self._wait()
         if self._tied is not None and self.rank in (0, self._stages - 1):
             dist.all_reduce(self._tied.grad, group=self._ends)

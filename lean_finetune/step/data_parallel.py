@@ -76,18 +76,12 @@ class DataParallelModel:
         """Call `compute` with the model; sharded weights are gathered layer by layer while it runs."""
         return compute(self.model)
 
-    def run_micro_batches(
-        self,
-        batches: Iterable[Batch],
-        forward: Callable[[Batch], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> None:
-        """Call `forward` with each micro-batch and `backward` with its loss, once for each in their order."""
+    def schedule(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
+        """The order of a step: a micro-batch to run forward, or None where the oldest pending loss runs backward."""
         for batch in batches:  # enumerate would keep a batch alive while the next one is made.
-            loss = forward(batch)
+            yield batch
             del batch
-            backward(loss)
-            del loss
+            yield None
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch's backward; gradients need not be summed before the `last` one."""

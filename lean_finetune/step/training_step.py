@@ -1,5 +1,6 @@
 """The training step: train runs it on real tensors, and estimate on fake ones."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -172,30 +173,50 @@ def training_step(
         micro_batches: how many `batches` has, needed with `parallel` alone.
     """
     parallel = DataParallelModel(model) if parallel is None else parallel
-    losses: list[torch.Tensor] = []  # One for each backward.
+    pending: deque[torch.Tensor] = deque()  # Losses between forward and backward; of a pipeline, several.
+    losses: list[torch.Tensor] = []
     norms: Norms = {}
     loss_scale = 1.0 if scaler is None else scaler.scale
-    divisor = supervised_tokens / loss_scale
-    forward = partial(_forward, parallel, train, phase, chunk=train.loss_chunk, offload=offload, divisor=divisor)
-
-    def backward(loss: torch.Tensor) -> None:
+    loss_of = partial(
+        summed_loss,
+        chunk=train.loss_chunk,
+        offload=offload,
+        divisor=supervised_tokens / loss_scale,
+        router_aux_loss=train.router_aux_loss,
+        exchange=parallel.exchange,
+    )
+    forget_rows(parallel.model)
+    for batch in parallel.schedule(batches):
+        if batch is not None:
+            device_type = batch.input_ids_BT.device.type
+            with phase("forward"), autocast(train, device_type), counting_rows(idle=batch.idle):
+                pending.append(parallel.run(partial(loss_of, batch=batch)))
+            del batch  # Before backward, and before the next one is made.
+            continue
+        loss = pending.popleft()
         losses.append(loss.detach() / loss_scale)
+        updates: AbstractContextManager[object] = nullcontext()
         if train.optimizer_in_backward:
             guard(losses, torch.zeros_like(loss))
-        sync = parallel.gradient_sync(last=len(losses) == micro_batches)
-        updates = updates_in_backward(optimizer, norms, parallel) if train.optimizer_in_backward else nullcontext()
-        with phase("backward"), sync, updates:
+            updates = updates_in_backward(optimizer, norms, parallel)
+        with phase("backward"), parallel.gradient_sync(last=len(losses) == micro_batches), updates:
             loss.backward()
-
-    forget_rows(parallel.model)
-    parallel.run_micro_batches(batches, forward, backward)
+        del loss, updates
     with phase("clip"):
+        trained = [parameter for _, parameter in parallel.trained_parameters()]
         if train.optimizer_in_backward:
-            grad_norm = total_norm(_trained(parallel), norms).to(losses[0].device)
+            grad_norm = total_norm(trained, norms).to(losses[0].device)
         else:
-            grad_norm = _clip(parallel, train.max_grad_norm, scaler, foreach=foreach)
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            if scaler is not None:
+                scaler.unscale(gradients)
+            grad_norm = parallel.gradient_norm(gradients, foreach=foreach)
+            if train.max_grad_norm is not None:
+                clip_grads_with_norm_(trained, train.max_grad_norm, grad_norm, foreach=foreach)
+            del gradients
         losses = parallel.losses_of_all_ranks(losses)
         load = expert_load(parallel.model, parallel.sum_over_ranks)
+    del trained
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)
     guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
@@ -205,31 +226,3 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
         parallel.end_step(updated=update)
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
-
-
-def _forward(parallel: DataParallelModel, train: Train, phase: Phase, batch: Batch, **options: Any) -> torch.Tensor:
-    """Forward pass of one micro-batch, to its summed loss; `options` go to `summed_loss`."""
-    router_aux_loss, exchange = train.router_aux_loss, parallel.exchange
-    compute = partial(summed_loss, batch=batch, router_aux_loss=router_aux_loss, exchange=exchange, **options)
-    counting = counting_rows(idle=batch.idle)
-    with phase("forward"), autocast(train, batch.input_ids_BT.device.type), counting:
-        return parallel.run(compute)
-
-
-def _trained(parallel: DataParallelModel) -> list[nn.Parameter]:
-    """This process's share of the trained parameters."""
-    return [parameter for _, parameter in parallel.trained_parameters()]
-
-
-def _clip(
-    parallel: DataParallelModel, max_grad_norm: float | None, scaler: LossScaler | None, *, foreach: bool
-) -> torch.Tensor:
-    """Unscale and clip the gradients; their norm before clipping."""
-    parameters = _trained(parallel)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if scaler is not None:
-        scaler.unscale(gradients)
-    grad_norm = parallel.gradient_norm(gradients, foreach=foreach)
-    if max_grad_norm is not None:
-        clip_grads_with_norm_(parameters, max_grad_norm, grad_norm, foreach=foreach)
-    return grad_norm
