@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
+from benchmarks.estimate_cpu import save_small
 from cuda_memory.units import GIB
+from lean_finetune.memory.advice import estimate_run
+from lean_finetune.config import overrides
+from lean_finetune.config.load import load_params
 from lean_finetune.config.schema import Bucket
 from lean_finetune.memory.advice.what_fits import halving_flag
+from lean_finetune.config.section import Section
+from lean_finetune.config.train_schema import Lora, Quant, Train
+from lean_finetune.memory.advice.one_change_sweep import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
+from tests.conftest import ROOT
 from tests.memory.common import card_for, llama, micro_batch, pin, plan_of
 from tests.token_files import write_index
 from tests.workspace import error, invoke, lay_out
@@ -230,3 +239,37 @@ def test_a_sharding_mode_that_needs_less_memory_is_offered(workspace, tmp_path):
     peak_bytes = estimated(workspace, **values)["peak_bytes_predicted"]
     estimated(workspace, **{**values, "hardware__gpu": card_for(0.99 * peak_bytes)})
     assert any("train.sharding=" in remedy["command"] for remedy in result(workspace, "advice")["remedies"])
+
+
+@pytest.mark.slow
+def test_the_stage_reads_every_key_of_section_train_that_dvc_yaml_declares(workspace, tmp_path, monkeypatch):
+    """A listed key that no code reads reruns the stage. Under DVC, a section that is passed on counts as read."""
+    listed = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["estimate"]["params"]
+    keys = {key.removeprefix("train.") for key in listed if key.startswith("train.")} - {"lora", "quant"}
+    keys |= {f"{section}.{key}" for section, kind in (("lora", Lora), ("quant", Quant)) for key in kind.model_fields}
+    prefixes: dict[type, str] = {Train: "", Lora: "lora.", Quant: "quant."}
+    reads: set[str] = set()
+
+    def read(section: Section, name: str) -> Any:
+        if type(section) in prefixes and name in type(section).model_fields:
+            reads.add(f"{prefixes[type(section)]}{name}")
+        return object.__getattribute__(section, name)
+
+    monkeypatch.setattr(overrides, "check_all_rules", lambda params: None)  # The rules read all parameters.
+    monkeypatch.setattr(estimate_run, "sweep_switches", lambda *args, **options: [])
+    experts = save_small("Qwen3-MoE", tmp_path / "experts")
+    paths = [Path(name) for name in ("plan.arrow", "train-index.arrow", "model.json", "estimate", "estimate.json")]
+    for model, values in (
+        (None, {"train__method": "qlora", "train__grad_ckpt": True, "train__grad_ckpt_policy": "every_n"}),
+        (experts, {"train__method": "lora", "train__lora__experts": "all"}),
+        (None, {"train__method": "full"}),
+    ):
+        if model is not None:
+            pin(workspace, model)
+        lay_out(workspace, hardware__gpu="24GiB", **values)
+        params = load_params()
+        with monkeypatch.context() as recorded:
+            recorded.setattr(Section, "__getattribute__", read, raising=False)
+            estimate_run.run_stage(params, *paths)
+    # Rules between parameters read `merge`. The traced optimizer has arbitrary numbers for the two others.
+    assert reads - {"lora", "quant", "lr", "weight_decay"} == keys - {"merge"}
