@@ -17,6 +17,7 @@ from lean_finetune.config.schema import Bucket
 from lean_finetune.memory.advice.what_fits import halving_flag
 from lean_finetune.config.section import Section
 from lean_finetune.config.train_schema import Lora, Quant, Train
+from lean_finetune.memory.advice import estimate_run
 from lean_finetune.memory.advice.one_change_sweep import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
