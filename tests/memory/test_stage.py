@@ -10,15 +10,11 @@ from ruamel.yaml import YAML
 
 from benchmarks.estimate_cpu import save_small
 from cuda_memory.units import GIB
-from lean_finetune.memory.advice import estimate_run
-from lean_finetune.config import overrides
-from lean_finetune.config.load import load_params
-from lean_finetune.config.schema import Bucket
-from lean_finetune.memory.advice.what_fits import halving_flag
+from lean_finetune.config import load
+from lean_finetune.config.schema import Bucket, Lora, Quant, Train
 from lean_finetune.config.section import Section
-from lean_finetune.config.train_schema import Lora, Quant, Train
 from lean_finetune.memory.advice import estimate_run
-from lean_finetune.memory.advice.one_change_sweep import halving_flag
+from lean_finetune.memory.advice.what_fits import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
 from tests.conftest import ROOT
@@ -256,7 +252,7 @@ def test_the_stage_reads_every_key_of_section_train_that_dvc_yaml_declares(works
             reads.add(f"{prefixes[type(section)]}{name}")
         return object.__getattribute__(section, name)
 
-    monkeypatch.setattr(overrides, "check_all_rules", lambda params: None)  # The rules read all parameters.
+    monkeypatch.setattr(load, "check_all_rules", lambda params: None)  # The rules read all parameters.
     monkeypatch.setattr(estimate_run, "sweep_switches", lambda *args, **options: [])
     experts = save_small("Qwen3-MoE", tmp_path / "experts")
     paths = [Path(name) for name in ("plan.arrow", "train-index.arrow", "model.json", "estimate", "estimate.json")]
@@ -268,7 +264,7 @@ def test_the_stage_reads_every_key_of_section_train_that_dvc_yaml_declares(works
         if model is not None:
             pin(workspace, model)
         lay_out(workspace, hardware__gpu="24GiB", **values)
-        params = load_params()
+        params = load.load_params()
         with monkeypatch.context() as recorded:
             recorded.setattr(Section, "__getattribute__", read, raising=False)
             estimate_run.run_stage(params, *paths)
