@@ -44,7 +44,7 @@ from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName,
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
+from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter

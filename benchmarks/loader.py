@@ -239,7 +239,7 @@ def _same_bytes(mode: str, source: Source, dataset: Any) -> Bar:
 
 def _contents(batch: Batch) -> tuple[torch.Tensor, ...]:
     """The tensors of a batch."""
-    joined = batch.joined_rows
+    joined = batch.packed_rows
     positions = () if joined is None else (joined.offsets, joined.positions_BT)
     return batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N, *positions
 

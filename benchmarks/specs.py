@@ -13,9 +13,9 @@ from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.traced_step import Setting
-from lean_finetune.model.attention.kernels import JoinedRows
+from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
-from lean_finetune.step.batches import IGNORED, Batch, BatchShape, join_rows
+from lean_finetune.step.batches import IGNORED, Batch, BatchShape, pack_rows
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step
 
@@ -74,12 +74,12 @@ def llama(
 
 def padded(rows: int, length: int, supervised: int) -> BatchShape:
     """The shape of a micro-batch of padded rows."""
-    return BatchShape(rows=rows, length=length, supervised=supervised, joined_lengths=None)
+    return BatchShape(rows=rows, length=length, supervised=supervised, packed_lengths=None)
 
 
 def joined(lengths: Sequence[int], supervised: int) -> BatchShape:
-    """The shape of a micro-batch of joined rows; the last length is padding."""
-    return BatchShape(rows=1, length=sum(lengths), supervised=supervised, joined_lengths=tuple(lengths))
+    """The shape of a micro-batch of packed rows; the last length is padding."""
+    return BatchShape(rows=1, length=sum(lengths), supervised=supervised, packed_lengths=tuple(lengths))
 
 
 def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None = None) -> Batch:
@@ -88,10 +88,10 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     index_N = torch.arange(shape.supervised)
     targets_BT = torch.full_like(input_ids_BT, IGNORED)
     targets_BT.view(-1)[index_N] = input_ids_BT.view(-1)[index_N]
-    rows = None if shape.joined_lengths is None else join_rows(shape.joined_lengths, shape.length)
+    rows = None if shape.packed_lengths is None else pack_rows(shape.packed_lengths, shape.length)
     if rows is not None:  # Copies, since memory meters do not count numpy's memory on a CPU.
-        rows = JoinedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    batch = Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index_N, joined_rows=rows)
+        rows = PackedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
+    batch = Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index_N, packed_rows=rows)
     return batch if device is None else batch.to(device)
 
 

@@ -20,7 +20,7 @@ def _padded(rows: int, length: int) -> BatchShape:
 
 
 def _joined(*lengths: int) -> BatchShape:
-    """Joined rows, half of whose positions are trained."""
+    """Packed rows, half of whose positions are trained."""
     return joined(lengths, sum(lengths) // 2)
 
 

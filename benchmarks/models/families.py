@@ -25,8 +25,8 @@ from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_joined_rows
-from lean_finetune.step.loss import check_head, check_joined_rows
+from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_packed_rows
+from lean_finetune.step.loss import check_head, check_packed_rows
 
 CPU = torch.device("cpu")
 TARGET = target_of(resolve_gpu("A100-80GB")[0])
@@ -97,10 +97,10 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
 
     def packed() -> None:
         config = read_config(directory)
-        refuse_joined_rows(config, LENGTH // 2)
+        refuse_packed_rows(config, LENGTH // 2)
         predict(config, _setting("full"), JOINED, TARGET)
         if (loaded := model()) is not None:
-            check_joined_rows(loaded, CPU)
+            check_packed_rows(loaded, CPU)
 
     def zero3() -> None:
         for method in METHODS[::2]:

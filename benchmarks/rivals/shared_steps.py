@@ -113,7 +113,7 @@ def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> R
     train = changed(spec_of(method), lr=LR, loss_chunk=chunk, max_grad_norm=MAX_GRAD_NORM)
     parallel = load_parallel(directory, train, 1, world, sharing, CPU)
     ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
-    optimizer = build_optimizer(parallel.owned, train)
+    optimizer = build_optimizer(parallel.local_shard, train)
     rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
     each = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
     size = ROWS if sharing.pipeline_stages > 1 else len(each)
@@ -123,7 +123,7 @@ def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> R
 
     def step() -> torch.Tensor:
         return training_step(
-            parallel.owned,
+            parallel.local_shard,
             optimizer,
             iter(batches),
             supervised_tokens=ROWS * (LENGTH - 1) * world.size,

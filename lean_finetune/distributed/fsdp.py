@@ -139,7 +139,7 @@ class ShardedModel(DataParallelModel):
         self._local = [(name, nn.Parameter(cast(DTensor, t.detach()).to_local())) for name, t in self._dtensors]
         self._whole = {shard: whole for (_, shard), (_, whole) in zip(self._local, self._dtensors, strict=True)}
         # A tensor with fewer rows than processes leaves some of them without any.
-        self.owned = nn.ParameterList([shard for _, shard in self._local if shard.numel()])
+        self.local_shard = nn.ParameterList([shard for _, shard in self._local if shard.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See DataParallelModel."""

@@ -24,8 +24,8 @@ from lean_finetune.model.empty_model import keep_in_fp32, meta_model
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.data_parallel import (
     DataParallelModel,
-    Elsewhere,
     NamedParameters,
+    OtherStage,
     Result,
     ShardSlice,
     named_trained,
@@ -72,7 +72,7 @@ class PipelineModel(DataParallelModel):
             )
         parts = [(slot, slot.module) for slot in slots]
         for slot, part in parts:
-            slot.put(Elsewhere(part))
+            slot.put(OtherStage(part))
         broadcast_weights(model, device)
         self._links = self._link_stages(slots, next(parts[0][1].parameters()), stage_layers, timeout)
         for slot, part in parts:

@@ -53,7 +53,7 @@ class ReplicatedModel(DataParallelModel):
         self._owners = assign_owners([p.numel() for _, p in self._trained], world.size) if owners else None
         if self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
-            self.owned = nn.ParameterList([p for (_, p), owner in pairs if owner == world.rank])
+            self.local_shard = nn.ParameterList([p for (_, p), owner in pairs if owner == world.rank])
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """See DataParallelModel."""

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.weight_broadcast import DIVIDED
-from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
+from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.model_config import layer_settings
 from lean_finetune.step.data_parallel import (
     DataParallelModel,
@@ -120,7 +120,7 @@ def _refused(family: str, reason: str) -> UserError:
     )
 
 
-# Divide a model's weights over processes that compute each product together (Shoeybi et al. 2019, arXiv 1909.08053).
+# Divide a model's weights over tensor-parallel processes (Shoeybi et al. 2019, arXiv 1909.08053).
 #
 # Within a block (attention, MLP) a process computes with its own heads and channels. Its inputs and its output are the
 # same in all processes: the output is a sum over them, and so is the gradient of its input. Therefore a weight of a
@@ -368,7 +368,7 @@ class TensorParallelModel(DataParallelModel):
     def __init__(self, inner: DataParallelModel, shards: TensorShards):
         """`inner` shards or replicates this process's parts among the processes that have the same parts."""
         super().__init__(inner.model, rank=inner.rank, size=inner.size, layout=inner.layout)
-        self._inner, self._shards, self.owned = inner, shards, inner.owned
+        self._inner, self._shards, self.local_shard = inner, shards, inner.local_shard
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
         """See DataParallelModel."""

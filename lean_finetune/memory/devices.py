@@ -12,7 +12,7 @@ from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.model.attention_choice import choose_attention
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.experts.grouped_products import has_grouped_kernel
+from lean_finetune.model.experts.grouped_matmul import has_grouped_kernel
 from lean_finetune.model.precision import autocast_dtype, base_dtype, choose_precision
 
 

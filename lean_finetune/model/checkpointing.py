@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.experts.grouped_products import GROUPED_PRODUCTS
+from lean_finetune.model.experts.grouped_matmul import GROUPED_PRODUCTS
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
-from lean_finetune.model.experts.grouped_products import register_scales
+from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config

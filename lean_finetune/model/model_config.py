@@ -51,7 +51,7 @@ UNSUPPORTED = {
 
 LOOPS_OVER_TOKENS = {"recurrent_gemma"}
 """Families that compute one token after the other."""
-# Layer types whose attention we can restrict to each joined row.
+# Layer types whose attention we can restrict to each packed row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 UNREADABLE = (
@@ -271,7 +271,7 @@ def row_loop(config: PretrainedConfig) -> Literal["none", "parts", "tokens"]:
 # Refuse rows that a model cannot take: too long, joined, or divided among processes.
 
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
-"""Remedy for families that do not support joined rows."""
+"""Remedy for families that do not support packed rows."""
 
 
 def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
@@ -293,7 +293,7 @@ def refuse_long_rows(config: PretrainedConfig, longest: int) -> None:
 
 
 def rows_see_each_other(name: str) -> UserError:
-    """The refusal of joined rows in a family."""
+    """The refusal of packed rows in a family."""
     return UserError(f"bucket.mode: packed needs rows that do not see each other; in {name} they do; {UNPACKED}")
 
 
@@ -305,7 +305,7 @@ def tokens_seen_outside_attention(name: str) -> UserError:
     )
 
 
-def refuse_divided_rows(config: PretrainedConfig, parts: int) -> None:
+def refuse_context_parallel(config: PretrainedConfig, parts: int) -> None:
     """Refuse to divide the tokens of rows among `parts` processes if attention cannot be divided by heads.
 
     Raises:
@@ -323,8 +323,8 @@ def refuse_divided_rows(config: PretrainedConfig, parts: int) -> None:
             )
 
 
-def refuse_joined_rows(config: PretrainedConfig, longest: int) -> None:
-    """Refuse to join rows if attention within a row is more than plain causal attention.
+def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
+    """Refuse to pack rows if attention within a row is more than plain causal attention.
 
     Args:
         config: the model's config.

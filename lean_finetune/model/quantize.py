@@ -19,7 +19,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, is_grouped
-from lean_finetune.model.experts.grouped_products import (
+from lean_finetune.model.experts.grouped_matmul import (
     BLOCK_WEIGHTS,
     BYTE_LEVELS,
     INT8,

@@ -78,7 +78,7 @@ SCHEMA = pa.schema(
 SCALARS = tuple(field.name for field in SCHEMA if field.name != "rows")
 PADDED, FLAT = "padded", "flat"
 PADDING_ROW_TOKENS = 1024
-"""Longest row of padding in a joined sequence: attention grows with the square of a row's length."""
+"""Longest row of padding in a packed sequence: attention grows with the square of a row's length."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class MicroBatch:
     rank: int = 0
     """The GPU that runs it, from 0."""
     flat: bool = False
-    """Whether the rows are joined into one sequence, each attending to itself."""
+    """Whether the rows are packed into one sequence, each attending to itself."""
 
     @property
     def padded_tokens(self) -> int:
@@ -130,7 +130,7 @@ class Plan:
     ranks: int
     """GPUs that share every step."""
     flat: bool
-    """Whether each micro-batch is one sequence of joined rows."""
+    """Whether each micro-batch is one sequence of packed rows."""
 
     def __len__(self) -> int:
         return len(self.step)

@@ -13,7 +13,7 @@ def split_micro_batches(
 ) -> list[MicroBatch]:
     """Halve micro-batches until each has at most `max_tokens` padded tokens or a single row.
 
-    Rows keep their order. Halves of a padded micro-batch keep its length; halves of joined rows have no padding.
+    Rows keep their order. Halves of a padded micro-batch keep its length; halves of packed rows have no padding.
     `lengths` and `supervised` are the tokens and trained tokens of every training row.
     """
     found: list[MicroBatch] = []
@@ -26,7 +26,7 @@ def split_micro_batches(
 
 
 def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> list[MicroBatch]:
-    """Two micro-batches with the rows of one; joined rows are split in the middle of their tokens."""
+    """Two micro-batches with the rows of one; packed rows are split in the middle of their tokens."""
     middle = (len(one.rows) + 1) // 2
     if one.flat:
         tokens = np.cumsum(lengths[one.rows])

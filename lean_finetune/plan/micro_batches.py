@@ -38,7 +38,7 @@ class MicroBatchSettings:
 
     @property
     def flat(self) -> bool:
-        """Whether each micro-batch is one sequence of joined rows."""
+        """Whether each micro-batch is one sequence of packed rows."""
         return self.mode == "packed"
 
     @property

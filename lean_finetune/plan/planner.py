@@ -17,7 +17,7 @@ from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weigh
 
 
 def pad_multiple(p: Params) -> int:
-    """Padded lengths are multiples of this: of bucket.pad_multiple and of the GPUs that divide each row's tokens."""
+    """Padded lengths are multiples of this: of bucket.pad_multiple and of the GPUs of context parallelism."""
     return lcm(p.bucket.pad_multiple, ParallelLayout.from_params(p).context)
 
 

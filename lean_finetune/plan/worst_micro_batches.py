@@ -24,7 +24,7 @@ def memory_figures(
 ) -> np.ndarray:
     """The figures of each micro-batch that memory grows with: padded, supervised, and tiled tokens, length, and rows.
 
-    `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each joined row,
+    `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each packed row,
     rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined
     rows. With `chunked`, layers work in chunks of a row.
     """

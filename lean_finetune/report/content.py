@@ -197,7 +197,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
             "micro-batches",
             f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, "
             + counted(bucket["max_batch_rows"], "row")
-            # In packed mode rows are joined to the length before.
+            # In packed mode rows are packed to the length before.
             + ("" if bucket["mode"] == "packed" else f", {bucket['max_batch_length']:,} tokens a row"),
         ),
         ("padding", f"{bucket['padding_percent']:.1f} % of the tokens computed"),

@@ -12,7 +12,7 @@ import torch
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention.kernels import JoinedRows
+from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.step.token_rows import TokenRows
@@ -42,8 +42,8 @@ class Batch:
     """int64: token t + 1 where that token is trained, else IGNORED; the last token of a row is IGNORED."""
     supervised_index_N: torch.Tensor
     """int64: flat positions b * T + t whose target is not IGNORED, ascending."""
-    joined_rows: JoinedRows | None
-    """The rows of a joined sequence; None if rows are padded one by one. Complete ones where rows are divided."""
+    packed_rows: PackedRows | None
+    """The rows of a packed sequence; None if rows are padded one by one. Complete ones where rows are divided."""
     positions_BT: torch.Tensor | None = None
     """int64 of shape (1, T): positions of a process's part of divided rows; None if rows are complete."""
     idle: bool = False
@@ -56,7 +56,7 @@ class Batch:
             input_ids_BT=self.input_ids_BT.to(device, non_blocking=pinned),
             targets_BT=self.targets_BT.to(device, non_blocking=pinned),
             supervised_index_N=self.supervised_index_N.to(device, non_blocking=pinned),
-            joined_rows=None if self.joined_rows is None else self.joined_rows.to(device, non_blocking=pinned),
+            packed_rows=None if self.packed_rows is None else self.packed_rows.to(device, non_blocking=pinned),
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
         )
@@ -85,23 +85,23 @@ class BatchShape:
     """T, in tokens."""
     supervised: int
     """N, in tokens."""
-    joined_lengths: tuple[int, ...] | None
-    """Tokens of each joined row, padding included; None if rows are padded one by one."""
+    packed_lengths: tuple[int, ...] | None
+    """Tokens of each packed row, padding included; None if rows are padded one by one."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
         """The shape of a planned micro-batch; `lengths` are the tokens of every training row."""
-        joined = joined_lengths(lengths[micro_batch.rows], micro_batch.length) if micro_batch.flat else None
+        joined = packed_lengths(lengths[micro_batch.rows], micro_batch.length) if micro_batch.flat else None
         return BatchShape(
             rows=1 if micro_batch.flat else len(micro_batch.rows),
             length=micro_batch.length,
             supervised=micro_batch.supervised,
-            joined_lengths=joined,
+            packed_lengths=joined,
         )
 
 
-def joined_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int, ...]:
-    """Lengths of the rows in a joined sequence of `total` tokens, the padding split into further rows."""
+def packed_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int, ...]:
+    """Lengths of the rows in a packed sequence of `total` tokens, the padding split into further rows."""
     rows = [int(length) for length in lengths]
     left = total - sum(rows)
     full, rest = divmod(left, PADDING_ROW_TOKENS)
@@ -109,7 +109,7 @@ def joined_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int
 
 
 def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False) -> Batch:
-    """Pad or join rows, and shift targets by one.
+    """Pad or pack rows, and shift targets by one.
 
     Args:
         rows: each fits into `length`; if joined, all together do.
@@ -136,7 +136,7 @@ def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False
         input_ids_BT=input_ids_BT,
         targets_BT=targets_BT,
         supervised_index_N=supervised_index_N,
-        joined_rows=join_rows(sizes, length, pin_memory=pin_memory) if flat else None,
+        packed_rows=pack_rows(sizes, length, pin_memory=pin_memory) if flat else None,
     )
 
 
@@ -161,9 +161,9 @@ def _supervised_index(spans: Sequence[np.ndarray], starts: np.ndarray) -> np.nda
     return np.arange(counts.sum()) + np.repeat(offsets, counts)
 
 
-def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bool = False) -> JoinedRows:
-    """Offsets and positions of rows in a joined sequence of `total` tokens; all padding has position 0."""
-    bounds = joined_lengths(lengths, total)
+def pack_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bool = False) -> PackedRows:
+    """Offsets and positions of rows in a packed sequence of `total` tokens; all padding has position 0."""
+    bounds = packed_lengths(lengths, total)
     offsets = _empty((len(bounds) + 1,), pin_memory, np.int32)
     offsets.numpy()[:] = [0, *accumulate(bounds)]
     text_tokens = int(sum(lengths))
@@ -171,7 +171,7 @@ def join_rows(lengths: Sequence[int] | np.ndarray, total: int, *, pin_memory: bo
     positions = positions_BT.numpy()[0]
     positions[:text_tokens] = np.arange(text_tokens) - np.repeat(offsets.numpy()[: len(lengths)], lengths)
     positions[text_tokens:] = 0
-    return JoinedRows(lengths=bounds, offsets=offsets, positions_BT=positions_BT)
+    return PackedRows(lengths=bounds, offsets=offsets, positions_BT=positions_BT)
 
 
 IDLE_TOKENS = 8
@@ -185,7 +185,7 @@ def idle_batch(pad_id: int, part: TokenPart | None = None) -> Batch:
         input_ids_BT=torch.full((1, IDLE_TOKENS), pad_id, dtype=torch.int64),
         targets_BT=torch.full((1, IDLE_TOKENS), IGNORED, dtype=torch.int64),
         supervised_index_N=torch.empty(0, dtype=torch.int64),
-        joined_rows=None,
+        packed_rows=None,
         positions_BT=None if part is None else torch.arange(first, first + IDLE_TOKENS)[None],
         idle=True,
     )
@@ -207,13 +207,13 @@ def part_of(batch: Batch, part: TokenPart, *, pin_memory: bool = False) -> Batch
 
     row_N, position_N = np.divmod(batch.supervised_index_N.numpy(), T)
     mine_N = position_N // t == part.index
-    joined = batch.joined_rows
+    joined = batch.packed_rows
     positions_BT = own(torch.arange(T)[None] if joined is None else joined.positions_BT)
     return Batch(
         input_ids_BT=own(batch.input_ids_BT),
         targets_BT=own(batch.targets_BT),
         supervised_index_N=placed((row_N * t + position_N - first)[mine_N]),
-        joined_rows=None if joined is None else replace(joined, positions_BT=positions_BT),
+        packed_rows=None if joined is None else replace(joined, positions_BT=positions_BT),
         positions_BT=positions_BT,
     )
 
@@ -285,17 +285,17 @@ def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -
         return torch.empty(size, dtype=dtype, device=device)
 
     joined, positions_BT = None, None
-    if shape.joined_lengths is not None:
-        lengths = joined_lengths(shape.joined_lengths, length * parts)
+    if shape.packed_lengths is not None:
+        lengths = packed_lengths(shape.packed_lengths, length * parts)
         offsets, positions_BT = empty(len(lengths) + 1, dtype=torch.int32), empty(1, length)
-        joined = JoinedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
+        joined = PackedRows(lengths=lengths, offsets=offsets, positions_BT=positions_BT)
     elif parts > 1:
         positions_BT = empty(1, length)
     return Batch(
         input_ids_BT=empty(shape.rows, length),
         targets_BT=empty(shape.rows, length),
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
-        joined_rows=joined,
+        packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
     )
 

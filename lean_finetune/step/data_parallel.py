@@ -60,7 +60,7 @@ class DataParallelModel:
         self.place = self.layout.coordinates(rank)
         self.exchange: TokenExchange | None = None
         """The exchange between processes that divide each row's tokens; None if rows are complete."""
-        self.owned = model
+        self.local_shard = model
         """A module with the trained parameters that this process updates."""
         self.computes_loss = True
         """Whether `run` of a loss returns one: of a pipeline's stages, only the last does."""
@@ -69,7 +69,7 @@ class DataParallelModel:
 
     @property
     def seed_rank(self) -> int:
-        """The process whose random numbers this one draws; processes that compute a product together draw the same."""
+        """The process whose random numbers this one draws; tensor-parallel processes draw the same."""
         return self.rank - self.place.tensor
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
@@ -92,7 +92,7 @@ class DataParallelModel:
         return named_trained(self.model)
 
     def after_gradient(self, parameter: nn.Parameter, action: Callable[[], None]) -> RemovableHandle:
-        """Call `action` in backward as soon as `parameter`, one of `owned`, has its whole gradient."""
+        """Call `action` in backward as soon as `parameter`, one of `local_shard`, has its whole gradient."""
         return parameter.register_post_accumulate_grad_hook(lambda _: action())
 
     def slices(self) -> list[ShardSlice]:
@@ -139,7 +139,7 @@ class DataParallelModel:
         """Collect all weights of a fully trained model on the first process, if `model` has only a part of them."""
 
 
-class Elsewhere(nn.Module):
+class OtherStage(nn.Module):
     """Placeholder for a module that another process has; returns its first argument."""
 
     def __init__(self, part: nn.Module):

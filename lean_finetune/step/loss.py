@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention.kernels import JoinedRows, TokenExchange, maskless_forward, rows_reached_attention
+from lean_finetune.model.attention.kernels import PackedRows, TokenExchange, maskless_forward, rows_reached_attention
 from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.batches import Batch, join_rows
-from lean_finetune.step.data_parallel import Elsewhere
+from lean_finetune.step.batches import Batch, pack_rows
+from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.head_loss import Head, summed_head_loss
 
 PROBE_TOKENS = 8
@@ -44,7 +44,7 @@ def head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
 def decoder_hidden(
     lm: PreTrainedModel,
     input_ids_BT: torch.Tensor,
-    joined_rows: JoinedRows | None = None,
+    packed_rows: PackedRows | None = None,
     positions_BT: torch.Tensor | None = None,
     exchange: TokenExchange | None = None,
 ) -> torch.Tensor:
@@ -52,13 +52,13 @@ def decoder_hidden(
 
     With an `exchange`, for this process's part of the rows' tokens, which are at `positions_BT`.
     """
-    return _decoder_output(lm, input_ids_BT, joined_rows, positions_BT, exchange).last_hidden_state
+    return _decoder_output(lm, input_ids_BT, packed_rows, positions_BT, exchange).last_hidden_state
 
 
 def _decoder_output(
     lm: PreTrainedModel,
     input_ids_BT: torch.Tensor,
-    joined_rows: JoinedRows | None,
+    packed_rows: PackedRows | None,
     positions_BT: torch.Tensor | None,
     exchange: TokenExchange | None,
     **more: bool,
@@ -66,16 +66,16 @@ def _decoder_output(
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
 
     Raises:
-        UserError: the family's code takes no positions, or does not pass the joined rows, or the exchange of divided
+        UserError: the family's code takes no positions, or does not pass the packed rows, or the exchange of divided
             ones, on to its attention.
     """
     decoder, name = lm.get_decoder(), lm.config.model_type
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if exchange is not None and not takes_positions:
         raise tokens_seen_outside_attention(name)
-    if joined_rows is not None and not takes_positions:
+    if packed_rows is not None and not takes_positions:
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
-    with maskless_forward(joined_rows, positions_BT, exchange) as arguments:
+    with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
         output = decoder(input_ids=input_ids_BT, use_cache=False, **arguments, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
@@ -106,10 +106,10 @@ def summed_loss(
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
-        output = _decoder_output(lm, batch.input_ids_BT, batch.joined_rows, batch.positions_BT, exchange, **more)
+        output = _decoder_output(lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, **more)
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
-    if isinstance(lm.get_output_embeddings(), Elsewhere):  # Before the last stage of a pipeline.
+    if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
         return hidden_BTD.sum().float()
     loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
     if router_aux_loss:
@@ -138,14 +138,14 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
     return Head.of(lm).losses(hidden_MD, batch.supervised_index_N, _trained_tokens(batch), chunk)
 
 
 def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.joined_rows).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
     hidden_ND = hidden_MD.index_select(0, batch.supervised_index_N)
     for hidden, targets in zip(hidden_ND.split(chunk), _trained_tokens(batch).split(chunk), strict=True):
         yield head_logits(lm, hidden), targets
@@ -186,14 +186,14 @@ def check_head(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def check_joined_rows(model: nn.Module, device: torch.device) -> None:
-    """Raise UserError if one of two joined rows sees the other, or has positions that do not begin at 0."""
+def check_packed_rows(model: nn.Module, device: torch.device) -> None:
+    """Raise UserError if one of two packed rows sees the other, or has positions that do not begin at 0."""
     lm = causal_lm(model)
     training = lm.training
     lm.eval()
     vocabulary = lm.config.get_text_config().vocab_size
     row = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
-    joined = join_rows((PROBE_TOKENS, PROBE_TOKENS), 2 * PROBE_TOKENS).to(device)
+    joined = pack_rows((PROBE_TOKENS, PROBE_TOKENS), 2 * PROBE_TOKENS).to(device)
     behind, behind_another = (
         head_logits(lm, decoder_hidden(lm, torch.cat([first, row], dim=1), joined)[:, PROBE_TOKENS:])
         for first in (row, row.flip(1))
@@ -206,7 +206,7 @@ def check_joined_rows(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def check_divided_rows(model: nn.Module, exchange: TokenExchange, device: torch.device) -> None:
+def check_context_parallel(model: nn.Module, exchange: TokenExchange, device: torch.device) -> None:
     """Raise UserError if a part of a row's tokens gets other logits than the same tokens of the complete row."""
     lm = causal_lm(model)
     training = lm.training

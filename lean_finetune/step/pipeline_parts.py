@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.step.data_parallel import Elsewhere
+from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.loss import causal_lm
 
 
@@ -141,7 +141,7 @@ class FromPrevious(nn.Module):
         return received
 
 
-class Received(Elsewhere):
+class Received(OtherStage):
     """Replaces the layer before this stage's first one: returns what was received, not its input."""
 
     def __init__(self, part: nn.Module, source: FromPrevious):
@@ -155,7 +155,7 @@ class Received(Elsewhere):
         return received
 
 
-class ToNext(Elsewhere):
+class ToNext(OtherStage):
     """Replaces the layer after this stage's last one: sends its input to the next stage."""
 
     def __init__(self, part: nn.Module, link: Link, embedding: torch.Tensor):

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.fused_kernels import refuse_fused
-from lean_finetune.model.model_config import refuse_divided_rows, refuse_joined_rows, refuse_long_rows
+from lean_finetune.model.model_config import refuse_context_parallel, refuse_long_rows, refuse_packed_rows
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.training_step import refuse_in_backward
@@ -38,9 +38,9 @@ def refuse_unsupported(
     refuse_offload(train.offload_activations, device_type)
     refuse_offloaded_state(train.offload, train.offload_to, device_type)
     refuse_long_rows(config, longest)
-    refuse_divided_rows(config, train.context_parallel)
+    refuse_context_parallel(config, train.context_parallel)
     if packed:
-        refuse_joined_rows(config, longest)
+        refuse_packed_rows(config, longest)
     refuse_fused(train.fused_kernels, device_type, config, enforce=enforce)
     if train.optimizer_in_backward:
         refuse_in_backward(train, micro_batches)

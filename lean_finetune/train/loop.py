@@ -13,7 +13,7 @@ import torch
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.loss import check_divided_rows, check_head, check_joined_rows
+from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import LossScaler, StepResult, training_step
@@ -84,7 +84,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start()
         try:
-            with self.checkpoints.naming_kept(DiskFault):
+            with self.checkpoints.naming_last_checkpoint(DiskFault):
                 result = self._load_and_run()
         except BaseException as error:
             for callback in self.callbacks:
@@ -138,10 +138,10 @@ class Trainer:
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))
                 if job.plan.flat:
-                    parallel.run(partial(check_joined_rows, device=job.device))
+                    parallel.run(partial(check_packed_rows, device=job.device))
                 if parallel.exchange is not None:
-                    parallel.run(partial(check_divided_rows, exchange=parallel.exchange, device=job.device))
-            optimizer = build_optimizer(parallel.owned, job.train, disk=job.disk)
+                    parallel.run(partial(check_context_parallel, exchange=parallel.exchange, device=job.device))
+            optimizer = build_optimizer(parallel.local_shard, job.train, disk=job.disk)
         torch.manual_seed(job.seed + parallel.seed_rank)
         run = TrainingRun(
             parallel=parallel,

@@ -163,11 +163,11 @@ def _train_and_publish(
     """Train, then write weights, curves, model card and metrics."""
     meter = make_meter(job.device)
     if job.disk is not None:
-        with checkpoints.naming_kept():
+        with checkpoints.naming_last_checkpoint():
             check_disk(read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.disk.directory)
     with oom_handler.reported():
         result = train(job, meter, checkpoints, oom_handler)
-    with checkpoints.naming_kept(), oom_handler.reported():
+    with checkpoints.naming_last_checkpoint(), oom_handler.reported():
         with oom_handler.position.phase(SAVE):
             publish_weights(result, job, params, paths)
         wait_for_all()  # The first process may have merged a large model.

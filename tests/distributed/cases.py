@@ -127,7 +127,7 @@ def learn(case: Case, world: World) -> Outcome:
         stage_layers=case.stages,
     )
     parallel = load_parallel(Path(case.directory), train, 1, world, sharing, CPU)
-    optimizer = build_optimizer(parallel.owned, spec_of(**optim), disk=disk)
+    optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
     scaler = LossScaler() if train.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
@@ -135,7 +135,7 @@ def learn(case: Case, world: World) -> Outcome:
     batches, supervised = divided(case, layout, world.rank)
     results = [
         training_step(
-            parallel.owned,
+            parallel.local_shard,
             optimizer,
             iter(batches),
             supervised_tokens=supervised,

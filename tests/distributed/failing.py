@@ -69,7 +69,7 @@ def _fail_early() -> None:
         MET.touch()
         if kind == "absent":
             _meet("hangs")
-        loop.check_divided_rows = _refuse
+        loop.check_context_parallel = _refuse
 
 
 def _refuse(*arguments: Any, **options: Any) -> None:

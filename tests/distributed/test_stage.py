@@ -58,7 +58,7 @@ def assert_same_learning(found: Path, alone: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # From plain peft.
 def test_two_processes_write_what_one_writes(copy: Path, tiny_dir: Path):
-    """zero3 on 4-bit weights with joined rows: the adapter is gathered, and fits the model in plain peft."""
+    """zero3 on 4-bit weights with packed rows: the adapter is gathered, and fits the model in plain peft."""
     alone = train_alone(copy, bucket__mode="packed")
     planned(copy, 2, "zero3")
     done = run_module("stages.train", cwd=copy, check=True)

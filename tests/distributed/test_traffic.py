@@ -32,7 +32,7 @@ def trained_by(case: Case, layout: ParallelLayout, rank: int) -> tuple[int, list
     for batch in divided(case, layout, rank)[0]:
         rows, length = batch.input_ids_BT.shape
         trained = len(batch.supervised_index_N)
-        shapes.append(BatchShape(rows=rows, length=length, supervised=trained, joined_lengths=None))
+        shapes.append(BatchShape(rows=rows, length=length, supervised=trained, packed_lengths=None))
     return sum(shape.rows * shape.length for shape in shapes), shapes
 
 

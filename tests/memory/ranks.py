@@ -108,12 +108,12 @@ def batch_of(shape: BatchShape, part: TokenPart | None) -> Batch:
         return random_batch(shape, VOCABULARY)
     length = shape.length // part.parts
     trained = min(shape.supervised, shape.rows * length)
-    own = random_batch(replace(shape, length=length, supervised=trained, joined_lengths=None), VOCABULARY)
-    complete = random_batch(shape, VOCABULARY).joined_rows
+    own = random_batch(replace(shape, length=length, supervised=trained, packed_lengths=None), VOCABULARY)
+    complete = random_batch(shape, VOCABULARY).packed_rows
     positions = torch.arange(shape.length)[None] if complete is None else complete.positions_BT
     positions = positions.chunk(part.parts, dim=1)[part.index].clone()
     rows = None if complete is None else replace(complete, positions_BT=positions)
-    return replace(own, joined_rows=rows, positions_BT=positions)
+    return replace(own, packed_rows=rows, positions_BT=positions)
 
 
 IN_FLIGHT: TracedSteps = (
@@ -144,7 +144,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
             parallel = make_parallel(load_model(directory, setting.train, CPU), world, sharing.spec, CPU)
-            optimizer = build_optimizer(parallel.owned, changed(setting.train, lr=1e-3, weight_decay=0.01))
+            optimizer = build_optimizer(parallel.local_shard, changed(setting.train, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
             idle = sharing.accumulates_gradients and len(shapes) == 1 and sharing.spec.pipeline_stages == 1
 
@@ -194,6 +194,6 @@ def do_host_bytes(world: World, directory: Path, model: Path, setting: Setting) 
     """Bytes of what the optimizer of train.offload=optimizer allocates: the most of all processes."""
     assert setting.sharing is not None
     parallel = make_parallel(load_model(model, setting.train, CPU), world, setting.sharing.spec, CPU)
-    most = torch.tensor(host_bytes(build_optimizer(parallel.owned, setting.train), setting))
+    most = torch.tensor(host_bytes(build_optimizer(parallel.local_shard, setting.train), setting))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

@@ -18,7 +18,7 @@ from lean_finetune.memory.trace.cuda_kernels import (
 from lean_finetune.memory.trace.cuda_ops import reduction_bytes, workspace_bytes
 from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
 from lean_finetune.model.attention.interface import ATTENTION
-from lean_finetune.model.attention.kernels import VARLEN_READY, JoinedRows
+from lean_finetune.model.attention.kernels import VARLEN_READY, PackedRows
 from tests.memory.common import CPU_TARGET, gpu_target
 
 
@@ -31,7 +31,7 @@ ROWS_Q, ROWS_K, OFFSETS = meta(500, 8, 64), meta(500, 2, 64), meta(11, dtype=tor
 SUMS = meta(8, 500, dtype=torch.float32)
 PACKED, SCALES = meta(512 * 256 // 2, 1, dtype=torch.uint8), meta(512 * 256 // 64, dtype=torch.uint8)
 TILES, ROW_TILES = 3 * 8 * 128 * (64 + 1) * 4, 8 * (500 + 10 * 128) * (64 + 1) * 4
-"""Accumulators of whole tiles of tokens: rows are rounded up, and each of 10 joined rows has one more."""
+"""Accumulators of whole tiles of tokens: rows are rounded up, and each of 10 packed rows has one more."""
 WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
     (cuda_kernels.flash_backward_bytes, (QUERY, QUERY, QUERY, QUERY), TILES),
     # dK and dV of grouped heads are as wide as the queries.
@@ -191,12 +191,12 @@ def test_joined_rows_take_one_flash_kernel_or_one_kernel_a_row(gpu, dtype, expec
     with FakeTensorMode(), gpu_target(gpu).attention(), Operations() as operations:
         query = torch.empty(1, 4, 96, head_size, dtype=dtype, requires_grad=True)
         key, value = (torch.empty(1, 2, 96, head_size, dtype=dtype) for _ in range(2))
-        joined = JoinedRows(
+        joined = PackedRows(
             lengths=(50, 30, 16),
             offsets=torch.empty(4, dtype=torch.int32),
             positions_BT=torch.empty(1, 96, dtype=torch.int64),
         )
-        out, _ = attention(module, query, key, value, None, scaling=None, dropout=0.0, joined_rows=joined)
+        out, _ = attention(module, query, key, value, None, scaling=None, dropout=0.0, packed_rows=joined)
         assert out.shape == (1, 96, 4, head_size)
         out.sum().backward()
         assert query.grad is not None and query.grad.shape == query.shape

@@ -50,7 +50,7 @@ CASES: dict[str, Any] = {
         H100,
         {"precision": "bf16", "method": "qlora", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
     ),
-    "lora, joined rows": (llama, JOINED, H100, {"method": "lora", "precision": "bf16"}),
+    "lora, packed rows": (llama, JOINED, H100, {"method": "lora", "precision": "bf16"}),
     "full, 8-bit, all logits": (llama, PADDED, H100, {"method": "full", "optimizer": "adamw_8bit", "loss_chunk": None}),
     "full, CPU": (llama, WINDOWED, CPU_TARGET, {"method": "full", "grad_ckpt": True}),
     "two kinds of layers": (gemma, WINDOWED, H100, {"method": "lora", "precision": "bf16"}),

@@ -33,7 +33,7 @@ from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cached_fake_mode import UNREAD_LAYERDROP
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.model.load_model import uninitialized_model
-from lean_finetune.model.model_config import largest_head_size, read_config, refuse_joined_rows
+from lean_finetune.model.model_config import largest_head_size, read_config, refuse_packed_rows
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape
 from tests.memory.workloads import workload
 from tests.small_model import CPU, spec_of
@@ -135,7 +135,7 @@ def test_rows_that_would_see_each_other_are_refused_by_the_prediction(family):
     """A run that was predicted, and refused after its model was loaded."""
     config = tiny_config(family)
     with pytest.raises(UserError, match=rf"^bucket\.mode: packed needs .* {family} .*; set bucket\.mode=bucketed"):
-        refuse_joined_rows(config, 16)
+        refuse_packed_rows(config, 16)
         predict(config, setting_of(method="full"), ((joined((16, 16), 30),),), CPU_TARGET)
 
 

@@ -120,7 +120,7 @@ SLOW_CASES = [
     ("steps", "changes"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_the_prediction_equals_what_the_allocator_counted(small_llama, steps, changes):
-    """A step that is traced unlike it is trained: padded rows, joined rows, or updates in backward."""
+    """A step that is traced unlike it is trained: padded rows, packed rows, or updates in backward."""
     check(small_llama, setting_of(**changes), steps)
 
 

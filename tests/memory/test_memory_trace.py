@@ -72,12 +72,12 @@ def test_cuda_blocks_are_rounded_and_attention_keeps_no_score_matrix():
 
 def test_joined_rows_on_a_gpu_need_no_more_than_one_long_row_but_for_tiles():
     """A mask of all tokens by all tokens, 64 MiB here, or keys and values spread over the heads of each row."""
-    joined_rows, one_row = (
+    packed_rows, one_row = (
         predict(WIDE, setting_of(method="full", precision="bf16"), ((wanted,),), gpu_target("H100"))
         for wanted in (joined((64,) * 64, 64), shape(1, 4096, 64))
     )
     tiles = WIDE.num_attention_heads * 64 * 128 * (64 + 1) * 4
-    assert abs(joined_rows.peak.bytes - one_row.peak.bytes) < tiles + 2**20
+    assert abs(packed_rows.peak.bytes - one_row.peak.bytes) < tiles + 2**20
 
 
 def test_a_storage_lives_until_its_last_reference():

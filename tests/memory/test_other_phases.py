@@ -52,7 +52,7 @@ def batch_of(wanted: BatchShape) -> Batch:
     """A batch of this shape in PyTorch's memory, the first `supervised` positions trained."""
     ids_BT = torch.randint(VOCABULARY, (wanted.rows, wanted.length))
     index_N = torch.arange(wanted.supervised)
-    return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, joined_rows=None)
+    return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, packed_rows=None)
 
 
 @pytest.mark.parametrize("method", ["full", slow("lora"), "qlora", slow("int8_lora")])

@@ -70,12 +70,12 @@ def test_the_best_remedy_has_no_unnecessary_switch(share):
     """Everything turned on, four times as slow, where two switches would do."""
     run = workload(method="full", loss_chunk=None, precision="bf16")
     candidates = Space(run, Costs(run)).of_effect(SAME)
-    least = peak_of(max(candidates, key=lambda candidate: candidate.total_strength).run)
+    least = peak_of(max(candidates, key=lambda candidate: candidate.total_level).run)
     usable = int(least + share * (peak_of(run) - least))
     best = advice_for(run, usable)[0]
     offered = next(c for c in candidates if c.flags == best.flags)
     for other in candidates:
-        changed = sum(a.strength != b.strength for a, b in zip(offered.options, other.options, strict=True))
+        changed = sum(a.level != b.level for a, b in zip(offered.options, other.options, strict=True))
         if changed == 1 and offered.covers(other):
             assert peak_of(other.run) > usable, other.flags
 
@@ -96,7 +96,7 @@ def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(n
     given: dict[str, Any] = {"optimizer": "paged_adamw_8bit", "max_grad_norm": norm}  # Nothing is offloaded with it.
     run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128, **given)
     costs = Costs(run)
-    without = [c for c in Space(run, costs).of_effect(SAME) if not c.strength("in_backward")]
+    without = [c for c in Space(run, costs).of_effect(SAME) if not c.level("in_backward")]
     found = advice_for(run, min(costs.least_bytes(c.run.setting) for c in without) - 1)
     assert found[0].effect == EFFECTS[effect]
     assert {"train.optimizer_in_backward=true", "bucket.mode=packed", "bucket.max_tokens=191"} <= {*found[0].flags}

@@ -81,7 +81,7 @@ def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setti
 
 
 def flat_plan(*steps: list[tuple[list[int], int, int]]) -> Plan:
-    """A plan of joined rows from (row numbers, length, supervised) of each step's micro-batches."""
+    """A plan of packed rows from (row numbers, length, supervised) of each step's micro-batches."""
     return Plan.of([micro_batch(number, *one, flat=True) for number, step in enumerate(steps) for one in step])
 
 
@@ -111,7 +111,7 @@ def test_padding_that_is_rows_of_its_own_counts_in_the_tiles():
     lengths = np.array([4096, 4080, 8, 8], np.int32)
     plan = flat_plan([([0], 4096, 40), ([1, 2, 3], 4096, 40), ([2], 4096, 40)])
     figures = memory_figures(plan, lengths, tiled=True, windowed=False)
-    parts = [len(BatchShape.of(plan.micro_batch(number), lengths).joined_lengths or ()) for number in range(3)]
+    parts = [len(BatchShape.of(plan.micro_batch(number), lengths).packed_lengths or ()) for number in range(3)]
     assert parts == [1, 3, 5]
     assert figures[:, 2].tolist() == [4096 + 128 * number for number in parts]
     first, later = worst_micro_batches(plan, lengths, tiled=True, windowed=True)

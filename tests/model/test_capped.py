@@ -11,7 +11,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.model.attention_choice import generation_attention, training_attention
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.model_config import caps_scores, read_config, refuse_joined_rows
+from lean_finetune.model.model_config import caps_scores, read_config, refuse_packed_rows
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.small_model import CPU, VOCABULARY, spec_of
 
@@ -100,7 +100,7 @@ def test_answers_are_those_of_transformers(directory, rows, request):
 def test_joined_rows_are_refused(saved):
     """Rows of one sequence that see each other."""
     with pytest.raises(UserError, match="bucket.mode: packed .*gemma2 caps its scores.*set bucket.mode=bucketed"):
-        refuse_joined_rows(read_config(saved), 16)
+        refuse_packed_rows(read_config(saved), 16)
 
 
 def test_a_cap_in_code_of_its_own_is_refused(saved, monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ from lean_finetune.model.experts.experts_forward import (
     forget_rows,
     router_parameters,
 )
-from lean_finetune.model.experts.grouped_products import packing_of, unpack_expert
+from lean_finetune.model.experts.grouped_matmul import packing_of, unpack_expert
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge, write_merged

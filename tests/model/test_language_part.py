@@ -21,13 +21,13 @@ from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.model.empty_model import left_out, left_out_text, meta_model, stored_left_out
 from lean_finetune.model.experts.experts_forward import expert_modules
-from lean_finetune.model.experts.grouped_products import packing_of
+from lean_finetune.model.experts.grouped_matmul import packing_of
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.step.loss import causal_lm, check_head, check_joined_rows, decoder_hidden, head_logits
+from lean_finetune.step.loss import causal_lm, check_head, check_packed_rows, decoder_hidden, head_logits
 from lean_finetune.train.save_model import save_tuned
 from tests.memory.common import setting_of
 from tests.model.reload import changed_adapters
@@ -173,8 +173,8 @@ def test_answers_are_those_of_the_complete_model(family, saved):
     "family", [family for family in CONFIGS if family not in ("gemma4", "gemma4_moe", "llama4", "qwen3_5")]
 )
 def test_rows_can_be_joined(family, saved):
-    """Positions of images' coordinates, which joined rows give as plain positions."""
-    check_joined_rows(load_model(saved(family), train_of("full", "fp32"), CPU), CPU)
+    """Positions of images' coordinates, which packed rows give as plain positions."""
+    check_packed_rows(load_model(saved(family), train_of("full", "fp32"), CPU), CPU)
 
 
 def test_the_parts_that_are_not_loaded_are_named(saved):

@@ -77,7 +77,7 @@ def test_an_empty_plan_is_refused(tmp_path):
 
 @pytest.mark.parametrize("metadata", [None, {"layout": "round", "ranks": "1"}, {"layout": "flat", "ranks": "0"}])
 def test_a_plan_of_unknown_layout_is_refused(tmp_path, metadata):
-    """Joined rows would be padded one by one: other tensors than those that estimate traced."""
+    """Packed rows would be padded one by one: other tensors than those that estimate traced."""
     schema = SCHEMA.with_metadata(metadata)
     arrays = [
         pa.array(value, field.type) for value, field in zip([[0], [0], [0], [[0]], [8], [1]], schema, strict=True)

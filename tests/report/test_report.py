@@ -118,7 +118,7 @@ def test_page_of_packed_rows_on_several_gpus_has_each_peak_and_the_idle_time(pla
     _, text = report(place, **{"hardware.num_gpus": 2, "train.sharding": "zero3", "train.context_parallel": 2})
     assert "| hardware.num_gpus | 2 |" in text and "| train.sharding | zero3 |" in text
     assert "| train.context_parallel | 2 |" in text and "train.tensor_parallel" not in text
-    assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text, "joined rows have no length"
+    assert "| micro-batches | packed; at most 1,024 padded tokens, 25 rows |" in text, "packed rows have no length"
     assert "| waiting | 1.5 % of the GPUs' time, for the GPU with the most tokens |" in text
     assert "Measured peak of each of 2 processes: 0.1221 GiB, 0.1172 GiB." in text
 

@@ -52,7 +52,7 @@ def contents(batches) -> list[tuple[torch.Tensor, ...]]:
     """Copies of the batches' tensors."""
 
     def of(batch: Batch) -> tuple[torch.Tensor, ...]:
-        joined = () if batch.joined_rows is None else (batch.joined_rows.offsets, batch.joined_rows.positions_BT)
+        joined = () if batch.packed_rows is None else (batch.packed_rows.offsets, batch.packed_rows.positions_BT)
         return (batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N, *joined)
 
     return [of(batch) for batch in batches]

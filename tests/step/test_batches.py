@@ -15,7 +15,7 @@ from lean_finetune.step.batches import (
     TokenPart,
     collate,
     empty_batch,
-    joined_lengths,
+    packed_lengths,
     part_of,
     read_batch,
 )
@@ -73,7 +73,7 @@ def test_the_parts_of_a_batch_have_each_of_its_tokens_once(flat):
     parts = [part_of(batch, TokenPart(index=index, parts=3)) for index in range(3)]
     for name in ("input_ids_BT", "targets_BT"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(batch, name))
-    expected = torch.arange(12)[None] if batch.joined_rows is None else batch.joined_rows.positions_BT
+    expected = torch.arange(12)[None] if batch.packed_rows is None else batch.packed_rows.positions_BT
     assert torch.equal(torch.cat([part.positions_BT for part in parts if part.positions_BT is not None], 1), expected)
     for part in parts:
         assert torch.equal(part.supervised_index_N, (part.targets_BT.flatten() != IGNORED).nonzero().flatten())
@@ -91,7 +91,7 @@ def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_st
     targets = torch.cat([one.targets_BT for one in alone] + [torch.full((1, padding), IGNORED)], dim=1)
     assert torch.equal(batch.input_ids_BT, ids) and torch.equal(batch.targets_BT, targets)
     assert torch.equal(batch.supervised_index_N, (targets.flatten() != IGNORED).nonzero().flatten())
-    joined = batch.joined_rows
+    joined = batch.packed_rows
     assert joined is not None and joined.offsets.dtype == torch.int32
     places = [place for ids, _, _ in rows for place in range(len(ids))]
     assert joined.positions_BT[0].tolist() == places + [0] * padding
@@ -104,12 +104,12 @@ def test_joined_rows_train_the_same_tokens_and_count_positions_from_their_own_st
 )
 def test_padding_of_joined_rows_is_split_into_short_rows(lengths, total, expected):
     """Attention over one long row of padding would grow with its square."""
-    assert joined_lengths(lengths, total) == expected
+    assert packed_lengths(lengths, total) == expected
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     """All tensors of a batch."""
-    joined = batch.joined_rows
+    joined = batch.packed_rows
     tensors = [batch.input_ids_BT, batch.targets_BT, batch.supervised_index_N]
     return tensors if joined is None else [*tensors, joined.offsets, joined.positions_BT]
 
@@ -120,12 +120,12 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
         (
             micro_batch(0, [2, 0], 8, 7),
             [ROWS[2][0], [*ROWS[0][0], 0, 0, 0]],
-            BatchShape(rows=2, length=8, supervised=7, joined_lengths=None),
+            BatchShape(rows=2, length=8, supervised=7, packed_lengths=None),
         ),
         (
             micro_batch(0, [2, 0], 16, 7, flat=True),
             [[*ROWS[2][0], *ROWS[0][0], 0, 0, 0]],
-            BatchShape(rows=1, length=16, supervised=7, joined_lengths=(8, 5, 3)),
+            BatchShape(rows=1, length=16, supervised=7, packed_lengths=(8, 5, 3)),
         ),
     ],
     ids=["padded", "joined"],
@@ -137,7 +137,7 @@ def test_a_micro_batch_is_read_in_its_planned_shape(tmp_path, planned, ids, shap
     assert BatchShape.of(planned, tokens.lengths) == shape
     with FakeTensorMode():
         fake = empty_batch(shape, "cpu")
-    assert (batch.joined_rows is None) == (fake.joined_rows is None)
+    assert (batch.packed_rows is None) == (fake.packed_rows is None)
     for real, traced in zip(tensors_of(batch), tensors_of(fake), strict=True):
         assert (real.shape, real.dtype, real.stride()) == (traced.shape, traced.dtype, traced.stride())
 

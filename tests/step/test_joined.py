@@ -21,9 +21,9 @@ from transformers import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.interface import ATTENTION
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.model_config import read_config, refuse_joined_rows
+from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.step.batches import collate
-from lean_finetune.step.loss import check_joined_rows, summed_loss, token_losses
+from lean_finetune.step.loss import check_packed_rows, summed_loss, token_losses
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import assert_equal, joined, rows, run, slow, split
 
@@ -64,7 +64,7 @@ def test_every_token_of_a_joined_row_has_the_loss_it_has_alone(config):
     for padding in (0, 50):
         together = token_losses(model, joined([8], padding)[0], 1000)
         torch.testing.assert_close(together, alone, rtol=2e-5, atol=2e-5)
-    check_joined_rows(model, CPU)
+    check_packed_rows(model, CPU)
 
 
 @pytest.mark.parametrize("method", ["full", slow("qlora")])
@@ -111,14 +111,14 @@ def test_no_tensor_grows_with_the_square_of_a_joined_sequence(tmp_path: Path):
 def test_a_model_whose_layers_ignore_row_bounds_is_refused(small_llama: Path):
     """It would train rows that see each other, without an error."""
     model: Any = load_model(small_llama, spec_of(method="full"), CPU)
-    check_joined_rows(model, CPU)
+    check_packed_rows(model, CPU)
     for layer in model.model.layers:
         attention = layer.self_attn.forward
-        layer.self_attn.forward = lambda _inner=attention, joined_rows=None, **kwargs: _inner(**kwargs)
+        layer.self_attn.forward = lambda _inner=attention, packed_rows=None, **kwargs: _inner(**kwargs)
     with pytest.raises(
         UserError, match=r"bucket\.mode: packed needs rows that do not see each other; in llama they do"
     ):
-        check_joined_rows(model, CPU)
+        check_packed_rows(model, CPU)
 
 
 def test_a_model_that_counts_positions_itself_is_refused(small_llama: Path):
@@ -127,7 +127,7 @@ def test_a_model_that_counts_positions_itself_is_refused(small_llama: Path):
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None] ** 2)
     with pytest.raises(UserError, match=r"bucket\.mode: packed needs rows that do not see each other"):
-        check_joined_rows(model, CPU)
+        check_packed_rows(model, CPU)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_model_that_counts_positions_itself_is_refused(small_llama: Path):
 )
 def test_rows_beyond_a_window_and_unknown_layers_are_refused(small_llama: Path, changes, longest, message):
     """Plain causal attention of such a row would differ from the model's."""
-    refuse_joined_rows(read_config(small_llama), 10**6)
+    refuse_packed_rows(read_config(small_llama), 10**6)
     config = MistralConfig(**GROUPED)
     for key, value in changes.items():
         setattr(config, key, value)
     if message is None:
-        return refuse_joined_rows(config, longest)
+        return refuse_packed_rows(config, longest)
     with pytest.raises(UserError, match=message):
-        refuse_joined_rows(config, longest)
+        refuse_packed_rows(config, longest)

@@ -11,8 +11,8 @@ import numpy as np
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, Segment
 from lean_finetune.data.chat.tokenizer_files import read_special_tokens
-from lean_finetune.data.encode.joined_encoder import ControlCheck, EncodedRows, JoinedRowEncoder, from_segments
 from lean_finetune.data.encode.tokenizer_engine import TOKENIZER_FILE, Engine
+from lean_finetune.data.encode.whole_row_encoder import ControlCheck, EncodedRows, WholeRowEncoder, from_segments
 from lean_finetune.data.format.format_base import PlainText
 
 # Encoded rows limited to data.max_length: truncated, left out, or split into chunks.
@@ -129,7 +129,7 @@ class RowTokenizer:
     """Encodes rows without importing transformers.
 
     Each segment is encoded separately, so no token crosses from the prompt into the answer, and the prompt's tokens
-    are the same as at inference. Tokenizers that add a space before every text use `JoinedRowEncoder` instead.
+    are the same as at inference. Tokenizers that add a space before every text use `WholeRowEncoder` instead.
     """
 
     def __init__(self, directory: Path, engine: Engine):
@@ -150,8 +150,8 @@ class RowTokenizer:
         self.eos_id = self._id_of("eos_token")
         self._id_of("pad_token")  # Refuses a pad_token that is not in the vocabulary.
         self.pad = choose_pad(control, self.special_tokens, self._tokenizer.token_to_id)
-        self._joined = JoinedRowEncoder(self._tokenizer, self.guard, directory) if self._adds_spaces() else None
-        self._control = ControlCheck(self._tokenizer, self.guard, self.vocab_size, is_joined=self._joined is not None)
+        self._joined = WholeRowEncoder(self._tokenizer, self.guard, directory) if self._adds_spaces() else None
+        self._control = ControlCheck(self._tokenizer, self.guard, self.vocab_size, is_whole=self._joined is not None)
 
     def _id_of(self, role: str) -> int | None:
         """The id of bos_token, eos_token or pad_token; None when the tokenizer has none."""
@@ -245,7 +245,7 @@ class RowTokenizer:
         """By row, the first control token of its text that its ids lack or add; rows without a fault are not in it."""
         return self._control.faults(rows, encoded)
 
-    def differs_when_joined(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
+    def differs_as_a_whole(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
         """Whether a row has other ids when encoded as one text.
 
         None where they cannot be compared: rows with control tokens as text, and rows that are one text anyway.

@@ -10,9 +10,9 @@ from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, limit_met, work_limits
 from lean_finetune.data.chat.control_tokens import Segment
-from lean_finetune.data.encode.joined_encoder import EncodedRows
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_lengths
 from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
+from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import (
     Conversation,
     EmptyAnswer,
@@ -273,7 +273,7 @@ class BlockTokenizer:
         """Encode some rows as one text too, to count those whose ids differ because a token would cross segments."""
         for number in range(0, len(rows.segments), ROWS_PER_SAMPLED_ROW):
             ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
-            differs = self.tokenizer.differs_when_joined(rows.segments[number], ids)
+            differs = self.tokenizer.differs_as_a_whole(rows.segments[number], ids)
             if differs is not None:
                 rows.count("sampled_rows", rows.places[number])
                 rows.count("sampled_rows_differing", rows.places[number], int(differs))

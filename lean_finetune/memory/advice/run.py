@@ -34,7 +34,7 @@ from lean_finetune.model.model_config import (
     max_positions,
     other_layers,
     read_config,
-    refuse_divided_rows,
+    refuse_context_parallel,
 )
 from lean_finetune.pinning.locate import config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
@@ -44,7 +44,7 @@ from lean_finetune.step.batches import BatchShape, refuse_other_tokens
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
-FIRST = BatchShape(rows=1, length=8, supervised=7, joined_lengths=None)
+FIRST = BatchShape(rows=1, length=8, supervised=7, packed_lengths=None)
 """A micro-batch so small that the next one sets the peak."""
 
 
@@ -283,7 +283,7 @@ class Run:
             lengths = np.minimum(index.lengths, changed.longest)
             # As many supervised tokens as possible remain.
             index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
-        refuse_divided_rows(self.config, setting.context)
+        refuse_context_parallel(self.config, setting.context)
         micro_batches = replace(
             settings.micro_batches,
             mode=changed.bucket.mode,
@@ -309,9 +309,9 @@ def full_batch(bucket: Bucket, length: int) -> BatchShape:
         rows, rest = divmod(bucket.max_tokens, length)
         joined = (length,) * rows + ((rest,) if rest else ())
         supervised = bucket.max_tokens - len(joined)
-        return BatchShape(rows=1, length=bucket.max_tokens, supervised=supervised, joined_lengths=joined)
+        return BatchShape(rows=1, length=bucket.max_tokens, supervised=supervised, packed_lengths=joined)
     rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
-    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), joined_lengths=None)
+    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None)
 
 
 def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
@@ -319,7 +319,7 @@ def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> Tr
 
     `in_flight` of them can be between forward and backward at the same time, in a pipeline.
     """
-    first = replace(FIRST, joined_lengths=None if shape.joined_lengths is None else (FIRST.length,))
+    first = replace(FIRST, packed_lengths=None if shape.packed_lengths is None else (FIRST.length,))
     largest = (shape,) * in_flight
     return ((first, *largest),) if several else (largest,)
 

@@ -165,7 +165,7 @@ class _Search:
         if fastest is None and not fitting:
             return
         # By states, the strongest candidate: if it does not fit, no other one with these states does.
-        least_of = {_states(c): c for c in sorted(reversed(candidates), key=lambda c: c.total_strength)}
+        least_of = {_states(c): c for c in sorted(reversed(candidates), key=lambda c: c.total_level)}
         before, last = len(self._fitting), self._traces + MOST_TRACES_IN_GROUP
         for candidate in wanted:
             if not self.open or self._traces >= last or len(self._fitting) - before >= MOST_FOUND_IN_GROUP:
@@ -182,9 +182,9 @@ class _Search:
 
     def _strongest(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
         """The candidates with the least states: one without updates in backward, and one with them."""
-        for branch in dict.fromkeys(c.strength("in_backward") for c in candidates):
-            alike = (c for c in candidates if c.strength("in_backward") == branch)
-            yield min(alike, key=lambda c: (self._costs.least_bytes(c.run.setting), -c.total_strength))
+        for branch in dict.fromkeys(c.level("in_backward") for c in candidates):
+            alike = (c for c in candidates if c.level("in_backward") == branch)
+            yield min(alike, key=lambda c: (self._costs.least_bytes(c.run.setting), -c.total_level))
 
     def _lightened(self, candidate: Candidate, candidates: Sequence[Candidate], last: int) -> Candidate:
         """A candidate that fits, without its unnecessary switches. The slowest ones are removed first.
@@ -193,7 +193,7 @@ class _Search:
         """
         lighter = [c for c in candidates if candidate.covers(c) and c is not candidate]
         for other in lighter:
-            changed = sum(a.strength != b.strength for a, b in zip(candidate.options, other.options, strict=True))
+            changed = sum(a.level != b.level for a, b in zip(candidate.options, other.options, strict=True))
             if changed == 1 and (self._traces < last or other.flags in self.traced) and self._fits(other):
                 return self._lightened(other, lighter, last)
         return candidate
@@ -262,15 +262,15 @@ REFUSED = Peak(bytes=1 << 62, by_category={})
 
 
 def _states(candidate: Candidate) -> tuple[int, ...]:
-    """Strengths of the switches that change weights, gradients or optimizer state."""
-    return tuple(candidate.strength(switch.name) for switch in SWITCHES if switch.changes_states)
+    """Levels of the switches that change weights, gradients or optimizer state."""
+    return tuple(candidate.level(switch.name) for switch in SWITCHES if switch.changes_states)
 
 
 def _bounds(other: Candidate, candidate: Candidate) -> bool:
     """Whether the memory of one candidate besides its states bounds that of another one."""
 
     def bounded(switch: Switch) -> bool:
-        weaker, stronger = other.strength(switch.name), candidate.strength(switch.name)
+        weaker, stronger = other.level(switch.name), candidate.level(switch.name)
         if switch.other_memory == "unknown":
             return weaker == stronger
         return switch.other_memory == "same" or weaker <= stronger
@@ -280,5 +280,5 @@ def _bounds(other: Candidate, candidate: Candidate) -> bool:
 
 def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int:
     """The most that a candidate can save of another one's `peak` with switches that reduce only one category."""
-    stronger = (s for s in SWITCHES if s.saves and candidate.strength(s.name) > other.strength(s.name))
+    stronger = (s for s in SWITCHES if s.saves and candidate.level(s.name) > other.level(s.name))
     return sum(peak.by_category.get(switch.saves or "", 0) for switch in stronger)

@@ -20,7 +20,7 @@ from lean_finetune.memory.advice.switch import (
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
-from lean_finetune.model.model_config import refuse_joined_rows
+from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.step.batches import BatchShape
 
 MICRO_BATCH = "micro_batch"
@@ -45,7 +45,7 @@ class Option:
     """Index in EFFECTS."""
     ease: int
     """Rank from easy to hard."""
-    strength: int
+    level: int
     """Position in its switch. A stronger option needs less memory."""
     run: Run
     """The run with the micro-batches of this option."""
@@ -78,9 +78,9 @@ class Candidate:
         return (self.effect, round(self.slowdown / SAME_SPEED), max(eases), len(eases))
 
     @property
-    def total_strength(self) -> int:
-        """Sum of the strengths of its options."""
-        return sum(option.strength for option in self.options)
+    def total_level(self) -> int:
+        """Sum of the levels of its options."""
+        return sum(option.level for option in self.options)
 
     @property
     def sums_gradients(self) -> bool:
@@ -92,13 +92,13 @@ class Candidate:
         """Tokens of the largest micro-batch."""
         return max(shape.rows * shape.length for step in self.run.steps for shape in step)
 
-    def strength(self, switch: str) -> int:
-        """The strength of the option of one switch."""
-        return self.options[switch_names().index(switch)].strength
+    def level(self, switch: str) -> int:
+        """The level of the option of one switch."""
+        return self.options[switch_names().index(switch)].level
 
     def covers(self, other: "Candidate") -> bool:
         """Whether every option is at least as strong as the other candidate's."""
-        return all(a.strength >= b.strength for a, b in zip(self.options, other.options, strict=True))
+        return all(a.level >= b.level for a, b in zip(self.options, other.options, strict=True))
 
 
 def switch_names() -> list[str]:
@@ -112,7 +112,7 @@ class Space:
     def __init__(self, run: Run, costs: Costs):
         """Find the options."""
         self._run, self._costs = run, costs
-        unchanged = Option(flags=(), effect=SAME, ease=0, strength=0, run=run)
+        unchanged = Option(flags=(), effect=SAME, ease=0, level=0, run=run)
         support = Support(
             cuda=costs.cuda, native_bf16=run.device.native_bf16, host_ram_known=run.host_ram_bytes is not None
         )
@@ -171,7 +171,7 @@ def _options_of(switch: Switch, run: Run, support: Support) -> Iterator[Option]:
             values=values,
             effect=max(switch.effect, UNCLIPPED if "train.max_grad_norm" in values else SAME),
             ease=switch.ease + number,
-            strength=1 + number,
+            level=1 + number,
             run=run,
         )
         if switch.one_micro_batch:
@@ -194,7 +194,7 @@ def _of_one_micro_batch(option: Option) -> Iterator[Option]:
     """The option with every step packed into one micro-batch, and then with smaller steps too."""
     run = option.run
     try:
-        refuse_joined_rows(run.config, run.longest)
+        refuse_packed_rows(run.config, run.longest)
     except UserError:
         return
     yield _packed_steps(option)
@@ -205,7 +205,7 @@ def _of_one_micro_batch(option: Option) -> Iterator[Option]:
             flags=(f"train.tokens_per_step={tokens}", *option.flags),
             effect=SMALLER_STEPS,
             ease=option.ease + 1,
-            strength=option.strength + 1,
+            level=option.level + 1,
             run=replace(run, setting=run.setting.with_train(tokens_per_step=tokens), tokens_per_step=float(tokens)),
         )
         yield _packed_steps(smaller)
@@ -230,13 +230,13 @@ def _packed_steps(option: Option) -> Option:
 def budgets_of(run: Run) -> Iterator[Option]:
     """Halve micro-batches down to the longest row, then halve the longest row."""
     steps: TracedSteps = run.steps
-    bucket, strength, parts, fixed = run.bucket, 0, 1, run.bucket.mode == "fixed"
+    bucket, level, parts, fixed = run.bucket, 0, 1, run.bucket.mode == "fixed"
     while (fewer := halved(steps)) is not None:
         steps, parts = fewer, 2 * parts
         rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
         if rows < 1 if fixed else tokens < run.longest:
             break
-        strength += 1
+        level += 1
         sizes: dict[str, Any] = {"fixed_rows": rows} if fixed else {"max_tokens": tokens}
         smaller = replace(
             run,
@@ -245,13 +245,13 @@ def budgets_of(run: Run) -> Iterator[Option]:
             micro_batches_per_step=run.micro_batches_per_step * parts,
         )
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
-        yield Option(flags=flags, effect=SAME, ease=0, strength=strength, run=smaller)
+        yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     while length >= SHORTEST_ROW_TOKENS and not fixed:
-        strength += 1
+        level += 1
         flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")
         shorter = _shorter_rows(run, length)
-        yield Option(flags=flags, effect=LESS_DATA, ease=HARDEST, strength=strength, run=shorter)
+        yield Option(flags=flags, effect=LESS_DATA, ease=HARDEST, level=level, run=shorter)
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
@@ -259,8 +259,8 @@ def _shorter_rows(run: Run, length: int) -> Run:
     """The run with rows of at most `length` tokens, one per micro-batch."""
 
     def shortened(shape: BatchShape) -> BatchShape:
-        joined = None if shape.joined_lengths is None else (length,)
-        return BatchShape(rows=1, length=length, supervised=min(shape.supervised, length), joined_lengths=joined)
+        joined = None if shape.packed_lengths is None else (length,)
+        return BatchShape(rows=1, length=length, supervised=min(shape.supervised, length), packed_lengths=joined)
 
     return replace(
         run,

@@ -86,7 +86,7 @@ class Costs:
         sharing = setting.sharing
         if sharing is None or sharing.spec.mode != "zero2":
             return 0
-        return self._states(setting).get(WEIGHTS, 0) * sharing.holders_of(WEIGHTS)
+        return self._states(setting).get(WEIGHTS, 0) * sharing.shards_of(WEIGHTS)
 
     def offloaded_bytes(self, setting: Setting) -> tuple[int, int]:
         """Bytes that train.offload needs in the memory of a host, and on its disk."""
@@ -109,7 +109,7 @@ class Costs:
         if key not in self._known:
             lines = state_lines(self._shapes_of(setting), setting, cuda=self.cuda)
             states = state_bytes(lines, granularity_bytes=self._target.granularity_bytes)
-            self._known[key] = {category: size // setting.holders_of(category) for category, size in states.items()}
+            self._known[key] = {category: size // setting.shards_of(category) for category, size in states.items()}
         return self._known[key]
 
     def slowdown(self, changed: Run) -> float:
@@ -298,6 +298,6 @@ def _link_bytes(run: Run, parameters: int, trained: int, element_bytes: int, mic
     setting = run.setting
     value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES
     state = 2 * trained * value_bytes if setting.train.offload != "none" else 0
-    share = 1 / setting.sharing.holders if setting.sharing and setting.train.offload == "parameters" else 0
+    share = 1 / setting.sharing.shards_of_weights if setting.sharing and setting.train.offload == "parameters" else 0
     weight_bytes = 0.5 if setting.train.method == "qlora" else element_bytes
     return state + 2 * share * parameters * weight_bytes * micro_batches

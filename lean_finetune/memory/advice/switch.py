@@ -275,7 +275,7 @@ def _untried(setting: Setting) -> bool:
     )
 
 
-def _divided_rows(setting: Setting, support: Support) -> Iterable[Values]:
+def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
     """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
     layout = None if setting.sharing is None else setting.sharing.spec.layout
     if layout is None or layout.tensor * layout.pipeline > 1:
@@ -380,7 +380,7 @@ PARALLEL_SWITCHES = [
     Switch(
         name="context_parallel",
         parameters=("train.context_parallel",),
-        lighter=_divided_rows,
+        lighter=_context_parallel,
         effect=SAME,
         ease=10,
         excludes=frozenset({"tensor_parallel"}) | UNTRIED,

@@ -120,7 +120,7 @@ def _traffic(run: Run, sharing: Sharing, shapes: ModelShapes) -> Traffic:
         most = _most_of_a_stage(passed, tied_bytes, gpus)
         pipeline = {"passed_bytes": passed, "tied_bytes": tied_bytes}
         return Traffic(gpus=gpus, group=gpus, in_group_bytes=most, between_groups_bytes=0, **pipeline)
-    summed = 2 * _undivided_bytes(run, shapes) // sharing.holders * (rings - 1) // rings
+    summed = 2 * _undivided_bytes(run, shapes) // sharing.shards_of_weights * (rings - 1) // rings
     parts = {
         "rings": rings,
         "in_products_bytes": round(tensor_parallel_bytes(run)) + summed,
@@ -140,7 +140,7 @@ def _traffic(run: Run, sharing: Sharing, shapes: ModelShapes) -> Traffic:
     # Layers are gathered for forward and again for backward; embedding, last norm and head once.
     gathered = 2 * weights - root if mode in GATHERED_LAYERS else weights
     reductions = micro_batches if train.method == "full" else 1
-    group = sharing.holders
+    group = sharing.shards_of_weights
     replicas = gpus // group
     return Traffic(
         **parts,

@@ -106,8 +106,8 @@ def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | Non
 
 def describe(shape: BatchShape) -> str:
     """A micro-batch in words."""
-    if shape.joined_lengths is not None:
-        return f"{counted(len(shape.joined_lengths), 'row')} packed into {shape.length} tokens"
+    if shape.packed_lengths is not None:
+        return f"{counted(len(shape.packed_lengths), 'row')} packed into {shape.length} tokens"
     return f"{shape.rows} x {shape.length} tokens"
 
 

@@ -18,7 +18,7 @@ from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
-from lean_finetune.step.data_parallel import Elsewhere
+from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.pipeline_parts import decoder_layers
 
@@ -246,7 +246,7 @@ class WindowTrace(MemoryTrace):
         super().begin_steps(model)
         layers = decoder_layers(causal_lm(model))
         assert layers is not None  # Checked by find_repetition.
-        for number, layer in enumerate(layer for layer in layers if not isinstance(layer, Elsewhere)):
+        for number, layer in enumerate(layer for layer in layers if not isinstance(layer, OtherStage)):
             self._track(number, layer)
 
     def _track(self, number: int, layer: nn.Module) -> None:

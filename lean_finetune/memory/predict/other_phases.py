@@ -44,7 +44,7 @@ from lean_finetune.memory.trace.memory_trace import (
     Peak,
 )
 from lean_finetune.model.attention.kernels import TokenExchange
-from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS
+from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.files.quantized_checkpoint import (
     BITSANDBYTES,
     FP8,
@@ -239,7 +239,7 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     Assumes that no held-out row is longer than the longest training row, `longest`.
     """
     rows = max(1, max_tokens // longest)
-    return BatchShape(rows=rows, length=longest, supervised=rows * longest, joined_lengths=None)
+    return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
 
 
 def generation_shapes(

@@ -65,7 +65,7 @@ def _of_processes(shapes: ModelShapes, setting: Setting) -> Iterator[list[Traine
         for process in range(count):
             yield [tensor for tensor, owner in zip(trained, owners, strict=True) if owner == process]
     else:  # The first process gets the larger part of rows that do not divide.
-        parts = sharing.holders
+        parts = sharing.shards_of_weights
         yield [replace(t, shape=(*(-(-rows // parts) for rows in t.shape[:1]), *t.shape[1:])) for t in trained]
 
 
@@ -111,7 +111,7 @@ def _page_locked(line: Line, setting: Setting) -> Line:
     """Shards and gradients in page-locked memory: PyTorch's CachingHostAllocator gives powers of two."""
     if line.category == OPTIMIZER:
         return line
-    parts = setting.sharing.holders if setting.sharing is not None and line.category == WEIGHTS else 1
+    parts = setting.sharing.shards_of_weights if setting.sharing is not None and line.category == WEIGHTS else 1
     sizes = (1 << (-(-size // parts) - 1).bit_length() for size in line.tensor_bytes)
     return replace(line, what=f"{line.what}, page-locked in powers of two", tensor_bytes=tuple(sizes))
 
@@ -147,7 +147,7 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
         outside = (*host_lines(shapes, setting), *disk_lines(shapes, setting))
     for line in (*on_device, *outside):
         category = OPTIMIZER if line in outside else line.category
-        parts = setting.sharing.holders_of(category) if setting.sharing and line.divides else 1
+        parts = setting.sharing.shards_of(category) if setting.sharing and line.divides else 1
         why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
         size = line.total_bytes(target.granularity_bytes, 1 if line.category in (ON_HOST, ON_DISK) else parts)
         yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
@@ -235,7 +235,7 @@ def on_host(
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
     figures["loading"] = _derived(threads * largest * (stored.itemsize + base_dtype(train).itemsize), why)
-    if setting.sharing is not None and (setting.sharing.holders > 1 or setting.tensor_parallel > 1):
+    if setting.sharing is not None and (setting.sharing.shards_of_weights > 1 or setting.tensor_parallel > 1):
         # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, train))
         if train.adapted:

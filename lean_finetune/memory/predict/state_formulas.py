@@ -24,7 +24,7 @@ from lean_finetune.model.experts.experts_forward import (
     is_transposed,
     router_parameters,
 )
-from lean_finetune.model.experts.grouped_products import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
+from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge.merge_adapters import stored_by_expert
 from lean_finetune.model.precision import adapter_dtype, base_dtype

@@ -59,18 +59,18 @@ class Setting:
         """The setting with other values of parameters of section `train`."""
         return replace(self, train=self.train.model_copy(update=changes))
 
-    def holders_of(self, category: str) -> int:
+    def shards_of(self, category: str) -> int:
         """Number of GPUs that divide a category of state after backward; 1 for one GPU."""
-        return 1 if self.sharing is None else self.sharing.holders_of(category)
+        return 1 if self.sharing is None else self.sharing.shards_of(category)
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of GPUs that compute each product together."""
+        """Number of GPUs of tensor parallelism."""
         return 1 if self.sharing is None else self.sharing.layout.tensor
 
     @property
     def context(self) -> int:
-        """Number of GPUs that divide each row's tokens."""
+        """Number of GPUs of context parallelism."""
         return 1 if self.sharing is None else self.sharing.layout.context
 
     @property
@@ -138,7 +138,7 @@ def steps_in_flight(plan: Plan, lengths: np.ndarray, stages: int, **kinds: bool)
                 window = tuple(BatchShape.of(micro_batch, lengths) for micro_batch in micro_batches)
                 if not any(_contains(other, window) for later, other in chosen if later >= (not first[start])):
                     chosen.append((not first[start], window))
-    idle = BatchShape(rows=1, length=IDLE_TOKENS, supervised=0, joined_lengths=None)
+    idle = BatchShape(rows=1, length=IDLE_TOKENS, supervised=0, packed_lengths=None)
     return tuple((idle, *window) if later else window for later, window in chosen)
 
 
@@ -148,7 +148,7 @@ def _contains(shapes: tuple[BatchShape, ...], part: tuple[BatchShape, ...]) -> b
 
 
 def longest_row(plan: Plan, lengths: np.ndarray) -> int:
-    """Tokens of the longest row: with its padding, unless rows are joined."""
+    """Tokens of the longest row: with its padding, unless rows are packed."""
     return int(lengths[plan.rows].max() if plan.flat else plan.length.max())
 
 
@@ -166,19 +166,19 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
     Supervised tokens are an upper bound, so the prediction is never too low.
     """
-    if all(len(shape.joined_lengths or (0,) * shape.rows) < 2 for step in steps for shape in step):
+    if all(len(shape.packed_lengths or (0,) * shape.rows) < 2 for step in steps for shape in step):
         return None
     return tuple(tuple(map(_halved, step)) for step in steps)
 
 
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up; of joined rows every second, from the longest on."""
-    joined = shape.joined_lengths
+    """Half the rows of a micro-batch, rounded up; of packed rows every second, from the longest on."""
+    joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
     rows = 1 if joined else -(-shape.rows // 2)
     length = sum(joined) if joined else shape.length
-    return BatchShape(rows=rows, length=length, supervised=min(shape.supervised, rows * length), joined_lengths=joined)
+    return BatchShape(rows=rows, length=length, supervised=min(shape.supervised, rows * length), packed_lengths=joined)
 
 
 # Run the training step of `lean_finetune.step` on fake tensors under a memory trace.
@@ -222,7 +222,7 @@ def _run_steps(
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
     train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
-    optimizer = build_optimizer(parallel.owned, train, on_host=trace.on_host)
+    optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)
     cuda, on_host = target.foreach, train.offload == "parameters"
     register_state(trace, parallel, optimizer, train, cuda=cuda, weights_on_host=on_host)
     trace.register_bytes(target.constant_bytes, WORKSPACE)

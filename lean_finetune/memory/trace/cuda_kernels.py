@@ -27,8 +27,8 @@ from lean_finetune.memory.trace.cuda_ops import (
 )
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
-from lean_finetune.model.experts import grouped_products  # noqa: F401 (registers the operation named below)
-from lean_finetune.model.experts.grouped_products import unpacked_bytes
+from lean_finetune.model.experts import grouped_matmul  # noqa: F401 (registers the operation named below)
+from lean_finetune.model.experts.grouped_matmul import unpacked_bytes
 from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
 from lean_finetune.step.activation_offload import chunk_bytes
 
@@ -183,7 +183,7 @@ class Target:
         """Run attention, dropout and 8-bit products as the device does, with training's masks.
 
         transformers detects packed sequences by the values of the positions, which fake tensors lack. Without this
-        patch it would give models with a sliding window one mask per row instead of one for all. Joined rows get no
+        patch it would give models with a sliding window one mask per row instead of one for all. Packed rows get no
         mask in either case.
         """
         look = masking_utils.find_packed_sequence_indices

@@ -66,7 +66,7 @@ class Sharing:
     """Whether a GPU accumulates gradients over several micro-batches."""
     stage: int | None = None
     """The stage of a pipeline that is traced; None for all."""
-    owned: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
+    local_shapes: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
     """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
 
     @classmethod
@@ -79,13 +79,13 @@ class Sharing:
         )
         return found if found.gpus > 1 or found.spec.offload_weights else None
 
-    def holders_of(self, category: str) -> int:
+    def shards_of(self, category: str) -> int:
         """Number of GPUs that divide a category of state after backward; of a pipeline, not equally."""
         if self.spec.pipeline_stages > 1:
             return self.gpus
         if self.spec.mode == "zero1":
             return self.gpus if category == OPTIMIZER else 1
-        return self.holders if category in SHARDED else 1
+        return self.shards_of_weights if category in SHARDED else 1
 
     @property
     def layout(self) -> ParallelLayout:
@@ -93,7 +93,7 @@ class Sharing:
         return self.spec.layout or ParallelLayout(data=self.gpus)
 
     @property
-    def holders(self) -> int:
+    def shards_of_weights(self) -> int:
         """Number of GPUs that together hold one copy of the weights."""
         if self.spec.pipeline_stages > 1:
             return self.gpus
@@ -112,7 +112,7 @@ class Sharing:
             trained = [parameter for _, parameter in named_trained(fake_model(config, train, torch.device("cpu")))]
         rank, owners = _fullest_owner(trained, self.gpus)
         mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
-        return replace(self, owned=tuple((parameter.shape, parameter.dtype) for parameter in mine))
+        return replace(self, local_shapes=tuple((parameter.shape, parameter.dtype) for parameter in mine))
 
 
 @contextmanager
@@ -142,10 +142,10 @@ def shared(
             away = sharing.spec.offload_weights
             _patch(stack, trace, away=away)
             with trace, trace.on_host() if away else trace.allocating_as(SHARDING):
-                if sharing.owned is None:
+                if sharing.local_shapes is None:
                     parallel = make_parallel(model, world, sharing.spec, device)
                 else:
-                    parallel = _ShallowOwner(model, world, device, sharing.owned, trace)
+                    parallel = _ShallowOwner(model, world, device, sharing.local_shapes, trace)
                     parallel.exchange = make_exchange(sharing.spec.layout_of(world), None)
             yield parallel
     finally:
@@ -155,7 +155,7 @@ def shared(
 def _fullest(model: nn.Module, sharing: Sharing) -> World:
     """The rank with the highest memory use: 0 gets the larger part of uneven shards; in zero1, the largest owner."""
     rank = sharing.stage or 0
-    if sharing.spec.mode == "zero1" and sharing.owned is None:
+    if sharing.spec.mode == "zero1" and sharing.local_shapes is None:
         rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], sharing.gpus)
     return World(rank=rank, size=sharing.gpus, local_rank=rank, local_size=sharing.gpus)
 
@@ -188,11 +188,11 @@ class _ShallowOwner(replicated.ReplicatedModel):
             parts = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in owned]
             self._summed = [torch.empty_like(part) for part in parts]
         trace.ignore((*parts, *self._summed))
-        self.owned = nn.ParameterList(parts)
+        self.local_shard = nn.ParameterList(parts)
 
     def trained_parameters(self) -> NamedParameters:
         """See DataParallelModel; gradients are reduced."""
-        for part, gradient in zip(self.owned.parameters(), self._summed, strict=True):
+        for part, gradient in zip(self.local_shard.parameters(), self._summed, strict=True):
             part.grad = gradient
         return super().trained_parameters()
 

@@ -13,8 +13,8 @@ from transformers.masking_utils import sdpa_mask
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import (
     VARLEN_READY,
-    JoinedRows,
     Kernel,
+    PackedRows,
     TokenExchange,
     attention_by_scores,
     current,
@@ -187,11 +187,11 @@ def sink_attention(
 # Attention of the training step: causal, without a mask, with PyTorch's scaled-dot-product kernels.
 #
 # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed. Without a
-# mask the flash kernel is usable and no (batch, 1, length, length) tensor exists. Joined rows attend to themselves
+# mask the flash kernel is usable and no (batch, 1, length, length) tensor exists. Packed rows attend to themselves
 # alone, also without a mask. The same functions run on real and on fake tensors; estimate replaces the kernel, so that
 # a trace on the CPU uses the kernels of a GPU.
 #
-# Shape legend: B rows (1 where they are joined), H query heads, T tokens, D head size.
+# Shape legend: B rows (1 where they are packed), H query heads, T tokens, D head size.
 
 ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
@@ -209,36 +209,36 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    joined_rows: JoinedRows | None = None,
+    packed_rows: PackedRows | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer; shapes as in transformers' attention interface, which calls the sinks `s_aux`."""
-    if current.rows_are_joined:
-        current.got_rows.append(joined_rows is not None)
+    if current.rows_are_packed:
+        current.got_rows.append(packed_rows is not None)
     if softcap is not None:
-        assert joined_rows is None  # `refuse_joined_rows` refuses such models.
+        assert packed_rows is None  # `refuse_packed_rows` refuses such models.
         return attention_by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
     if (padding := query.shape[-1] - value.shape[-1]) > 0:
         # Fused kernels need values of the query's size (DeepSeek's are shorter); without them all scores would exist.
         padded = F.pad(value, (0, padding))
-        out, _ = _attention(module, query, key, padded, attention_mask, joined_rows=joined_rows, s_aux=s_aux, **kwargs)
+        out, _ = _attention(module, query, key, padded, attention_mask, packed_rows=packed_rows, s_aux=s_aux, **kwargs)
         return out[..., :-padding], None
     if s_aux is not None:
-        return _with_sinks(module, query, key, value, attention_mask, joined_rows, s_aux, kwargs), None
+        return _with_sinks(module, query, key, value, attention_mask, packed_rows, s_aux, kwargs), None
     capability = gpu_capability(query)
     flash = capability is not None and takes_flash(query, capability)
-    if joined_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
-        return varlen_attention(query, key, value, joined_rows, kwargs.get("scaling")), None
+    if packed_rows is not None and flash and VARLEN_READY and not kwargs.get("dropout"):
+        return varlen_attention(query, key, value, packed_rows, kwargs.get("scaling")), None
     if capability is not None and not flash:
         # In some versions the memory-efficient kernel cannot group heads and would fall back to computing all scores.
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         module = _LocalHeads(module, 1)  # With a mask transformers would repeat them again.
-    if joined_rows is None:
+    if packed_rows is None:
         return fused_attention(module, query, key, value, attention_mask, **kwargs)
-    rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    rows = zip(*(tensor.split(packed_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([fused_attention(module, *row, None, **kwargs)[0] for row in rows], dim=1), None
 
 
@@ -248,11 +248,11 @@ def _with_sinks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    joined_rows: JoinedRows | None,
+    packed_rows: PackedRows | None,
     sinks_H: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention with sinks, (B, H, T, D) → (B, T, H, D); joined rows one after the other."""
+    """Attention with sinks, (B, H, T, D) → (B, T, H, D); packed rows one after the other."""
     cached = query.shape[2] != key.shape[2]
     if options.get("dropout") or (cached and not module.training):
         return attention_by_scores(module, query, key, value, mask, s_aux=sinks_H, **options)
@@ -269,11 +269,11 @@ def _with_sinks(
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     flash = capability is not None and mask is None and takes_flash(query, capability)
     kernel = "cpu" if capability is None else "flash" if flash else "efficient"
-    lengths = (query.shape[2],) if joined_rows is None else joined_rows.lengths
+    lengths = (query.shape[2],) if packed_rows is None else packed_rows.lengths
     rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     scale = options.get("scaling")
     done = [sink_attention(q, k, v, mask, sinks_H, scale, kernel=kernel) for q, k, v in rows]
-    return done[0] if joined_rows is None else torch.cat(done, dim=1)
+    return done[0] if packed_rows is None else torch.cat(done, dim=1)
 
 
 def _eager_attention(
@@ -283,15 +283,15 @@ def _eager_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    joined_rows: JoinedRows | None = None,
+    packed_rows: PackedRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer with explicit scores; joined rows one after the other."""
-    if current.rows_are_joined:
-        current.got_rows.append(joined_rows is not None)
-    if joined_rows is None:
+    """Attention of one layer with explicit scores; packed rows one after the other."""
+    if current.rows_are_packed:
+        current.got_rows.append(packed_rows is not None)
+    if packed_rows is None:
         return attention_by_scores(module, query, key, value, attention_mask, **kwargs), None
-    rows = zip(*(tensor.split(joined_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    rows = zip(*(tensor.split(packed_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([attention_by_scores(module, q, k, v, None, **kwargs) for q, k, v in rows], dim=1), None
 
 
@@ -352,7 +352,7 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     window = kwargs.get("local_size")
     if current.parts > 1:
         kv_length, kwargs["q_length"] = kv_length * current.parts, kwargs["q_length"] * current.parts
-    if attention_mask is None and (current.rows_are_joined or window is None or kv_length < window):
+    if attention_mask is None and (current.rows_are_packed or window is None or kv_length < window):
         return None
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 

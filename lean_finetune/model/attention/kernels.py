@@ -13,14 +13,14 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-# Joined rows and divided rows in the forward pass of a decoder, and how they reach its attention.
+# Packed rows and divided rows in the forward pass of a decoder, and how they reach its attention.
 #
-# Shape legend: B rows (1 where they are joined), H query heads, T tokens, D head size, R joined rows.
+# Shape legend: B rows (1 where they are packed), H query heads, T tokens, D head size, R packed rows.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class JoinedRows:
-    """The rows of a joined sequence (1, T). Padding at its end counts as further rows."""
+class PackedRows:
+    """The rows of a packed sequence (1, T). Padding at its end counts as further rows."""
 
     lengths: tuple[int, ...]
     """Tokens of each row, in order; they sum to T."""
@@ -29,9 +29,9 @@ class JoinedRows:
     positions_BT: torch.Tensor
     """int64 of shape (1, T): each token's position in its row."""
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "JoinedRows":
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedRows":
         """The same rows with tensors on another device."""
-        return JoinedRows(
+        return PackedRows(
             lengths=self.lengths,
             offsets=self.offsets.to(device, non_blocking=non_blocking),
             positions_BT=self.positions_BT.to(device, non_blocking=non_blocking),
@@ -64,58 +64,58 @@ def key_copies(heads: int, key_heads: int, parts: int) -> int:
 class CurrentForward:
     """State of the running forward pass, for functions that transformers calls without our arguments."""
 
-    rows_are_joined: bool = False
+    rows_are_packed: bool = False
     parts: int = 1
     """Processes among which the tokens of each row are divided."""
     got_rows: list[bool] = field(default_factory=list)
-    """For each call of attention with joined or divided rows: whether it received them."""
+    """For each call of attention with packed rows or context parallelism: whether it received them."""
 
 
 current = CurrentForward()
 
 
 def rows_reached_attention() -> bool:
-    """Whether every call of attention in the last forward got the joined rows, or the exchange of divided ones."""
+    """Whether every call of attention in the last forward got the packed rows, or the exchange of divided ones."""
     return all(current.got_rows)
 
 
 @contextmanager
 def maskless_forward(
-    joined_rows: JoinedRows | None, positions_BT: torch.Tensor | None = None, exchange: TokenExchange | None = None
+    packed_rows: PackedRows | None, positions_BT: torch.Tensor | None = None, exchange: TokenExchange | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A context for a decoder's forward without a mask; yields the arguments for joined rows, and for divided ones.
+    """A context for a decoder's forward without a mask; yields the arguments for packed rows, and for divided ones.
 
     With an `exchange`, `positions_BT` belong to this process's tokens. Rows and exchange are arguments, so that
     recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of
-    ours, so global flags decide them. transformers would first search the positions for joined rows, and wait for the
+    ours, so global flags decide them. transformers would first search the positions for packed rows, and wait for the
     GPU to see whether there are any.
     """
-    current.rows_are_joined = joined_rows is not None
+    current.rows_are_packed = packed_rows is not None
     current.parts = 1 if exchange is None else exchange.parts
     current.got_rows.clear()
-    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_joined_rows
+    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_packed_rows
     try:
-        rows = {} if joined_rows is None else {"position_ids": joined_rows.positions_BT, "joined_rows": joined_rows}
+        rows = {} if packed_rows is None else {"position_ids": packed_rows.positions_BT, "packed_rows": packed_rows}
         yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
     finally:
         masking_utils.find_packed_sequence_indices = search
-        current.rows_are_joined, current.parts = False, 1
+        current.rows_are_packed, current.parts = False, 1
 
 
-def _no_joined_rows(position_ids: torch.Tensor) -> None:
-    """Replaces transformers' search for joined rows; finds none."""
+def _no_packed_rows(position_ids: torch.Tensor) -> None:
+    """Replaces transformers' search for packed rows; finds none."""
 
 
-# Kernels of attention: flash for joined rows, plain operations for all scores, and what a device supports.
+# Kernels of attention: flash for packed rows, plain operations for all scores, and what a device supports.
 #
-# Shape legend: B rows (1 where they are joined), H query heads, T tokens, D head size.
+# Shape legend: B rows (1 where they are packed), H query heads, T tokens, D head size.
 
 FLASH_CAPABILITY = (8, 0)
 FLASH_MAX_HEAD_SIZE = 256
 FLASH_HEAD_SIZE_MULTIPLE = 8
 CAUSAL_WINDOW = (-1, 0)
 """Argument of varlen_attn for causal attention."""
-# Versions of torch without all of these arguments compute joined rows one after the other.
+# Versions of torch without all of these arguments compute packed rows one after the other.
 VARLEN_READY = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -192,10 +192,10 @@ def attention_by_scores(
 
 
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, joined_rows: JoinedRows, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_rows: PackedRows, scale: float | None
 ) -> torch.Tensor:
     """Causal attention of each row to itself by one flash kernel, (1, H, T, D) → (1, T, H, D)."""
-    D, longest = query.shape[-1], max(joined_rows.lengths)
+    D, longest = query.shape[-1], max(packed_rows.lengths)
     # The kernel needs head sizes that are multiples of 8; the scale is still computed from the true head size.
     padding = -D % FLASH_HEAD_SIZE_MULTIPLE
     query_THD, key_THD, value_THD = (
@@ -205,8 +205,8 @@ def varlen_attention(
         query_THD,
         key_THD,
         value_THD,
-        joined_rows.offsets,
-        joined_rows.offsets,
+        packed_rows.offsets,
+        packed_rows.offsets,
         longest,
         longest,
         scale=D**-0.5 if scale is None else scale,

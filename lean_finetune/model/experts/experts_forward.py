@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextModel, Llama4TextMoe
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.experts.grouped_products import combine, dispatch, grouped_linear, packing_of
+from lean_finetune.model.experts.grouped_matmul import combine, dispatch, grouped_linear, packing_of
 
 # How evenly the tokens of a step are spread over the experts of a mixture.
 #
@@ -82,7 +82,7 @@ def expert_load(model: nn.Module, sum_over_ranks: Callable[[torch.Tensor], torch
 # Experts of a mixture: their forward pass with memory that does not depend on the routing.
 #
 # transformers stacks the experts of a layer in one parameter for each projection and calls a registered function. Ours
-# multiplies all rows of an expert together (see `grouped_products`), reads packed weights, and adds low-rank adapters
+# multiplies all rows of an expert together (see `grouped_matmul`), reads packed weights, and adds low-rank adapters
 # as products of rows, x A_e B_e, where peft would build the change of all experts' weights.
 #
 # Shape legend: T tokens, C experts chosen for a token, S = T × C rows, E experts, D hidden size.

@@ -16,7 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils import CONFIG_NAME
 
 from lean_finetune.core.atomic_files import read_json, write_json
-from lean_finetune.model.experts.grouped_products import INT8, INT8_LARGEST
+from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, give_back_memory, model_tensors
 from lean_finetune.pinning.model_source import INDEX
 

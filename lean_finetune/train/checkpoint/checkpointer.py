@@ -47,7 +47,7 @@ class CheckpointHooks:
         """Return the context of all steps; a stop or an error inside writes a last checkpoint."""
         return nullcontext()
 
-    def naming_kept(self, kind: type[UserError] = UserError) -> AbstractContextManager[None]:
+    def naming_last_checkpoint(self, kind: type[UserError] = UserError) -> AbstractContextManager[None]:
         """Return a context that adds to an error of this kind from which checkpoint the run can be resumed."""
         return nullcontext()
 
@@ -311,7 +311,7 @@ class Checkpointer(CheckpointHooks):
         return "no checkpoint was made: the same command starts at the first step"
 
     @contextmanager
-    def naming_kept(self, kind: type[UserError] = UserError) -> Iterator[None]:
+    def naming_last_checkpoint(self, kind: type[UserError] = UserError) -> Iterator[None]:
         """Add to an error of this kind inside from which checkpoint the run can be resumed."""
         try:
             yield

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.chat.control_tokens import Segment
-from lean_finetune.data.encode.joined_encoder import EncodedRows
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.encode.tokenizer_engine import load_engine
+from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import Conversation, SourceFormat
 from lean_finetune.data.format.row_formats import parse_row
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.data.encode.joined_encoder import EncodedRows, from_segments
 from lean_finetune.data.encode.row_tokenizer import Chunks, limit_lengths
+from lean_finetune.data.encode.whole_row_encoder import EncodedRows, from_segments
 
 
 def rows_of(*rows: list[tuple[int, bool]]) -> EncodedRows:

@@ -80,10 +80,10 @@ _BETWEEN = "\0"
 class ControlCheck:
     """Finds the tokens added to a vocabulary in texts, in one pass of a regular expression, and in ids."""
 
-    def __init__(self, tokenizer: Tokenizer, guard: Guard, vocab_size: int, *, is_joined: bool):
+    def __init__(self, tokenizer: Tokenizer, guard: Guard, vocab_size: int, *, is_whole: bool):
         """Check the tokens that the tokenizer finds in any text.
 
-        `guard` made the placeholders in texts. With `is_joined`, rows are encoded as one text, so their ids do not show
+        `guard` made the placeholders in texts. With `is_whole`, rows are encoded as one text, so their ids do not show
         where a boundary lies.
         """
         tokens = tokenizer.get_added_tokens_decoder()
@@ -98,13 +98,13 @@ class ControlCheck:
         self._find = re.compile(any_of(found) or r"(?!)").findall
         self._is_control = np.zeros(vocab_size, bool)
         self._is_control[list(found.values())] = True
-        self._guard, self._is_joined = guard, is_joined
+        self._guard, self._is_whole = guard, is_whole
 
     def faults(self, rows: Sequence[Sequence[Segment]], encoded: EncodedRows) -> dict[int, str]:
         """The first control token that differs, by row; empty where all ids have the control tokens of the text."""
         places = np.flatnonzero(self._is_control[encoded.ids])
         made = encoded.ids[places]
-        if not self._is_joined:
+        if not self._is_whole:
             # All rows at once, which is several times as fast as one by one.
             text = _BETWEEN.join(["".join([text for text, _ in row]) for row in rows])
             if LITERAL_START not in text and np.array_equal(made, self._ids_of(self._find(text))):
@@ -114,7 +114,7 @@ class ControlCheck:
         cut = {}
         for number, row in enumerate(rows):
             found = self._find(self._text(row))
-            if self._is_joined and len(found) > sum(len(self._find(self._text([segment]))) for segment in row):
+            if self._is_whole and len(found) > sum(len(self._find(self._text([segment]))) for segment in row):
                 cut[number] = self._cut_token(row)
             wanted += found
             ends.append(len(wanted))
@@ -169,7 +169,7 @@ TEXTS_PER_CALL = 128
 PROBE = "Hello  world: é 你好.\n\nEnd of it"
 
 
-class JoinedRowEncoder:
+class WholeRowEncoder:
     """Encodes each row as one text."""
 
     def __init__(self, tokenizer: Tokenizer, guard: Guard, directory: Path):
