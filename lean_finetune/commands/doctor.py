@@ -275,8 +275,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 """In the order of printing; those that import torch are last."""
 
 
-# The command `lean-finetune doctor`: what this machine can do, and why not.
-
 LABEL_WIDTH = 19
 
 

@@ -66,7 +66,7 @@ def _first_error(error: ValidationError) -> str:
         case "extra_forbidden":
             return f"{dotted}: unknown parameter; {_known_keys(keys)}"
         case "missing":
-            return f"{dotted}: parameter is missing; add it to params.yaml, which must have every parameter"
+            return f"{dotted}: parameter is missing; add it to the file, which must have every parameter"
         case "model_type" | "model_attributes_type":
             rule = "must be a section with its own keys"
         case _:

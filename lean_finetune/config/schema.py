@@ -89,7 +89,7 @@ def check_rules(params: "Params", rules: Iterable[Rule]) -> None:
             raise UserError(f"{rule.key}: {_ShortFormatter().format(message, **dict(params))}")
 
 
-# Schema of section `train` of params.yaml, and the rules between its parameters.
+# Section `train`, and the rules between its parameters.
 
 
 class Quant(Section):
@@ -353,9 +353,6 @@ TRAIN_RULES = [
     ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
 ]
-
-
-# Schema of params.yaml: types, units, limits and meaning. Sections `data` and `train` have their own modules.
 
 
 class Model(Section):

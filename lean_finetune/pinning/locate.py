@@ -48,7 +48,7 @@ def _with_commit(name: str, revision: str | None) -> str:
     return f"{name} at {revision}" if revision else name
 
 
-# Local paths of pinned files, and checks that they are unchanged. Its imports are light.
+# Local paths of pinned files, and checks that they are unchanged. This module imports nothing slow.
 
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"

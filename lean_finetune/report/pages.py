@@ -95,7 +95,7 @@ def _text(value: Any) -> str:
 
 # Write a template for `dvc plots show --html-template` that contains its scripts, so that plots are drawn offline.
 #
-# DVC's own template loads Vega from a content delivery network. Prints the names of the plots that have data.
+# DVC's own template loads Vega from a content delivery network.
 
 # DVC replaces {plot_divs}. The function keeps the bundle's names out of the page.
 PAGE = """<!DOCTYPE html>

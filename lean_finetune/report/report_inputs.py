@@ -56,8 +56,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
-# Read the inputs of the report: figures, curves and samples of the other stages.
-
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
 """Phases in the order in which they run; others follow by name."""
 

@@ -17,9 +17,7 @@ from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, 
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.step.token_rows import TokenRows
 
-# Turn planned rows into the tensors of one micro-batch.
-#
-# Shape legend: B rows of the micro-batch (1 if they are joined), T padded length in tokens, N supervised positions.
+# Shape legend: B rows of the micro-batch (1 if they are packed), T padded length in tokens, N supervised positions.
 
 IGNORED = -100
 """Target of a position without a loss; torch's cross-entropy skips this value."""

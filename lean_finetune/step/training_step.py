@@ -124,8 +124,6 @@ def refuse_in_backward(train: Train, micro_batches: Sequence[int] | np.ndarray) 
         )
 
 
-# The training step: train runs it on real tensors, and estimate on fake ones.
-
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named phase of the step: forward, backward, clip or optimizer."""
 
@@ -167,9 +165,10 @@ def training_step(
 
     Args (those that their types do not explain):
         batches: this process's micro-batches, read lazily: one is on the device at a time.
-        supervised_tokens: trained tokens of the step, over all processes.
+        supervised_tokens: tokens of the step that are predicted and trained, over all processes.
         foreach: compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA.
-        guard: gets a norm of 0 if `scaler` skips the update, and before updates in backward, after which it runs again.
+        guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
+            before backward with a norm of 0, and after it.
         micro_batches: how many `batches` has, needed with `parallel` alone.
     """
     parallel = DataParallelModel(model) if parallel is None else parallel
@@ -187,7 +186,7 @@ def training_step(
     )
     forget_rows(parallel.model)
     for batch in parallel.schedule(batches):
-        if batch is not None:
+        if batch is not None:  # None: the oldest loss runs backward.
             device_type = batch.input_ids_BT.device.type
             with phase("forward"), autocast(train, device_type), counting_rows(idle=batch.idle):
                 pending.append(parallel.run(partial(loss_of, batch=batch)))

@@ -188,7 +188,7 @@ class Trainer:
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         start = time.perf_counter()
-        result, micro_batches = self.oom_handler.step(step, stream, run.model, partial(self._forward_backward, run))
+        result, micro_batches = self.oom_handler.step(step, stream, run.model, partial(self._attempt_step, run))
         if job.world.size > 1:
             micro_batches = planned
         # Reading the scalars waits for the device, so the time covers the full step.
@@ -212,9 +212,7 @@ class Trainer:
             **dict(zip(EXPERT_COLUMNS, load, strict=False)),
         }
 
-    def _forward_backward(
-        self, run: TrainingRun, micro_batches: list[MicroBatch], batches: Iterator[Batch]
-    ) -> StepResult:
+    def _attempt_step(self, run: TrainingRun, micro_batches: list[MicroBatch], batches: Iterator[Batch]) -> StepResult:
         """Run forward and backward of all micro-batches, then the optimizer; restore random states on an error."""
         job, step = self.job, run.step
         planned = job.plan.steps[step]

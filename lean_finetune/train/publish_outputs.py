@@ -85,8 +85,6 @@ def _experts(model: nn.Module, last: Sequence[Row]) -> dict[str, Any]:
     return {"trained_expert_parameters": trained_in_experts(model), **load}
 
 
-# Write the outputs of stage train: the weights, then curves, model card and metrics.
-
 RESULTS = ("peak_gib_measured", "resumed", "tokens_per_second")
 """Figures in metrics/train.json, by which runs are compared. More would push the loss out of 120 columns."""
 

@@ -66,8 +66,6 @@ def from_segments(
     )
 
 
-# Encode a complete row, and compare its control tokens with those of its text.
-
 # Comparison of the control tokens in rows' texts with those in their ids.
 #
 # A row's text is encoded in segments, so a boundary inside a control token would make plain characters of it, and the

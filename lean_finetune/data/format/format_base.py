@@ -175,7 +175,7 @@ def parse_json(text: str, where: str) -> Any:
     try:
         value = json.loads(text) if _MAYBE_LARGE.search(text) else orjson.loads(text)
     except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
-        try:  # The standard parser accepts NaN and lone surrogates, which ControlTokenGuard replaces.
+        try:  # The standard parser accepts NaN and lone surrogates, which `Guard` replaces.
             value = json.loads(text)
         except (ValueError, RecursionError):
             raise RowFault(f"{where} must be JSON, got {show(text)}; change it") from None

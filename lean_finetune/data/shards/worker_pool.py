@@ -30,7 +30,7 @@ TokenizeBlocks = Callable[[Iterable[RowBlock]], Iterator[Result]]
 """Each block with its tokens, in the order of the blocks."""
 CHECK_SECONDS = 2.0
 """How often the pool is checked while a block is waited for."""
-# So that no worker waits for a block while the oldest one is slow.
+# More than one, so that no worker waits for a block while the oldest one is slow.
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
 # Threads that do not make a fork unsafe: jemalloc's, which pyarrow starts and which handles forks, and the one that
 # watches the parent process, which takes no lock.

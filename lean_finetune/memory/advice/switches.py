@@ -1,7 +1,7 @@
 """All memory switches.
 
-To add one: a parameter and its rules in `config/schema.py`, a `Switch` here (of activations and logits: in
-`activation_switches.py`; of several GPUs: in `parallel_switches.py`), and the code that acts on it. The table in
+To add one: a parameter and its rules in `config/schema.py`, a `Switch` here (of activations, logits and
+several GPUs: in `switch.py`), and the code that acts on it. The table in
 docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
 """
 

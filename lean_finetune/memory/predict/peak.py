@@ -41,8 +41,6 @@ from lean_finetune.memory.trace.memory_trace import (
     Peak,
 )
 
-# Predict the peak memory of a setting from traces of its training step.
-#
 # A model whose layers repeat is traced at three small depths and extrapolated; any other model is traced whole.
 
 

@@ -178,10 +178,8 @@ def disk_bytes(shapes: ModelShapes, setting: Setting) -> int:
     return sum(line.total_bytes(BLOCK_BYTES) for line in disk_lines(shapes, setting))
 
 
-# Memory of a GPU run's process outside of PyTorch's allocator: CUDA context, libraries, and RAM of the host.
-#
-# None of this can be traced. Every figure says whether it was measured, and on what, or assumed. Assumed figures have
-# a margin, which is reported beside them and never added to them.
+# The process: CUDA context, libraries, RAM of the host. None of this can be traced. Every figure says whether it was
+# measured, and on what, or assumed. Assumed figures have a margin, which is reported beside them and never added.
 
 IMPORTS_BYTES = 426 * MIB
 """RAM of a process after the imports of stage train, measured with PyTorch 2.13 for CPUs."""

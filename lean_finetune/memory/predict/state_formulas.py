@@ -282,7 +282,7 @@ def state_lines(
 ) -> tuple[Line, ...]:
     """What the device's allocator holds at the end of backward, without activations; lines without tensors left out.
 
-    Paged optimizer state is in `paged_lines`, what train.offload moves is in `offloaded_states`. `trained` are the
+    Paged optimizer state is in `paged_lines`, what train.offload moves is in `process_memory.py`. `trained` are the
     trained tensors that count; None = all.
     """
     train, masters = setting.train, setting.train.master_weights

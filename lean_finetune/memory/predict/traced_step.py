@@ -84,7 +84,7 @@ class Setting:
         frees = self.train.master_weights or self.train.offload != "none"
         if self.sharing is None or self.sharing.spec.mode != "zero1" or not frees:
             return None
-        return "zero1's update gives up the gradients of what it owns one by one"
+        return "zero1's update frees the gradients of its own shard one by one"
 
     def for_fewer_layers(self, config: PretrainedConfig) -> "Setting":
         """The setting for traces of this model with fewer layers than `config` has.

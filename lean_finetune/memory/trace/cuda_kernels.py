@@ -141,7 +141,7 @@ def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
     return sum(each.numel() * common.itemsize for each in tensors)
 
 
-# Memory behaviour of the target device that fake CPU tensors do not show: kernels, workspaces, block sizes.
+# CUDA.
 #
 # Shape legend: B rows, H query heads, G key/value heads, T tokens, D head size; a linear weight is N × K.
 # Sources: PyTorch's aten/src/ATen/native/transformers/cuda and native/cuda, bitsandbytes' backends/cuda/ops.py.

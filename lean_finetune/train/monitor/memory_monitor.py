@@ -20,7 +20,7 @@ from lean_finetune.core.process_status import STATUS, process_status
 from lean_finetune.distributed.processes import World
 from lean_finetune.train.monitor.measured_peak import Meter
 
-# Read the memory in use from existing counters: cheap enough for every phase of every step.
+# Counters of the memory in use: cheap enough for every phase of every step.
 #
 # On CUDA the caching allocator counts. On a CPU PyTorch has no counters, but glibc's malloc does: `mallinfo2` (7
 # microseconds after a model was loaded). It counts the process, Python and NumPy included, without mapped files.
@@ -166,7 +166,7 @@ def host_peak() -> Iterator[HostPeak]:
     found.added_bytes = after["VmHWM"] - before["VmRSS"]
 
 
-# Record the history of CUDA's allocator during training, and write it (run.memory_snapshot).
+# The history of CUDA's allocator during training (run.memory_snapshot).
 #
 # `lean-finetune snapshot FILE` explains the file. Not measured on a GPU: the tests replace the two functions of
 # PyTorch that record and read the history.
@@ -245,8 +245,6 @@ def _obstacle(device: torch.device) -> str | None:
     backend = torch.cuda.get_allocator_backend()
     return None if backend == "native" else f"this run uses {backend}"
 
-
-# Record memory during a run: after every phase, and as columns of the curves after every step.
 
 MEMORY_COLUMNS = (
     "allocated_bytes",
