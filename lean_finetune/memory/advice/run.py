@@ -404,6 +404,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     refuse_other_tokens(plan, lengths)
     config = read_config(config_directory(read_json(model_lock)))
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
+    declared_part(p.hardware)  # Counts as read on every device; on a GPU the host's RAM and disk matter too.
     run = Run(
         params=p,
         device=device,
