@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,20 +33,17 @@ def write_kills(root: Path, count: int) -> None:
     write(root, "job/step", memory__events=f"oom_kill {count}\n")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A file system with a group in which the kernel has ended one process, and a number of the machine's start."""
-    root = member(tmp_path / "root", GROUP_V2)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in step 41: its directory `running`, and its file system `root`.
+
+    `root` has a group in which the kernel has ended one process, and a number of the machine's start.
+    """
+    parent = tmp_path_factory.mktemp("killed")
+    root, directory = member(parent / "root", GROUP_V2), parent / "running"
     write_kills(root, 1)
     (root / "proc/sys/kernel/random").mkdir(parents=True)
     (root / "proc/sys/kernel/random/boot_id").write_text("first\n")
-    return root
-
-
-@pytest.fixture
-def killed_run(tmp_path: Path, root: Path) -> Path:
-    """The directory that a run left when it was killed in step 41."""
-    directory = tmp_path / "running"
     command = [sys.executable, "-c", ENDLESS, str(directory), str(root)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
@@ -54,7 +52,19 @@ def killed_run(tmp_path: Path, root: Path) -> Path:
             assert report(directory, root) == [], "it still runs"
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-    return directory
+    return parent
+
+
+@pytest.fixture
+def root(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the killed run's file system."""
+    return shutil.copytree(killed / "root", tmp_path / "root")
+
+
+@pytest.fixture
+def killed_run(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the directory that the killed run left."""
+    return shutil.copytree(killed / "running", tmp_path / "running")
 
 
 def report(directory: Path, root: Path) -> list[str]:
