@@ -15,7 +15,7 @@ INTRODUCTION = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").partiti
 NAMES = re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`[^|]*) \|", INTRODUCTION, re.MULTILINE)))
 NOT_RUN = {
     "pipeline": "test_pipeline.py runs it on a small pipeline",
-    "estimate": "minutes; test_estimate.py and tests/memory/test_families.py check its rows",
+    "estimate": "minutes; test_estimate.py and tests/memory/predict/test_families.py check its rows",
     "train": "minutes: its smallest form trains with transformers' Trainer too",
     "cuda_traces": "test_cuda_traces.py runs it on recordings",
     "cuda_ops": "test_cuda_ops.py runs it on recordings",

@@ -10,7 +10,7 @@ from benchmarks import templates
 from benchmarks.template_reading import fault_of, read_row, renderings_of
 from benchmarks.template_rows import synthetic_rows
 from lean_finetune.core.errors import UserError
-from tests.data.tokens.families import ASK, TURNS
+from tests.data.families import ASK, TURNS
 
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

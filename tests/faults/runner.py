@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from tests.data.tokens.small_blocks import make_blocks_small
+from tests.data.small_blocks import make_blocks_small
 from tests.processes import run_bounded
 
 IMPORTED_LATE = {

@@ -40,7 +40,7 @@ def test_weights_are_those_that_transformers_loads(family: str, tmp_path: Path):
         how = quantisation(spec)
         ours = load_base(tmp_path, spec, CPU)
         if how is not None and has_experts(ours):
-            continue  # transformers does not quantise experts; tests/model/test_experts.py has ours.
+            continue  # transformers does not quantise experts; tests/model/experts/test_experts.py has ours.
         theirs = AutoModelForCausalLM.from_pretrained(
             tmp_path, config=read_config(tmp_path), dtype=base_dtype(spec), quantization_config=how
         )

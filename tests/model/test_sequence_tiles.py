@@ -1,6 +1,6 @@
 """MLPs and norms in tiles along the sequence: which modules, how many tokens, and what is refused.
 
-Losses and memory: tests/train/test_switches.py and tests/memory/test_measured.py.
+Losses and memory: tests/train/test_switches.py and tests/memory/predict/test_measured.py.
 """
 
 from typing import Any

@@ -165,7 +165,7 @@ WITHOUT_ROW = {
     ),
     **dict.fromkeys(("heldout_every_steps", "heldout_rows"), "what is looked at: tests/train/test_loop.py"),
     "lora": "what is learnt: tests/model/test_adapters.py",
-    **dict.fromkeys(("router", "router_aux_loss"), "what is learnt, of mixtures: tests/model/test_experts.py"),
+    **dict.fromkeys(("router", "router_aux_loss"), "what is learnt, of mixtures: tests/model/experts/test_experts.py"),
     "merge": "after training: tests/model/test_adapters.py",
 }
 """Keys of `train` that the table leaves out, and why."""
