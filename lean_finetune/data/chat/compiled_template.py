@@ -109,6 +109,9 @@ def product_size(operator: str, left: Any, right: Any) -> float:
 REFUSAL_CHARACTERS = 200
 LARGEST_SOURCE = 1 << 20
 """Characters of a template. The largest published ones have 50,000."""
+DEEPEST_NESTING = 100
+"""Blocks inside each other, Python's limit for the code that Jinja makes of them."""
+_BLOCKS = frozenset(("if", "for", "macro", "call", "filter", "block", "generation"))
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -176,6 +179,9 @@ class CompiledTemplate:
             raise UserError(f"{name} has {len(source)} characters; it may have {LARGEST_SOURCE}; shorten it")
         _check_text((source, *special_tokens.values()), name)
         try:
+            # Before Jinja's parser runs into Python's recursion limit, where other packages' hooks print errors too.
+            if _nesting(environment, source) > DEEPEST_NESTING:
+                raise UserError(f"{name} nests more than {DEEPEST_NESTING} blocks; simplify it")
             with work_limits():  # Jinja computes constant expressions when it compiles them.
                 tree = environment.parse(source)
                 _check_text((node.value for node in tree.find_all(nodes.Const)), name)
@@ -272,6 +278,18 @@ def _check_text(texts: Iterable[Any], name: str) -> None:
     """Refuse characters that a template and its special tokens must not write: our marks, and lone surrogates."""
     if any(isinstance(text, str) and NOT_OF_TEMPLATES.search(text) for text in texts):
         raise UserError(f"{name} {WRITES_MARKS}; remove them")
+
+
+def _nesting(environment: _Environment, source: str) -> int:
+    """The most blocks inside each other."""
+    depth = deepest = 0
+    opened = False
+    for _, kind, word in environment.lex(source):
+        if opened and kind == "name":
+            depth += (word in _BLOCKS) - (word.removeprefix("end") in _BLOCKS and word.startswith("end"))
+            deepest = max(deepest, depth)
+        opened = kind == "block_begin" or (opened and kind == "whitespace")
+    return deepest
 
 
 def _captures(tree: nodes.Template) -> bool:
