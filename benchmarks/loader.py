@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
-from lean_finetune.data.shards.merge_shards import INDEX_OPTIONS
+from lean_finetune.data.shards.shard_files import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import read_index, run_steps

@@ -24,7 +24,7 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.merge.merge_adapters import refuse_merge
+from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_packed_rows
 from lean_finetune.step.loss import check_head, check_packed_rows
 

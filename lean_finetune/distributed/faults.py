@@ -25,8 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
-from lean_finetune.core.parent_death import LAUNCHER
-from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
+from lean_finetune.core.signals import FIRST_OF_SIGNALS, LAUNCHER, Interrupted
 from lean_finetune.distributed.processes import World, attempt
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -31,8 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
-from lean_finetune.core.parent_death import LAUNCHER
-from lean_finetune.core.signals import FIRST_OF_SIGNALS, Interrupted
+from lean_finetune.core.signals import FIRST_OF_SIGNALS, LAUNCHER, Interrupted
 from lean_finetune.distributed.faults import (
     ERROR_FILE,
     Ending,

@@ -21,7 +21,7 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.merge.merge_adapters import MERGED
+from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
@@ -55,7 +55,7 @@ class ModelOutputs:
     answers: list[list[int]]
     """Generated tokens for each of `EvaluationRows.prompts`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What `HarnessTasks.score` returns."""
+    """What `score_tasks` returns."""
 
 
 def evaluate_models(
@@ -91,7 +91,7 @@ def evaluate_models(
                     f"{loss_rows[int(np.isfinite(losses).argmin())]}; check the training curves, or train in another "
                     "precision"
                 )
-            scores = {} if tasks is None else tasks.score(model, stops)
+            scores = {} if tasks is None else _scores(tasks, model, stops)
             outputs[name] = ModelOutputs(row_losses=losses, answers=answers, tasks=scores)
             del model  # Free it before the next one is loaded.
     except Exception as error:
@@ -104,6 +104,12 @@ def evaluate_models(
             "lower them, or free memory"
         ) from None
     return outputs
+
+
+def _scores(tasks: HarnessTasks, model: nn.Module, stops: list[int]) -> dict[str, dict[str, Any]]:
+    from lean_finetune.evaluate.harness_model import score_tasks  # Here: needs a package that may not be installed.
+
+    return score_tasks(tasks, model, stops)
 
 
 def _models(

@@ -1,9 +1,11 @@
 """A model as lm-evaluation-harness calls it. Imported only if there are tasks: it needs the package `lm_eval`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
@@ -14,11 +16,9 @@ from torch import nn
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums
+from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import trained_logits
-
-if TYPE_CHECKING:
-    from lean_finetune.evaluate.harness_tasks import HarnessTasks
 
 
 def losses_and_misses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):
     The harness's own model would compute the logits of all tokens of a batch at once.
     """
 
-    def __init__(self, model: nn.Module, tasks: "HarnessTasks", stops: Sequence[int]):
+    def __init__(self, model: nn.Module, tasks: HarnessTasks, stops: Sequence[int]):
         """`stops` are tokens that end an answer."""
         super().__init__()
         self._model, self._tasks, self._stops = model, tasks, stops
@@ -157,3 +157,37 @@ class HarnessModel(TemplateLM):
             device=tasks.device,
         )
         return [tasks.tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+def score_tasks(tasks: HarnessTasks, model: nn.Module, stops: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Return version, shots, rows, chat_template and metrics of each task; `stops` are tokens that end an answer.
+
+    Raises UserError if the data of a task cannot be loaded, or an answer is longer than the limits allow.
+    """
+    try:
+        found = lm_eval.simple_evaluate(
+            model=HarnessModel(model, tasks, stops),
+            tasks=list(tasks.tasks),
+            task_manager=tasks.manager,
+            limit=tasks.rows,
+            log_samples=False,
+            apply_chat_template=tasks.template is not None,
+            fewshot_as_multiturn=tasks.template is not None,
+        )
+    except (OSError, ValueError, LookupError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"evaluate.tasks: the harness cannot run them: {reason}; correct or remove the task") from error
+    return {
+        name: {
+            "version": found["versions"].get(name),
+            "shots": found["n-shot"].get(name),
+            "rows": found["n-samples"].get(name, {}).get("effective"),
+            "chat_template": tasks.template is not None,
+            "metrics": {metric: value for metric, value in metrics.items() if _is_number(value)},
+        }
+        for name, metrics in found["results"].items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

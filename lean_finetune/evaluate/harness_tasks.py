@@ -1,6 +1,5 @@
 """Tasks of lm-evaluation-harness (the package `lm_eval`), computed within the limits of the evaluation."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
@@ -40,41 +38,6 @@ class HarnessTasks:
     pad_id: int
     eos_id: int
     device: torch.device
-
-    def score(self, model: nn.Module, stops: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Return version, shots, rows, chat_template and metrics of each task; `stops` are tokens that end an answer.
-
-        Raises UserError if the data of a task cannot be loaded, or an answer is longer than the limits allow.
-        """
-        import lm_eval
-
-        from lean_finetune.evaluate.harness_model import HarnessModel
-
-        try:
-            found = lm_eval.simple_evaluate(
-                model=HarnessModel(model, self, stops),
-                tasks=list(self.tasks),
-                task_manager=self.manager,
-                limit=self.rows,
-                log_samples=False,
-                apply_chat_template=self.template is not None,
-                fewshot_as_multiturn=self.template is not None,
-            )
-        except (OSError, ValueError, LookupError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"evaluate.tasks: the harness cannot run them: {reason}; correct or remove the task"
-            ) from error
-        return {
-            name: {
-                "version": found["versions"].get(name),
-                "shots": found["n-shot"].get(name),
-                "rows": found["n-samples"].get(name, {}).get("effective"),
-                "chat_template": self.template is not None,
-                "metrics": {metric: value for metric, value in metrics.items() if _is_number(value)},
-            }
-            for name, metrics in found["results"].items()
-        }
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
@@ -107,14 +70,10 @@ def load_tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
 
 
 def task_figures(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return figures by task from `HarnessTasks.score` by model; empty without tasks."""
+    """Return figures by task from `score_tasks` by model; empty without tasks."""
     figures: dict[str, Any] = {}
     for model, tasks in scores.items():
         for task, found in tasks.items():
             shared = {name: value for name, value in found.items() if name != "metrics"}
             figures.setdefault(task, shared)[model] = dict(found["metrics"])
     return {"tasks": figures, "lm_eval_version": version("lm_eval")} if figures else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -24,7 +24,7 @@ from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
 from lean_finetune.memory.predict.traced_step import longest_row
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.merge.merge_adapters import refuse_merge
+from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, ModelFault, model_directory, verify_files
 from lean_finetune.plan.batch_plan import Plan, read_plan

@@ -22,7 +22,7 @@ from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.empty_model import stored_left_out
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
 from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, write_loaded
-from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions

@@ -139,7 +139,7 @@ MODELS: dict[str, tuple[Change, str]] = {
     "template a directory": (without(TEMPLATE, lambda d: (d / TEMPLATE).mkdir()), f"{TEMPLATE} is not UTF-8 text"),
     "template recurses": (content(TEMPLATE, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"), "recurses without end"),
     "template of a gigabyte": (content(TEMPLATE, "{{ 'x' * 10**9 }}"), "too much memory"),
-    "template nested": (content(TEMPLATE, "{% if 1 %}" * 500 + "{% endif %}" * 500), f"{TEMPLATE} nests more than 100 blocks"),
+    "template nested": (content(TEMPLATE, "{% if 1 %}" * 500 + "{% endif %}" * 500), f"{TEMPLATE} nests more than"),
     "template writes marks": (content(TEMPLATE, "\ufdd29\ufdd3{{ messages[0].content }}"), "U+FDD0 to U+FDD3"),
     "template writes surrogates": (content(TEMPLATE, "{{ '\\ud800' }}"), "lone surrogates"),
     "weights cut short": (cut(BASE, 10), f"{BASE} is damaged"),

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.file_locks import locked_directory
-from lean_finetune.core.parent_death import LAUNCHER
+from lean_finetune.core.signals import LAUNCHER
 from lean_finetune.distributed.faults import (
     ERROR_FILE,
     ConnectionLost,

@@ -22,6 +22,8 @@ from tests.evaluate.conftest import CPU, EOS, PAD, TOKENIZER_FILES, save_random_
 from tests.workspace import error, invoke, lay_out
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+from lean_finetune.evaluate.harness_model import score_tasks  # noqa: E402 -- it needs lm_eval
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Of the harness.
 
 LIMITS = EvaluationLimits(max_tokens=128, logits_chunk=7, max_new_tokens=4, generate_batch_rows=3)
@@ -94,7 +96,7 @@ def test_scores_are_those_of_the_harness_with_its_own_model(base_dir: Path, task
     """Another split into batches or chunks, a shifted target or another chat template would give other scores."""
     model = load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
     names = list(task_files.values())
-    ours = tasks_of(names, base_dir, chat=chat).score(model, [EOS])
+    ours = score_tasks(tasks_of(names, base_dir, chat=chat), model, [EOS])
     from lm_eval.models.huggingface import HFLM
 
     plain = AutoModelForCausalLM.from_pretrained(base_dir)
@@ -134,7 +136,7 @@ def test_no_batch_is_larger_than_the_limits(base_dir: Path, task_files, monkeypa
 
     monkeypatch.setattr(loss, "head_logits", counted)
     limits = replace(LIMITS, max_tokens=40)
-    found = tasks_of(list(task_files.values()), base_dir, limits, rows=4).score(model, [EOS])
+    found = score_tasks(tasks_of(list(task_files.values()), base_dir, limits, rows=4), model, [EOS])
     assert found["local_choice"]["rows"] == 4
     assert max(tokens) <= 40 and max(logits) <= LIMITS.logits_chunk and len(tokens) > 10
 
@@ -170,7 +172,7 @@ def test_answers_longer_than_a_batch_are_refused(base_dir: Path, task_files):
     model = load_base(base_dir, spec_of("full"), CPU, "sdpa").eval()
     tasks = tasks_of([task_files["local_answer"]], base_dir, replace(LIMITS, max_tokens=6))
     with pytest.raises(UserError, match=r"^evaluate\.max_tokens: a task answers in up to 6 tokens"):
-        tasks.score(model, [EOS])
+        score_tasks(tasks, model, [EOS])
 
 
 def test_a_missing_file_is_refused():

@@ -12,7 +12,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model
-from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.step.batches import collate
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.evaluation_limits import EvaluationLimits

@@ -15,7 +15,7 @@ from lean_finetune.core.atomic_files import write_json
 from lean_finetune.evaluate import evaluate_run
 from lean_finetune.evaluate.base_and_tuned import ModelOutputs, evaluate_metrics, evaluate_models
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main

@@ -19,7 +19,7 @@ from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLay
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
-from lean_finetune.model.merge.merge_adapters import MERGED, write_merged
+from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype, resolved
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation

@@ -24,7 +24,7 @@ from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.grouped_matmul import packing_of
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model
-from lean_finetune.model.merge.merge_adapters import MERGED, refuse_merge
+from lean_finetune.model.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, check_head, check_packed_rows, decoder_hidden, head_logits

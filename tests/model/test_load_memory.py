@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from benchmarks.estimate_cpu import FAMILIES, SMALL, make_code_books, save_small
-from lean_finetune.core.process_status import process_status
+from lean_finetune.core.memory_limits import process_status
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config

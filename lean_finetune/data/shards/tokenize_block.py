@@ -26,7 +26,7 @@ from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
-from lean_finetune.data.shards.block_tokens import (
+from lean_finetune.data.shards.shard_files import (
     BlockTokens,
     Reject,
     SideTokens,

@@ -17,12 +17,11 @@ from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from lean_finetune.core import parent_death
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.signals import ENDINGS
+from lean_finetune.core.signals import ENDINGS, PARENT_ENDED, PARENT_WATCH
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.read.worker_memory import prepare_fork, return_freed_memory
-from lean_finetune.data.shards.block_tokens import BlockTokens
+from lean_finetune.data.shards.shard_files import BlockTokens
 
 Tokenize = Callable[[RowBlock], BlockTokens]
 Result = tuple[RowBlock, BlockTokens]
@@ -34,7 +33,7 @@ CHECK_SECONDS = 2.0
 BLOCKS_IN_FLIGHT_PER_WORKER = 2
 # Threads that do not make a fork unsafe: jemalloc's, which pyarrow starts and which handles forks, and the one that
 # watches the parent process, which takes no lock.
-FORK_SAFE_THREADS = {"jemalloc_bg_thd", parent_death.THREAD}
+FORK_SAFE_THREADS = {"jemalloc_bg_thd", PARENT_WATCH}
 
 _worker = threading.local()
 
@@ -166,7 +165,7 @@ def _start_process(make: Callable[[], Tokenize]) -> None:
     """Initialize a worker process: it ignores Ctrl-C, which its parent handles, and ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(parent_death.PARENT_ENDED, signal.SIG_DFL)
+    signal.signal(PARENT_ENDED, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     return_freed_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -26,7 +26,7 @@ from lean_finetune.model.experts.experts_forward import (
 )
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
-from lean_finetune.model.merge.merge_adapters import stored_by_expert
+from lean_finetune.model.merge_adapters import stored_by_expert
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 

@@ -15,8 +15,7 @@ from cuda_memory.growth import RETRIES
 from lean_finetune.config.field_types import MemorySnapshot
 from lean_finetune.core.atomic_files import atomic_path
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.memory_limits import free_host_bytes, host_limit_bytes
-from lean_finetune.core.process_status import STATUS, process_status
+from lean_finetune.core.memory_limits import STATUS, free_host_bytes, host_limit_bytes, process_status
 from lean_finetune.distributed.processes import World
 from lean_finetune.train.monitor.measured_peak import Meter
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lean_finetune.core.errors import DoesNotFit
-from lean_finetune.core.process_status import STATUS, process_status
+from lean_finetune.core.memory_limits import STATUS, process_status
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.batches import Batch, TokenPart, load, own_micro_batches

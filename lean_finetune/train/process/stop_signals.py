@@ -21,8 +21,7 @@ from cuda_memory.units import readable_size
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
-from lean_finetune.core.parent_death import PARENT_ENDED
-from lean_finetune.core.signals import Interrupted
+from lean_finetune.core.signals import PARENT_ENDED, Interrupted
 from lean_finetune.train.oom.oom_handler import RunPosition
 
 WRITE_ERRORS = (OSError, ValueError)

@@ -16,7 +16,7 @@ import numpy as np
 import lean_finetune.data.shards.tokenize_block
 from lean_finetune.data.read.source_blocks import RowBlock
 from lean_finetune.data.read.decode_rows import decode
-from lean_finetune.data.shards.block_tokens import digests, record_batch, token_schema
+from lean_finetune.data.shards.shard_files import digests, record_batch, token_schema
 from lean_finetune.data.encode.row_tokenizer import limit_lengths
 from lean_finetune.data.encode.row_tokenizer import EncodedRows
 row = EncodedRows(ids=np.arange(4, dtype=np.int32), offsets=np.array([0, 4]), span_rows=np.array([0]),

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lean_finetune.data.shards.merge_shards import merge
-from lean_finetune.data.shards.publish_tokens import write_histogram
+from lean_finetune.data.shards.shard_files import merge
+from lean_finetune.data.shards.tokenize_run import write_histogram
 from tests.data.common import read_tokens
 from tests.data.shards.test_shard_files import BLOCKS, make
 from tests.data.standin import text_blocks, tokenize_bytes

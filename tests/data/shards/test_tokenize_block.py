@@ -14,7 +14,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import THINK_TAGS
 from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.read.row_block import RowBlock
-from lean_finetune.data.shards.block_tokens import BlockTokens, token_schema
+from lean_finetune.data.shards.shard_files import BlockTokens, token_schema
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from tests.data.built import byte_level, save, sentencepiece
 from tests.data.common import ANSWER, DATE, USER, chat_row, decoder, spans_of

@@ -11,7 +11,7 @@ import torch
 
 from cuda_memory.growth import CONFIDENCE, classify
 from cuda_memory.units import MIB
-from lean_finetune.core.process_status import STATUS
+from lean_finetune.core.memory_limits import STATUS
 from lean_finetune.train.callbacks.callback import Callback, Row
 from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
 from lean_finetune.train.job import TrainJob, TrainResult
