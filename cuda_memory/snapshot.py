@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cuda_memory.command import OneLineCommand
-from cuda_memory.errors import UsageFault, UserError, escaped
+from cuda_memory.errors import OneLineCommand, UsageFault, UserError, escaped
 from cuda_memory.gpus import Device, gpu_names, named_gpu
 
 if TYPE_CHECKING:

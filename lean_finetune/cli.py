@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from cuda_memory.command import one_line_usage_errors
+from cuda_memory.errors import one_line_usage_errors
 from cuda_memory.snapshot import snapshot
 from lean_finetune.commands.chat import chat
 from lean_finetune.commands.doctor import doctor

@@ -10,7 +10,7 @@ import click
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress import progress_bar
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
 from lean_finetune.plan.optimizer_steps import read_index

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.errors import exit_on_signal
-from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.core.stage_command import StageCommand, exit_on_signal
 
 PATH = click.Path(path_type=Path)
 

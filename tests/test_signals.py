@@ -60,7 +60,7 @@ def test_a_signal_ends_the_process_in_the_right_way(code, status, message):
 
 
 DURING_IMPORTS = """
-from lean_finetune.core.errors import exit_on_signal
+from lean_finetune.core.stage_command import exit_on_signal
 
 with signals.raised(), exit_on_signal():
     try:

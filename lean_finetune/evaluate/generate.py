@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from lean_finetune.config.schema import BaseWeights
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress import progress_bar
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, Row, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits

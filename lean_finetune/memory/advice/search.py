@@ -16,7 +16,7 @@ from typing import Any
 
 from cuda_memory.units import GIB
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs

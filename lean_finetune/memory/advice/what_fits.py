@@ -9,7 +9,7 @@ from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB
 from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
 from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.step_cost import Costs

@@ -14,7 +14,7 @@ from cuda_memory.growth import OWN, RESIDENT, Cause, classify
 from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.core.atomic_files import write_csv
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.core.progress_bar import LOG_SECONDS, progress_bar
+from lean_finetune.core.progress import LOG_SECONDS, progress_bar
 from lean_finetune.train.callbacks.callback import Callback, Row, RunInfo, Tracker, curve_columns
 from lean_finetune.train.callbacks.trackers import TRACKERS
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line

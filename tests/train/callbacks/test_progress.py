@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_memory.units import GIB
-from lean_finetune.core.progress_bar import progress_bar
+from lean_finetune.core.progress import progress_bar
 from lean_finetune.train.callbacks.callback import RunInfo
 from lean_finetune.train.callbacks.run_callbacks import WINDOW, ProgressBar, SlowSteps
 from lean_finetune.train.monitor.memory_monitor import Counters
