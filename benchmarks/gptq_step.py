@@ -20,7 +20,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, OPTIMIZER, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.step.run_optimizer import trained_parameters
+from lean_finetune.step.data_parallel import named_trained
 
 GROUP, PACKED = 128, 8
 """Rows of a weight that share scales; 4-bit values in an int32."""
@@ -77,7 +77,7 @@ def trace_gptq(config: PretrainedConfig, spec: Train, shapes: Sequence[tuple[int
             if hasattr(module, "lora_A"):
                 base: Any = module.base_layer
                 module.base_layer = GptqLinear(base.in_features, base.out_features, bias=base.bias is not None)
-        trained = trained_parameters(model)
+        trained = [parameter for _, parameter in named_trained(model)]
         for parameter in trained:
             parameter.data = parameter.data.half()
         model.config.use_cache = False  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.run_optimizer import trained_parameters
+from lean_finetune.step.data_parallel import named_trained
 
 CPU = torch.device("cpu")
 EAGER = "variant_eager"
@@ -130,7 +130,7 @@ def replayed(traced: Traced, *, emptied_after: Sequence[int] = ()) -> Replayed:
 
 def _run(trace: MemoryTrace, model: nn.Module, variant: Variant, shapes: Sequence[tuple[int, int]]) -> list[int]:
     """Run the steps and return the number of events until the end of each."""
-    trained = trained_parameters(model)
+    trained = [parameter for _, parameter in named_trained(model)]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=not variant.foreach_update, foreach=variant.foreach_update)
     outputs: Any = None
     ends = []

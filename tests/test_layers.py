@@ -14,7 +14,7 @@ core config pinning
 data/read data/format data/chat data/encode data/shards
 plan model/attention model/experts model/files model step/offload step distributed
 memory memory/trace memory/predict memory/advice
-train/monitor train/oom train/process train/checkpoint train/callbacks train
+train/monitor train/process train/checkpoint train/callbacks train
 evaluate report commands/tuned commands/convert commands
 """.split()
 MOST_MODULES = 15

@@ -21,7 +21,7 @@ from cuda_memory.gpus import Device
 from lean_finetune.train.monitor.measured_peak import CudaMeter
 
 GPU_TESTS = (
-    "tests/train/oom/test_oom_handler.py",
+    "tests/train/monitor/test_oom_handler.py",
     "tests/model/test_allocator_settings.py",
     "tests/train/monitor/test_measured_peak.py",
     "tests/train/monitor/test_memory_monitor.py",

@@ -4,7 +4,6 @@ A limit applies to a group and all groups inside it, so every directory from the
 Old hosts and some clusters use version 1, where a container may see its own group only at the root.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,19 +97,3 @@ def _fields(file: Path) -> dict[str, int]:
     """The fields of a file with lines of a name and a number."""
     pairs = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {name: int(value) for name, value in pairs}
-
-
-# Linux's memory counters of this process (/proc/self/status).
-
-STATUS = Path("/proc/self/status")
-LINES = re.compile(rb"^((?:Vm|Rss)\w+):\s+(\d+) kB$", re.MULTILINE)
-KIB = 2**10
-
-
-def process_status() -> dict[str, int]:
-    """Bytes by counter (`VmRSS`, `RssFile`). Some kernels lack some of them.
-
-    Raises FileNotFoundError if this is not Linux.
-    """
-    with open(STATUS, "rb", buffering=0) as file:
-        return {name.decode(): int(kib) * KIB for name, kib in LINES.findall(file.read())}

@@ -25,7 +25,7 @@ from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.train.oom.oom_handler import is_out_of_memory
+from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 
 MODELS = ("base", "tuned")
 

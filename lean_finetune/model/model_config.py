@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +13,6 @@ from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.pinning.config_file import read_config_json
-
-LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names of the soft cap of logits: Gemma 2, RecurrentGemma, xLSTM."""
-LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
-"""Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
-LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-"""Names of what a family divides its logits by: Granite and MiniCPM-3, Inkling."""
-MULTIPLIES = {"hyperclovax"}
-"""Families that multiply by a divisor of this name."""
 
 OWN_ATTENTION = {"falcon"}
 """Families that support transformers' own attention functions alone, by name."""
@@ -184,32 +174,6 @@ def layer_settings(config: PretrainedConfig, name: str) -> list[Any]:
     if getattr(text, "is_heterogeneous", False):
         each = list(text.per_layer_config)
     return [getattr(layer, name, None) for layer in each]
-
-
-def logit_factor(config: PretrainedConfig) -> float:
-    """What a model multiplies the head's output by; 1 for most."""
-    text = config.get_text_config()
-    multiplied, divided = (
-        prod(float(_declared(text, name) or 1.0) for name in names) for names in (LOGIT_FACTORS, LOGIT_DIVISORS)
-    )
-    return multiplied * divided if text.model_type in MULTIPLIES else multiplied / divided
-
-
-def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
-    """The tokens whose logits a model returns, where its head is padded to more (Inkling); None for most."""
-    size: int | None = _declared(config.get_text_config(), "unpadded_vocab_size")
-    return size
-
-
-def _declared(config: PretrainedConfig, name: str) -> Any:
-    """A value that the family's config class declares; None for a key of config.json that its code does not read."""
-    return getattr(config, name, None) if hasattr(type(config), name) else None
-
-
-def logit_cap(config: PretrainedConfig) -> float | None:
-    """The soft cap of a model's logits; None for most."""
-    text = config.get_text_config()
-    return next((cap for name in LOGIT_CAPS if (cap := _declared(text, name)) is not None), None)
 
 
 def caps_scores(config: PretrainedConfig) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -352,3 +352,49 @@ def _read_ahead(read: Callable[[MicroBatch], Batch], planned: Iterator[MicroBatc
         finally:
             for future in waiting:
                 future.cancel()
+
+
+class BatchStream:
+    """The batches of one process, step by step in order. Close it to end its reader threads."""
+
+    def __init__(
+        self,
+        rows: TokenRows,
+        plan: Plan,
+        *,
+        start_step: int,
+        rank: int,
+        pad_id: int,
+        pin_memory: bool,
+        threads: int,
+        part: TokenPart | None = None,
+    ):
+        """Start reading ahead at a step; arguments as `load`."""
+        self._rows, self._plan, self._rank = rows, plan, rank
+        self._load = partial(
+            load, rows, plan, rank=rank, pad_id=pad_id, pin_memory=pin_memory, threads=threads, part=part
+        )
+        self._batches: Generator[Batch] = self._load(start_step=start_step)
+        self._max_tokens: int | None = None
+
+    def step(self, step: int) -> tuple[list[MicroBatch], Iterator[Batch]]:
+        """Return this process's micro-batches of the next step, and an iterator over their tensors.
+
+        Raises:
+            UserError: from the iterator: the plan was made for other tokens, or the token files are damaged.
+        """
+        micro_batches = own_micro_batches(self._rows, self._plan, step, self._rank, self._max_tokens)
+        return micro_batches, islice(self._batches, len(micro_batches))
+
+    def split(self, step: int, max_tokens: int) -> None:
+        """Restart at `step` with at most `max_tokens` padded tokens in a micro-batch of several rows.
+
+        This applies to all later steps: their micro-batches are as large and would fail first.
+        """
+        self._batches.close()
+        self._max_tokens = max_tokens
+        self._batches = self._load(start_step=step, max_tokens=max_tokens)
+
+    def close(self) -> None:
+        """End the reader threads."""
+        self._batches.close()

@@ -8,18 +8,25 @@ vocabulary.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
-
-from lean_finetune.model.model_config import logit_cap, logit_factor, unpadded_vocabulary
+from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_BYTES = 2**24
 """Output in 16 bits is converted to fp32 in blocks of this size."""
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap of logits: Gemma 2, RecurrentGemma, xLSTM."""
+LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Names of what a family divides its logits by: Granite and MiniCPM-3, Inkling."""
+MULTIPLIES = {"hyperclovax"}
+"""Families that multiply by a divisor of this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,3 +226,32 @@ def _add_product(sum_VD: torch.Tensor, gradient_CV: torch.Tensor, hidden_CD: tor
     rows = max(1, BLOCK_BYTES // (sum_VD.element_size() * sum_VD.shape[1]))
     for sum_BD, gradient_CB in zip(sum_VD.split(rows), gradient_CV.split(rows, dim=1), strict=True):
         sum_BD.add_((gradient_CB.T @ hidden_CD).to(sum_VD.dtype))
+
+
+# What a family does with the output of its head.
+
+
+def logit_factor(config: PretrainedConfig) -> float:
+    """What a model multiplies the head's output by; 1 for most."""
+    text = config.get_text_config()
+    multiplied, divided = (
+        prod(float(_declared(text, name) or 1.0) for name in names) for names in (LOGIT_FACTORS, LOGIT_DIVISORS)
+    )
+    return multiplied * divided if text.model_type in MULTIPLIES else multiplied / divided
+
+
+def unpadded_vocabulary(config: PretrainedConfig) -> int | None:
+    """The tokens whose logits a model returns, where its head is padded to more (Inkling); None for most."""
+    size: int | None = _declared(config.get_text_config(), "unpadded_vocab_size")
+    return size
+
+
+def _declared(config: PretrainedConfig, name: str) -> Any:
+    """A value that the family's config class declares; None for a key of config.json that its code does not read."""
+    return getattr(config, name, None) if hasattr(type(config), name) else None
+
+
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """The soft cap of a model's logits; None for most."""
+    text = config.get_text_config()
+    return next((cap for name in LOGIT_CAPS if (cap := _declared(text, name)) is not None), None)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
+from lean_finetune.step.data_parallel import named_trained
 from lean_finetune.step.offload.disk_weights import DiskMasterWeights, DiskPlace
 from lean_finetune.step.offload.master_weights import HostContext, HostTransfer, MasterWeights
 
@@ -109,11 +110,6 @@ def paging_note(name: OptimizerName, device: torch.device) -> str | None:
 # Build the optimizer of a run: parameter groups, state before the first step, learning-rate schedule.
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that receive gradients, each once, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def peak_lr(train: Train) -> float:
     """train.lr, which must not be `auto` any more."""
     assert train.lr != "auto"
@@ -133,7 +129,7 @@ def build_optimizer(
         disk: where offloaded master weights and state are; None = in host memory.
         on_host: opened around allocations on the host.
     """
-    lr, trained = peak_lr(train), trained_parameters(model)
+    lr, trained = peak_lr(train), [parameter for _, parameter in named_trained(model)]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

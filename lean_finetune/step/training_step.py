@@ -1,4 +1,8 @@
-"""The training step: train runs it on real tensors, and estimate on fake ones."""
+"""The training step: train runs it on real tensors, and estimate on fake ones.
+
+`training_step` reads from top to bottom; what it calls below it: scaling the loss (fp16), updates in backward, and the
+checks that stop a run which cannot learn.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,15 +16,118 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from cuda_memory.units import counted
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import counting_rows, expert_load, forget_rows
 from lean_finetune.model.precision import autocast
+from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 
+Phase = Callable[[str], AbstractContextManager[object]]
+"""Opens a named phase of the step: forward, backward, clip or optimizer."""
+
+Guard = Callable[[list[torch.Tensor], torch.Tensor], None]
+"""Called with the micro-batches' summed losses and the gradient norm before the update; raises to prevent it."""
+
+Norms = dict[torch.Tensor, torch.Tensor]
+"""The gradient norm of each parameter, with updates in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Scalars of one optimizer step, still on the device."""
+
+    loss: torch.Tensor
+    """Mean cross-entropy per trained token, fp32."""
+    grad_norm: torch.Tensor
+    """Global L2 norm of the gradients before clipping."""
+    expert_load: torch.Tensor | None
+    """How evenly tokens are spread over experts, two values (see `expert_load`); None without experts."""
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    *,
+    supervised_tokens: int,
+    train: Train,
+    foreach: bool,
+    phase: Phase,
+    guard: Guard,
+    scaler: "LossScaler | None" = None,
+    offload: ActivationOffload | None = None,
+    parallel: DataParallelModel | None = None,
+    micro_batches: int = 0,
+) -> StepResult:
+    """Run one optimizer step over its micro-batches and free the gradients.
+
+    Args (those that their types do not explain):
+        batches: this process's micro-batches, read lazily: one is on the device at a time.
+        supervised_tokens: tokens of the step that are predicted and trained, over all processes.
+        foreach: compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA.
+        guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
+            before backward with a norm of 0, and after it.
+        micro_batches: how many `batches` has, needed with `parallel` alone.
+    """
+    parallel = DataParallelModel(model) if parallel is None else parallel
+    pending: deque[torch.Tensor] = deque()  # Losses between forward and backward; of a pipeline, several.
+    losses: list[torch.Tensor] = []
+    norms: Norms = {}
+    loss_scale = 1.0 if scaler is None else scaler.scale
+    # The tokens of the *whole* step: any division of its rows into micro-batches then gives the same gradients.
+    divisor = supervised_tokens / loss_scale
+    loss_of = partial(summed_loss, chunk=train.loss_chunk, offload=offload, divisor=divisor, exchange=parallel.exchange)
+    forget_rows(parallel.model)
+    for batch in parallel.schedule(batches):
+        if batch is not None:
+            device_type = batch.input_ids_BT.device.type
+            with phase("forward"), autocast(train, device_type), counting_rows(idle=batch.idle):
+                pending.append(parallel.run(partial(loss_of, batch=batch, router_aux_loss=train.router_aux_loss)))
+            del batch  # Its memory is free in backward, and while the next one is made.
+            continue
+        loss = pending.popleft()  # None: the oldest loss runs backward.
+        losses.append(loss.detach() / loss_scale)
+        updates: AbstractContextManager[object] = nullcontext()
+        if train.optimizer_in_backward:
+            guard(losses, torch.zeros_like(loss))  # Backward updates weights: a broken loss must not reach it.
+            updates = updates_in_backward(optimizer, norms, parallel)
+        with phase("backward"), parallel.gradient_sync(last=len(losses) == micro_batches), updates:
+            loss.backward()
+        del loss, updates  # A loss keeps its graph alive.
+    with phase("clip"):
+        # Only after the last backward: of a sharded model this moves gradients to the local shards.
+        trained = [parameter for _, parameter in parallel.trained_parameters()]
+        if train.optimizer_in_backward:
+            grad_norm = total_norm(trained, norms).to(losses[0].device)
+        else:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            if scaler is not None:
+                scaler.unscale(gradients)
+            grad_norm = parallel.gradient_norm(gradients, foreach=foreach)
+            if train.max_grad_norm is not None:
+                clip_grads_with_norm_(trained, train.max_grad_norm, grad_norm, foreach=foreach)
+            del gradients
+        losses = parallel.losses_of_all_ranks(losses)  # All processes stop together if one loss is not finite.
+        load = expert_load(parallel.model, parallel.sum_over_ranks)
+    del trained
+    norms.clear()
+    update = scaler is None or scaler.take(grad_norm)
+    guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
+    with phase("optimizer"):
+        if update and not train.optimizer_in_backward:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        parallel.end_step(updated=update)
+    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
+
+
+# Scale the loss, so that fp16 gradients neither underflow nor overflow.
+#
 # The rule and constants of torch.amp.GradScaler, which cannot be traced on fake tensors because it reads values.
 FIRST_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -72,9 +179,6 @@ class LossScaler:
 # The gradient is freed at once, so all of them never exist together (Lv et al. 2023, arXiv 2306.09782). No weight that
 # backward still needs is updated: autograd would raise.
 
-Norms = dict[torch.Tensor, torch.Tensor]
-"""The gradient norm of each parameter."""
-
 
 @contextmanager
 def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel: DataParallelModel) -> Iterator[None]:
@@ -124,104 +228,76 @@ def refuse_in_backward(train: Train, micro_batches: Sequence[int] | np.ndarray) 
         )
 
 
-Phase = Callable[[str], AbstractContextManager[object]]
-"""Opens a named phase of the step: forward, backward, clip or optimizer."""
-
-Guard = Callable[[list[torch.Tensor], torch.Tensor], None]
-"""Called with the micro-batches' summed losses and the gradient norm before the update; raises to prevent it."""
+# Stop a run that cannot learn: losses, gradients or weights that are not finite, adapters without gradients.
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Scalars of one optimizer step, still on the device."""
-
-    loss: torch.Tensor
-    """Mean cross-entropy per trained token, fp32."""
-    grad_norm: torch.Tensor
-    """Global L2 norm of the gradients before clipping."""
-    expert_load: torch.Tensor | None
-    """How evenly tokens are spread over experts, two values (see `expert_load`); None without experts."""
+class Diverged(UserError):
+    """A loss, gradient or weight is not finite."""
 
 
-def training_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Batch],
-    *,
-    supervised_tokens: int,
-    train: Train,
-    foreach: bool,
-    phase: Phase,
-    guard: Guard,
-    scaler: LossScaler | None = None,
-    offload: ActivationOffload | None = None,
-    parallel: DataParallelModel | None = None,
-    micro_batches: int = 0,
-) -> StepResult:
-    """Run one optimizer step over its micro-batches and free the gradients.
+def refuse_non_finite(
+    losses: list[torch.Tensor], grad_norm: torch.Tensor, step: int, micro_batches: list[MicroBatch]
+) -> None:
+    """Stop before the update if a loss or the gradient norm is not finite.
 
-    Each micro-batch's summed loss is divided by the trained tokens of the *whole* step, so every division of the same
-    rows into micro-batches gives the same gradients.
-
-    Args (those that their types do not explain):
-        batches: this process's micro-batches, read lazily: one is on the device at a time.
-        supervised_tokens: tokens of the step that are predicted and trained, over all processes.
-        foreach: compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA.
-        guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
-            before backward with a norm of 0, and after it.
-        micro_batches: how many `batches` has, needed with `parallel` alone.
+    Raises:
+        Diverged: naming the step, the micro-batch and its rows.
     """
-    parallel = DataParallelModel(model) if parallel is None else parallel
-    pending: deque[torch.Tensor] = deque()  # Losses between forward and backward; of a pipeline, several.
-    losses: list[torch.Tensor] = []
-    norms: Norms = {}
-    loss_scale = 1.0 if scaler is None else scaler.scale
-    loss_of = partial(
-        summed_loss,
-        chunk=train.loss_chunk,
-        offload=offload,
-        divisor=supervised_tokens / loss_scale,
-        router_aux_loss=train.router_aux_loss,
-        exchange=parallel.exchange,
+    finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
+    if all(finite):
+        return
+    index = finite.index(False)
+    if index == len(losses):
+        raise Diverged(
+            f"train.lr: gradient must be finite; its norm is {grad_norm.item()} at optimizer step {step} "
+            f"(losses of its micro-batches are finite); lower train.lr or set train.max_grad_norm"
+        )
+    rows = micro_batches[index].rows.tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    raise Diverged(
+        f"train.lr: loss must be finite; it is {losses[index].item()} at optimizer step {step}, micro-batch {index} "
+        f"(training rows {shown}); lower train.lr, or check these rows"
     )
-    forget_rows(parallel.model)
-    for batch in parallel.schedule(batches):
-        if batch is not None:  # None: the oldest loss runs backward.
-            device_type = batch.input_ids_BT.device.type
-            with phase("forward"), autocast(train, device_type), counting_rows(idle=batch.idle):
-                pending.append(parallel.run(partial(loss_of, batch=batch)))
-            del batch  # Before backward, and before the next one is made.
-            continue
-        loss = pending.popleft()
-        losses.append(loss.detach() / loss_scale)
-        updates: AbstractContextManager[object] = nullcontext()
-        if train.optimizer_in_backward:
-            guard(losses, torch.zeros_like(loss))
-            updates = updates_in_backward(optimizer, norms, parallel)
-        with phase("backward"), parallel.gradient_sync(last=len(losses) == micro_batches), updates:
-            loss.backward()
-        del loss, updates
-    with phase("clip"):
-        trained = [parameter for _, parameter in parallel.trained_parameters()]
-        if train.optimizer_in_backward:
-            grad_norm = total_norm(trained, norms).to(losses[0].device)
-        else:
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            if scaler is not None:
-                scaler.unscale(gradients)
-            grad_norm = parallel.gradient_norm(gradients, foreach=foreach)
-            if train.max_grad_norm is not None:
-                clip_grads_with_norm_(trained, train.max_grad_norm, grad_norm, foreach=foreach)
-            del gradients
-        losses = parallel.losses_of_all_ranks(losses)
-        load = expert_load(parallel.model, parallel.sum_over_ranks)
-    del trained
-    norms.clear()
-    update = scaler is None or scaler.take(grad_norm)
-    guard(losses, grad_norm if update else torch.zeros_like(grad_norm))
-    with phase("optimizer"):
-        if update and not train.optimizer_in_backward:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        parallel.end_step(updated=update)
-    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
+
+
+def refuse_dead_adapters(parallel: DataParallelModel) -> None:
+    """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
+
+    Raises:
+        UserError: naming the first such layer.
+    """
+    adapters = {name: parameter for name, parameter in parallel.trained_parameters() if "lora_B." in name}
+    alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
+    for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):
+        if not is_alive:
+            raise UserError(
+                f"train.lora.targets: every adapter must receive a gradient; that of {name} is zero in the first step; "
+                "exclude its layer, or set train.grad_ckpt=false"
+            )
+
+
+def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
+    """Refuse to save weights that are not finite: an update can break them after its loss was checked.
+
+    Raises:
+        Diverged: naming the first such parameter.
+    """
+    trained = {name: p.detach() for name, p in parallel.trained_parameters()}
+    filled = {name: weight for name, weight in trained.items() if weight.numel()}  # A shard may be empty.
+    # aminmax returns NaN if any value is. Unlike isfinite it needs no memory of a weight's size.
+    extremes = torch.stack([value.float() for weight in filled.values() for value in weight.aminmax()])
+    finite = dict(zip(filled, torch.isfinite(extremes).view(-1, 2).all(1).tolist(), strict=True))
+    broken = _in_any(parallel, [not finite.get(name, True) for name in trained])
+    if any(broken):
+        name = list(trained)[broken.index(True)]
+        raise Diverged(
+            f"train.lr: weights must be finite; {name} is not, after {counted(steps, 'step')}; lower train.lr"
+        )
+
+
+def _in_any(parallel: DataParallelModel, flags: list[bool]) -> list[bool]:
+    """Return for each flag whether it is set in any process, so that all processes stop together."""
+    if parallel.size == 1 or not flags or not parallel.same_parameters:  # A stage that stops ends the others too.
+        return flags
+    device = next(parallel.model.parameters()).device
+    return (parallel.sum_over_ranks(torch.tensor(flags, dtype=torch.float32, device=device)) > 0).tolist()

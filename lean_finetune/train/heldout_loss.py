@@ -1,5 +1,6 @@
 """Compute the held-out loss during training, on a fixed set of rows in batches no larger than training's."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -13,6 +14,38 @@ from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, pa
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.training_step import Diverged
+from lean_finetune.train.job import TrainJob
+
+
+class HeldoutLosses:
+    """The held-out losses of a run: every `train.heldout_every_steps` steps, and after the last one."""
+
+    def __init__(self, job: TrainJob, total_steps: int):
+        """Batches have at most as many tokens as the first step's micro-batches, which are the largest by plan."""
+        self._job, self._total_steps = job, total_steps
+        self._max_tokens = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is computed after this optimizer step."""
+        every = self._job.train.heldout_every_steps
+        return every is not None and ((step + 1) % every == 0 or step + 1 == self._total_steps)
+
+    def after_step(self, step: int, parallel: DataParallelModel) -> float:
+        """Compute it; raises Diverged if it is not finite. All processes call this."""
+        job = self._job
+        pinned = job.device.type == "cuda"
+        batches = heldout_batches(
+            job.heldout, job.train.heldout_rows, self._max_tokens, job.pad_id, pin_memory=pinned, part=job.part
+        )
+        # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
+        chunk = job.train.loss_chunk or self._max_tokens
+        loss = heldout_loss(parallel, batches, job.pad_id, job.train, chunk, job.device, job.part)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
+            )
+        return loss
 
 
 def heldout_batches(

@@ -24,7 +24,7 @@ from lean_finetune.pinning.locate import (
     model_address,
     verify_files,
 )
-from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row, curve_columns
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, curve_columns
 from lean_finetune.train.job import Paths, TrainJob, TrainResult
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
@@ -76,7 +76,7 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
     }
 
 
-def _experts(model: nn.Module, last: Sequence[Row]) -> dict[str, Any]:
+def _experts(model: nn.Module, last: Sequence[CurveRow]) -> dict[str, Any]:
     """Figures of a mixture of experts; `last` are the curves' last rows."""
     if not has_experts(model):
         return {}

@@ -33,17 +33,21 @@ from lean_finetune.distributed.processes import (
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
-from lean_finetune.train.checkpoint.scratch_dir import RunDirectory, scratch_root
+from lean_finetune.train.checkpoint.scratch_dir import CrashMarker, RunDirectory, crash_marker, scratch_root
 from lean_finetune.train.job import Paths, TrainJob, make_job, prepare_device, refuse_missing_inputs
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import largest_over_ranks, make_meter
-from lean_finetune.train.monitor.memory_monitor import OOM_FILE, MemorySnapshots
-from lean_finetune.train.oom.oom_handler import SAVE, Failure, OomHandler, OutOfMemory
-from lean_finetune.train.oom.oom_report import oom_error, read_prediction
+from lean_finetune.train.monitor.memory_monitor import SAVE, OomFailure
+from lean_finetune.train.monitor.out_of_memory import (
+    OOM_FILE,
+    MemorySnapshots,
+    OomHandler,
+    TrainingOutOfMemory,
+    oom_error,
+    read_prediction,
+)
 from lean_finetune.train.process.stop_signals import (
-    CrashMarker,
     StopRequest,
-    crash_marker,
     handle_signals,
     ignore_output_errors,
     stopping_line,
@@ -202,7 +206,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
         nonlocal snapshot
         snapshot = snapshots.write(OOM_FILE)
 
-    def report(failure: Failure) -> OutOfMemory:
+    def report(failure: OomFailure) -> TrainingOutOfMemory:
         prediction = read_prediction(read_json(paths.estimate), paths.verdict.parent)
         return oom_error(
             failure,

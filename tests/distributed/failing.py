@@ -18,7 +18,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed import faults
 from lean_finetune.train import loop
 from lean_finetune.train.checkpoint.checkpoint_files import PendingCheckpoint
-from lean_finetune.train.oom.oom_handler import OomHandler
+from lean_finetune.train.monitor.memory_monitor import RunPosition
 
 VARIABLE = "LEAN_FINETUNE_FAULT"
 MET = Path("fault-was-met")
@@ -40,19 +40,27 @@ def _meet(kind: str) -> None:
         time.sleep(1e6)
 
 
-def _with_fault(step: Any) -> Any:
+def _with_fault(training_step: Any, started: list[int]) -> Any:
+    """The step, which fails first where the environment says so; `started` has the steps that began."""
     kind, rank, at = os.environ[VARIABLE].split()
 
-    def faulty(self: OomHandler, number: int, feed: Any, model: Any, attempt: Any) -> Any:
-        def failing(micro_batches: Any, batches: Any) -> Any:
-            if number == int(at) and os.environ["RANK"] == rank and not MET.exists():
-                MET.touch()
-                _meet(kind)
-            return attempt(micro_batches, batches)
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if started[-1] == int(at) and os.environ["RANK"] == rank and not MET.exists():
+            MET.touch()
+            _meet(kind)
+        return training_step(*arguments, **options)
 
-        return step(self, number, feed, model, failing)
+    return failing
 
-    return faulty
+
+def _noting(start_step: Any, started: list[int]) -> Any:
+    """`RunPosition.start_step`, which also notes the step."""
+
+    def start(self: RunPosition, step: int, micro_batches: Any) -> None:
+        started.append(step)
+        start_step(self, step, micro_batches)
+
+    return start
 
 
 def _watchdog(device: torch.device) -> Any:
@@ -93,7 +101,9 @@ def _killed_before_saving(finish_rank: Any) -> Any:
 
 if __name__ == "__main__":
     _fail_early()
-    OomHandler.step = _with_fault(OomHandler.step)  # type: ignore[method-assign]
+    steps: list[int] = []
+    RunPosition.start_step = _noting(RunPosition.start_step, steps)  # type: ignore[method-assign]
+    loop.training_step = _with_fault(loop.training_step, steps)
     PendingCheckpoint.finish_rank = _killed_before_saving(PendingCheckpoint.finish_rank)  # type: ignore[method-assign]
     if not MET.exists():
         faults.nccl_errors = _watchdog

@@ -12,14 +12,8 @@ from benchmarks.models.families import family_names
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention_choice import training_attention
-from lean_finetune.model.model_config import (
-    LOGIT_CAPS,
-    LOGIT_DIVISORS,
-    LOGIT_FACTORS,
-    UNSUPPORTED,
-    logit_cap,
-    logit_factor,
-)
+from lean_finetune.model.model_config import UNSUPPORTED
+from lean_finetune.step.head_loss import LOGIT_CAPS, LOGIT_DIVISORS, LOGIT_FACTORS, logit_cap, logit_factor
 from lean_finetune.step.loss import check_head
 from tests.small_model import CPU
 

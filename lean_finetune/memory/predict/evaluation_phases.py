@@ -31,9 +31,8 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.data_parallel import DataParallelModel, named_trained
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.run_optimizer import trained_parameters
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""
@@ -122,7 +121,7 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
         trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
         trace.register(quantisation_tensors(model), QUANTISATION_STATE)
         if setting.train.method != "full":
-            trace.register([local(tensor) for tensor in trained_parameters(model)], ADAPTERS)
+            trace.register([local(tensor) for _, tensor in named_trained(model)], ADAPTERS)
         trace.begin_steps(model)
         with trace.recording(), torch.no_grad(), autocast(setting.train, "cpu"):
             use(parallel, trace)

@@ -39,7 +39,7 @@ from lean_finetune.memory.trace.memory_trace import (
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
-from lean_finetune.step.run_optimizer import device_state, trained_parameters
+from lean_finetune.step.run_optimizer import device_state
 
 if TYPE_CHECKING:
     from lean_finetune.config.schema import Params
@@ -311,7 +311,7 @@ def register_state(
     `weights_on_host`: sharded parameters and their update are in host memory.
     """
     model = parallel.model
-    trained = trained_parameters(model)
+    trained = [parameter for _, parameter in named_trained(model)]
     if weights_on_host:
         trace.ignore(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
     trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)

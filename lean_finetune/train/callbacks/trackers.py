@@ -17,14 +17,14 @@ from tqdm import tqdm
 from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, Row, RunInfo, Tracker
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, RunInfo, Tracker
 
 PROJECT = "lean-finetune"
 """Name under which services group the runs, unless the service's own environment variable names another."""
 MEASURED, PREDICTED, RESERVED = "memory/measured_gib", "memory/predicted_gib", "memory/reserved_gib"
 
 
-def figures(row: Row, info: RunInfo) -> dict[str, float]:
+def figures(row: CurveRow, info: RunInfo) -> dict[str, float]:
     """Return the figures of one optimizer step by name; those that are not known are left out."""
     in_bytes = {
         MEASURED: row["allocated_bytes"],
@@ -63,7 +63,7 @@ class AccelerateTracker(Tracker):
         if parameters is not None:
             library.store_init_configuration(dict(parameters))
 
-    def log(self, row: Row) -> None:
+    def log(self, row: CurveRow) -> None:
         """See the base class."""
         if row["step"] >= self.first_step:
             self.library.log(figures(row, self.info), step=row["step"])
@@ -198,7 +198,7 @@ class MlflowTracker(AccelerateTracker):
         found = self._client.search_runs([experiment.experiment_id], named) if experiment else []
         return found[0].info.run_id if found else None
 
-    def log(self, row: Row) -> None:
+    def log(self, row: CurveRow) -> None:
         """See the base class."""
         from mlflow.entities import Metric
 

@@ -14,6 +14,7 @@ from cuda_memory.units import counted, readable_size
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.offload.disk_weights import DiskFault
+from lean_finetune.step.training_step import Diverged, refuse_broken_weights
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.scratch_dir import mark_finished, metrics_digest
 from lean_finetune.train.checkpoint.training_state import (
@@ -25,8 +26,7 @@ from lean_finetune.train.checkpoint.training_state import (
     row_ranges,
     tensors_to_store,
 )
-from lean_finetune.train.monitor.finite_checks import Diverged, refuse_broken_weights
-from lean_finetune.train.oom.oom_handler import OutOfMemory
+from lean_finetune.train.monitor.out_of_memory import TrainingOutOfMemory
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 
 
@@ -243,7 +243,7 @@ class Checkpointer(CheckpointHooks):
         except Diverged as error:
             hint = "and fails here again; changed parameters start at the first step"
             raise UserError(f"{error}; {self.resume_hint()} {hint}") from None
-        except OutOfMemory as error:
+        except TrainingOutOfMemory as error:
             # Random states are also those of the last finished step. Other processes may be inside a step.
             if error.weights_intact and self._channel.size == 1:
                 self._save_last(run)

@@ -1,22 +1,24 @@
-"""Counters of the device, the allocator and the process, by phase and step; snapshots of the allocator."""
+"""Where a run is and how much memory it has: counters by phase and step, and when memory runs out."""
 
 import ctypes
+import mmap
 import platform
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from torch import nn
 
 from cuda_memory.growth import RETRIES
-from lean_finetune.config.field_types import MemorySnapshot
-from lean_finetune.core.atomic_files import atomic_path
-from lean_finetune.core.errors import UserError
-from lean_finetune.core.memory_limits import STATUS, free_host_bytes, host_limit_bytes, process_status
-from lean_finetune.distributed.processes import World
+from lean_finetune.core.memory_limits import free_host_bytes, host_limit_bytes
+from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.plan.batch_plan import MicroBatch
+from lean_finetune.step.training_step import Phase
 from lean_finetune.train.monitor.measured_peak import Meter
 
 # Counters of the memory in use: cheap enough for every phase of every step.
@@ -123,6 +125,20 @@ def make_counters(device: torch.device) -> Counters:
     return Counters()
 
 
+STATUS = Path("/proc/self/status")
+LINES = re.compile(rb"^((?:Vm|Rss)\w+):\s+(\d+) kB$", re.MULTILINE)
+KIB = 2**10
+
+
+def process_status() -> dict[str, int]:
+    """Bytes by counter (`VmRSS`, `RssFile`). Some kernels lack some of them.
+
+    Raises FileNotFoundError if this is not Linux.
+    """
+    with open(STATUS, "rb", buffering=0) as file:
+        return {name.decode(): int(kib) * KIB for name, kib in LINES.findall(file.read())}
+
+
 def process_bytes() -> tuple[int, int | None]:
     """Return resident bytes of this process, in total and without mapped files (None if the system does not say).
 
@@ -163,86 +179,6 @@ def host_peak() -> Iterator[HostPeak]:
     after = process_status()
     found.peak_bytes = after["VmHWM"]
     found.added_bytes = after["VmHWM"] - before["VmRSS"]
-
-
-# The history of CUDA's allocator during training (run.memory_snapshot).
-#
-# `lean-finetune snapshot FILE` explains the file. Not measured on a GPU: the tests replace the two functions of
-# PyTorch that record and read the history.
-#
-# Recording takes no GPU memory. Of each allocation PyTorch stores the Python stack, in 2 us by its documentation,
-# while the GPU still computes what was launched before. The lines of a stack are looked up when the file is written:
-# with C++ frames that took 461 s, without them 4 s (pytorch/torchtitan#3628).
-
-MAX_ENTRIES = 100_000
-"""Latest actions of the allocator that are stored, about three per tensor; the file then has about 21 MiB."""
-FIRST_STEPS = 3
-"""Steps after which `first_steps` writes its file."""
-OOM_FILE, FIRST_STEPS_FILE = "oom_snapshot", "first_steps_snapshot"
-
-
-class MemorySnapshots:
-    """Records from its creation on, and writes snapshots to a directory; does nothing on a CPU or with `never`."""
-
-    def __init__(
-        self,
-        choice: MemorySnapshot,
-        device: torch.device,
-        directory: Path,
-        world: World,
-        notify: Callable[[str], None],
-    ):
-        """Start recording; create it before the model is loaded.
-
-        Raises:
-            UserError: `first_steps` cannot be done on this device or with this allocator.
-        """
-        self._directory, self._notify = directory, notify
-        self._suffix = "" if world.size == 1 else f"_rank{world.rank}"
-        self._steps = 0
-        obstacle = _obstacle(device)
-        if choice == "first_steps" and obstacle is not None:
-            raise UserError(f"run.memory_snapshot: first_steps records PyTorch's CUDA allocator; {obstacle}; use never")
-        self._records = choice != "never" and obstacle is None
-        self._first_steps_are_due = choice == "first_steps"
-        if self._records:
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ENTRIES)
-
-    def step_started(self) -> None:
-        """Write the first steps once they are finished."""
-        self._steps += 1
-        if self._steps > FIRST_STEPS:
-            self.close()
-
-    def close(self) -> None:
-        """Write the first steps of a run that has ended, if they are not written yet."""
-        if self._first_steps_are_due and self._steps > 0:
-            self._first_steps_are_due = False
-            path = self.write(FIRST_STEPS_FILE)
-            if path is not None:
-                command = shlex.join(["lean-finetune", "snapshot", str(path)])
-                self._notify(f"note: explain the memory of the first steps with: {command}")
-
-    def write(self, name: str) -> Path | None:
-        """Write all that is recorded; return the file, or None without one. A fault is reported, never raised."""
-        if not self._records:
-            return None
-        path = self._directory / f"{name}{self._suffix}.pickle"
-        try:
-            with atomic_path(path) as temporary:
-                torch.cuda.memory._dump_snapshot(str(temporary))
-        except Exception as error:  # Neither ends a training nor hides the error that ends it.
-            self._notify(f"warning: {path}: no snapshot of the memory was written ({error})")
-            return None
-        return path
-
-
-def _obstacle(device: torch.device) -> str | None:
-    """Why there is no history to record; None if there is one."""
-    if device.type != "cuda":
-        return "this run trains on the CPU"
-    backend = torch.cuda.get_allocator_backend()
-    return None if backend == "native" else f"this run uses {backend}"
 
 
 MEMORY_COLUMNS = (
@@ -312,3 +248,197 @@ class MemoryMonitor:
             for key, figure in figures.items():
                 both = [one for one in (known.get(key), figure) if one is not None]
                 known[key] = (sum(both) if key == RETRIES else max(both)) if both else None
+
+
+# The address-space limit of a process (RLIMIT_AS, `ulimit -v`), which can refuse memory that the machine has.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddressLimit:
+    """The limit and its use, in bytes."""
+
+    limit_bytes: int
+    used_bytes: int
+    """Mapped addresses, with or without physical memory. Libraries and mapped files count."""
+
+
+def address_limit_met(requested_bytes: int | None) -> AddressLimit | None:
+    """The limit of this process if it caused a refused allocation; None otherwise. Only Linux enforces it.
+
+    Linux refuses an allocation only above a limit or above the machine's memory. Memory in use at that time may be free
+    now, because the exception has released the step's tensors. `requested_bytes` is None if the request is unknown.
+    """
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    beyond_machine = requested_bytes is not None and requested_bytes > psutil.virtual_memory().available
+    if limit == resource.RLIM_INFINITY or (beyond_machine and used + (requested_bytes or 0) <= limit):
+        return None
+    return AddressLimit(limit_bytes=limit, used_bytes=used)
+
+
+# Position of a run and its memory at an out-of-memory error, as plain numbers.
+#
+# An exception references the frames it passed, and with them every tensor of the step. What is stored here references
+# none, so the memory is free again once the exception is gone.
+
+FORWARD, BACKWARD, CLIP = "forward", "backward", "clip"
+HELDOUT, CHECKPOINT, SAVE = "heldout", "checkpoint", "save"
+READING = "reading"
+"""Between phases: a batch is read or copied to the device, or the step ends."""
+SIZES = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+RESERVE_BYTES = 8 * 2**20
+"""Address space that is reserved and released at an out-of-memory error: reporting it needs some."""
+
+
+def requested_bytes(message: str) -> int | None:
+    """Return the size of the failed allocation, if the allocator's message has it."""
+    found = re.search(r"allocate:? ([0-9.]+) ?(bytes?|[KMGT]iB)\b", message)
+    return None if found is None else int(float(found[1]) * SIZES[found[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomFailure:
+    """An out-of-memory error: where it happened, and the memory at that moment."""
+
+    message: str
+    """The allocator's message, in one line."""
+    requested_bytes: int | None
+    """Size of the failed allocation."""
+    phase: str
+    """`load`, `reading`, a phase of the step, `heldout`, `checkpoint` or `save`."""
+    step: int | None
+    """Optimizer step, from 0; None before the first."""
+    number: int | None
+    """Index of the micro-batch, from 0; None outside of one."""
+    micro_batches: int
+    """Of that step."""
+    rows: int
+    padded_tokens: int
+    length: int
+    """Of that micro-batch: rows, tokens with padding, tokens of each row (of all rows if joined)."""
+    joined: bool
+    live_bytes: int | None
+    """Live tensors (on a CPU: growth of the process since the run started); None if unknown."""
+    reserved_bytes: int | None
+    by_category: Mapping[str, int]
+    """Bytes of weights, gradients and optimizer state."""
+    free_bytes: int | None
+    """Of the device."""
+    total_bytes: int | None
+    addresses: AddressLimit | None
+    """The limit of the address space, if that was exhausted; None if memory was."""
+    weights_intact: bool
+    """No weight has changed since the last finished step, so training can continue from it."""
+    process_status: Mapping[str, int] | None
+    """Linux's counters of this process on a CPU; None on a GPU."""
+
+    @property
+    def can_split(self) -> bool:
+        """Whether smaller micro-batches can help: several rows were computed, and the step can be repeated."""
+        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_intact
+
+
+class RunPosition:
+    """Tracks step, micro-batch and phase of a run. References model and optimizer to measure them at an error."""
+
+    def __init__(self, device: torch.device, *, updates_in_backward: bool):
+        """Create it before the model is loaded: memory in use now is not the run's."""
+        self._device, self._counters = device, make_counters(device)
+        self._updates_in_backward = updates_in_backward
+        self._live_before = self._counters.read().live_bytes
+        self._reserve: mmap.mmap | None = mmap.mmap(-1, RESERVE_BYTES)
+        self.phase_name = READING
+        self.step: int | None = None
+        self._number: int | None = None
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Set model and optimizer once they are loaded."""
+        self._model, self._optimizer = model, optimizer
+
+    def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Record that a step starts or is repeated."""
+        self.step, self._micro_batches, self._number = step, micro_batches, None
+        self.phase_name = READING
+        if self._reserve is None:
+            self._reserve = mmap.mmap(-1, RESERVE_BYTES)
+
+    def __str__(self) -> str:
+        """Phase and step, for a message."""
+        step = "before the first step" if self.step is None else f"of optimizer step {self.step}"
+        return f"in phase {self.phase_name} {step}"
+
+    def tracked(self, phase: Phase) -> Phase:
+        """Wrap the step's Phase hook so that this position follows it."""
+
+        @contextmanager
+        def tracked_phase(name: str) -> Iterator[None]:
+            if name == FORWARD:
+                self._number = 0 if self._number is None else self._number + 1
+            with self.phase(name), phase(name):
+                yield
+
+        return tracked_phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name a part of the run; an exception leaves the name in place."""
+        self.phase_name = name
+        yield
+        self.phase_name = READING
+
+    def failure(self, error: BaseException) -> OomFailure:
+        """Measure memory now; call while the exception is handled."""
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
+        counts = self._counters.read()
+        cuda = self._device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self._device) if cuda else (None, None)
+        one = None if self._number is None else self._micro_batches[self._number]
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        requested = requested_bytes(message)
+        growth = None if counts.live_bytes is None else counts.live_bytes - (self._live_before or 0)
+        return OomFailure(
+            message=message,
+            requested_bytes=requested,
+            phase=self.phase_name,
+            step=self.step,
+            number=self._number,
+            micro_batches=len(self._micro_batches),
+            rows=0 if one is None else len(one.rows),
+            padded_tokens=0 if one is None else one.padded_tokens,
+            length=0 if one is None else one.length,
+            joined=one is not None and one.flat,
+            live_bytes=growth,
+            reserved_bytes=counts.reserved_bytes if cuda else None,
+            by_category=self._by_category(),
+            free_bytes=free,
+            total_bytes=total,
+            addresses=None if cuda else address_limit_met(requested),
+            weights_intact=self.phase_name in ((FORWARD,) if self._updates_in_backward else (FORWARD, BACKWARD, CLIP)),
+            process_status=None if cuda or not STATUS.exists() else process_status(),
+        )
+
+    def _by_category(self) -> dict[str, int]:
+        """Return bytes on the device of weights, gradients and optimizer state."""
+        if self._model is None or self._optimizer is None:
+            return {}
+        parameters = list(self._model.parameters())
+        states = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        tensors_by_category = {
+            "weights": [*parameters, *self._model.buffers(), *quantisation_tensors(self._model)],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": states,
+        }
+        sizes = {}
+        for name, tensors in tensors_by_category.items():
+            storages = [one.untyped_storage() for one in tensors if one.device.type == self._device.type]
+            sizes[name] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # Each once.
+        return sizes

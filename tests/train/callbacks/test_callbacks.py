@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
+from lean_finetune.train.callbacks.callback import CALLBACKS, Callback, CurveRow
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
@@ -24,7 +23,7 @@ def events() -> Any:
         def on_start(self) -> None:
             received.append(("start", self.info))
 
-        def on_step(self, row: Row) -> None:
+        def on_step(self, row: CurveRow) -> None:
             received.append(("step", row))
 
         def on_checkpoint(self, step: int) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from cuda_memory.units import GIB
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.train.callbacks.callback import RunInfo
-from lean_finetune.train.callbacks.run_callbacks import WINDOW, ProgressBar, SlowSteps
+from lean_finetune.train.callbacks.callback import WINDOW, ProgressBar, RunInfo, SlowSteps
 from lean_finetune.train.monitor.memory_monitor import Counters
 
 INFO = RunInfo(
@@ -51,7 +50,7 @@ def test_a_training_bar_fits_80_columns_and_shows_one_quantity_of_memory(monkeyp
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(Counters, "limit_bytes", lambda _: 24 * GIB)
-    monkeypatch.setattr("lean_finetune.train.callbacks.run_callbacks.make_counters", lambda _: Counters())
+    monkeypatch.setattr("lean_finetune.train.callbacks.callback.make_counters", lambda _: Counters())
     bar = ProgressBar(replace(INFO, device=torch.device(device)))
     bar.on_start()
     for step in range(3):
@@ -72,7 +71,7 @@ def test_micro_batches_of_a_long_step_are_shown(monkeypatch, stream, updates):
     """Half an hour at 0 of 76 steps, which looks like a hang."""
     monkeypatch.setattr(sys, "stderr", stream)
     now = [0.0]
-    monkeypatch.setattr("lean_finetune.train.callbacks.run_callbacks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lean_finetune.train.callbacks.callback.time.monotonic", lambda: now[0])
     bar = ProgressBar(INFO)
     bar.on_start()
     for number in range(9):  # A short step.

@@ -19,8 +19,7 @@ from accelerate import PartialState
 
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.errors import UserError
-from lean_finetune.train.callbacks.callback import CURVE_COLUMNS, Row, Tracker
-from lean_finetune.train.callbacks.run_callbacks import make_callbacks
+from lean_finetune.train.callbacks.callback import CALLBACKS, CURVE_COLUMNS, CurveRow, Tracker
 from lean_finetune.train.callbacks.trackers import MEASURED, PREDICTED, TRACKERS, refuse_missing_trackers
 from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
@@ -215,7 +214,7 @@ def test_all_trackers_of_a_run_and_of_its_resumption_use_one_name(tmp_path: Path
     for directory in (resumed, other):
         directory.mkdir()
     first = replace(INFO, directories=[resumed])
-    names = {tracker.info.run_name for tracker in make_callbacks(first, list(TRACKERS), leads=True)}
+    names = {tracker.info.run_name for tracker in [kind(first) for kind in (*CALLBACKS, *TRACKERS.values())]}
     assert len(names) == 1
     for directories in ([resumed], [other, resumed]):
         assert replace(INFO, directories=directories, first_step=2).run_name in names
@@ -236,7 +235,7 @@ def test_curves_are_on_disk_while_training_runs(job: TrainJob, monkeypatch):
 
         def open(self) -> None: ...
 
-        def log(self, row: Row) -> None:
+        def log(self, row: CurveRow) -> None:
             seen.append(len(read_csv(Path("checkpoints/curves.csv"))))
 
     monkeypatch.setitem(TRACKERS, "watching", Watching)

@@ -11,15 +11,14 @@ import torch
 
 from cuda_memory.growth import CONFIDENCE, classify
 from cuda_memory.units import MIB
-from lean_finetune.core.memory_limits import STATUS
-from lean_finetune.train.callbacks.callback import Callback, Row
-from lean_finetune.train.callbacks.run_callbacks import CALLBACKS
+from lean_finetune.train.callbacks.callback import CALLBACKS, Callback, CurveRow
 from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor import memory_monitor
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import (
+    STATUS,
     Counters,
     CudaCounters,
     MallocCounters,
@@ -145,7 +144,7 @@ def run(job: TrainJob, leak: Callable[[], object] = lambda: None) -> TrainResult
     """Train with a callback that leaks in every step."""
 
     class Leaking(Callback):
-        def on_step(self, row: Row) -> None:
+        def on_step(self, row: CurveRow) -> None:
             leak()
 
     CALLBACKS.append(Leaking)

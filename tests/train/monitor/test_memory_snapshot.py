@@ -4,6 +4,7 @@ The fake cannot prove that recording is cheap, that it changes no allocation, or
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,8 +20,14 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.monitor.memory_monitor import FIRST_STEPS, FIRST_STEPS_FILE, OOM_FILE, MemorySnapshots
-from lean_finetune.train.oom.oom_handler import OomHandler, OutOfMemory
+from lean_finetune.train.monitor.out_of_memory import (
+    FIRST_STEPS,
+    FIRST_STEPS_FILE,
+    OOM_FILE,
+    MemorySnapshots,
+    OomHandler,
+    TrainingOutOfMemory,
+)
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.train.jobs import make_job, plan_of, random_tokens
 from tests.train.recorded_run import Recorder
@@ -64,7 +71,7 @@ def test_history_is_bounded_and_written_when_memory_runs_out(tmp_path: Path, rec
     snapshots = snapshots_of(choice, tmp_path)
     recorded.assert_called_once_with(context="alloc", stacks="python", max_entries=100_000)
     oom_handler = OomHandler(CPU, updates_in_backward=False, on_failure=lambda: snapshots.write(OOM_FILE))
-    with pytest.raises(OutOfMemory, match="1.00 GiB"), oom_handler.reported():
+    with pytest.raises(TrainingOutOfMemory, match="1.00 GiB"), oom_handler.reported():
         fails()
     snapshots.close()
     assert files(tmp_path) == [f"{OOM_FILE}.pickle"]
@@ -80,19 +87,20 @@ def test_step_that_is_repeated_writes_no_snapshot(tmp_path: Path, split: bool):
     stream, model = Mock(), torch.nn.Linear(1, 1)
     micro_batch = Mock(rows=[0, 1], padded_tokens=8, length=4, flat=False)
     stream.step.return_value = ([micro_batch], iter(()))
-    attempts = 0
 
-    def attempt(*_: Any) -> str:
-        nonlocal attempts
-        attempts += 1
-        with oom_handler.position.tracked(lambda name: oom_handler.position.phase(name))("forward"):
-            return "done" if attempts > 1 else fails()
+    def run() -> int:
+        """The number of attempts, of which the first fails."""
+        for count, attempt in enumerate(oom_handler.attempts(0, stream, model), start=1):
+            with attempt, oom_handler.position.tracked(lambda name: nullcontext())("forward"):
+                if count == 1:
+                    fails()
+        return count
 
     if split:
-        assert oom_handler.step(0, stream, model, attempt)[0] == "done" and written == []
+        assert run() == 2 and written == []
     else:
-        with pytest.raises(OutOfMemory):
-            oom_handler.step(0, stream, model, attempt)
+        with pytest.raises(TrainingOutOfMemory):
+            run()
         assert written == ["file"]
 
 
@@ -111,7 +119,7 @@ def test_fault_of_the_snapshot_does_not_hide_that_of_the_run(
         tmp_path = tmp_path / "file"
     snapshots = snapshots_of("on_oom", tmp_path, notify=notes.append)
     oom_handler = OomHandler(CPU, updates_in_backward=False, on_failure=lambda: snapshots.write(OOM_FILE))
-    with pytest.raises(OutOfMemory, match="1.00 GiB"), oom_handler.reported():
+    with pytest.raises(TrainingOutOfMemory, match="1.00 GiB"), oom_handler.reported():
         fails()
     (note,) = notes
     assert note.startswith(f"warning: {tmp_path / OOM_FILE}.pickle: no snapshot of the memory was written (")

@@ -10,7 +10,7 @@ from threading import current_thread
 
 import pytest
 
-from lean_finetune.train.oom.oom_handler import RunPosition
+from lean_finetune.train.monitor.memory_monitor import RunPosition
 from lean_finetune.train.process.stop_signals import (
     SAME_REQUEST_SECONDS,
     Stopped,

@@ -17,7 +17,8 @@ from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
-from lean_finetune.train.oom.oom_handler import Failure, OomHandler, OutOfMemory
+from lean_finetune.train.monitor.memory_monitor import OomFailure
+from lean_finetune.train.monitor.out_of_memory import OomHandler, TrainingOutOfMemory
 from lean_finetune.train.process.stop_signals import StopRequest
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
@@ -78,12 +79,12 @@ class EndsIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def handler_of(*, split: bool, seen: list[Failure], device: torch.device = CPU) -> OomHandler:
+def handler_of(*, split: bool, seen: list[OomFailure], device: torch.device = CPU) -> OomHandler:
     """An OomHandler that adds its reports to `seen`."""
 
-    def report(failure: Failure) -> OutOfMemory:
+    def report(failure: OomFailure) -> TrainingOutOfMemory:
         seen.append(failure)
-        return OutOfMemory(failure.phase, weights_intact=failure.weights_intact)
+        return TrainingOutOfMemory(failure.phase, weights_intact=failure.weights_intact)
 
     return OomHandler(device, split=split, updates_in_backward=False, report=report)
 
@@ -158,11 +159,11 @@ def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
 )
 def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: str, step: int | None, intact: bool):
     """The batch size blamed where loading failed; a half-made update resumed from."""
-    seen: list[Failure] = []
+    seen: list[OomFailure] = []
     oom_handler = handler_of(split=True, seen=seen)
     ends = EndsIn(phase, step)
     ends.position = oom_handler.position
-    with ends, pytest.raises(OutOfMemory) as error, oom_handler.reported():
+    with ends, pytest.raises(TrainingOutOfMemory) as error, oom_handler.reported():
         train(job_of(small_llama, tokens), make_meter(CPU), oom_handler=oom_handler)
     (failure,) = seen
     assert (failure.phase, failure.step, failure.requested_bytes) == (phase, step, 9)
@@ -245,8 +246,8 @@ def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_
     needed = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(SHARE * needed / torch.cuda.mem_get_info()[1])
-    seen: list[Failure] = []
-    with pytest.raises(OutOfMemory):
+    seen: list[OomFailure] = []
+    with pytest.raises(TrainingOutOfMemory):
         train(job, make_meter(job.device), oom_handler=handler_of(split=False, seen=seen, device=job.device))
     (failure,) = seen
     assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, GPU_ROWS)

@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 
 from lean_finetune.core.file_locks import lock_directory, unlock_directory
-from lean_finetune.train.process.stop_signals import CrashMarker, crash_marker
+from lean_finetune.train.checkpoint.scratch_dir import CrashMarker, crash_marker
 from tests.conftest import ROOT
 from tests.processes import killed_after
 from tests.test_memory_limits import GROUP_V2, member, write
@@ -21,7 +21,7 @@ from tests.test_memory_limits import GROUP_V2, member, write
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from lean_finetune.train.process.stop_signals import crash_marker
+from lean_finetune.train.checkpoint.scratch_dir import crash_marker
 with crash_marker(Path(sys.argv[1]), print, root=Path(sys.argv[2]), clock=iter(range(100)).__next__) as marker:
     marker.step_started(41)
     print("running", flush=True)
@@ -150,7 +150,7 @@ def test_writes_are_rate_limited_and_write_errors_do_not_end_a_run(tmp_path: Pat
 
 def test_a_process_waits_while_another_one_looks_into_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The first process of a run reads what it finds, and may find a directory that is not locked yet."""
-    monkeypatch.setattr("lean_finetune.train.process.stop_signals.uuid4", lambda: UUID(int=0))
+    monkeypatch.setattr("lean_finetune.train.checkpoint.scratch_dir.uuid4", lambda: UUID(int=0))
     own = tmp_path / "00000000"
     reader = lock_directory(own)
     assert reader is not None

@@ -12,12 +12,18 @@ import torch
 
 from cuda_memory.units import GIB, MIB
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.train.oom.oom_handler import AddressLimit, Failure, is_out_of_memory, requested_bytes
-from lean_finetune.train.oom.oom_report import Prediction, changes_that_fit, oom_error, read_prediction
+from lean_finetune.train.monitor.memory_monitor import AddressLimit, OomFailure, requested_bytes
+from lean_finetune.train.monitor.out_of_memory import (
+    EstimateOutputs,
+    changes_that_fit,
+    is_out_of_memory,
+    oom_error,
+    read_prediction,
+)
 from tests.cuda_memory.snapshots import Snapshot, frame
 from tests.small_model import spec_of
 
-FAILURE = Failure(
+FAILURE = OomFailure(
     message="OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. " + "GPU 0 has figures. " * 20,
     requested_bytes=512 * MIB,
     phase="backward",
@@ -39,7 +45,7 @@ FAILURE = Failure(
 )
 FULL: dict[str, Any] = {"train": spec_of(method="full"), "can_split": True, "snapshot": None}
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
-FORECAST = Prediction(
+FORECAST = EstimateOutputs(
     metrics=METRICS,
     breakdown={"backward": {"weights": 4 * GIB, "activations": 12 * GIB}, "peak": {"weights": 4 * GIB}},
     advice={},
@@ -47,7 +53,7 @@ FORECAST = Prediction(
 
 
 def lines_of(
-    failure: Failure, tmp_path: Path, *, forecast: Prediction = FORECAST, running: dict[str, Any] = FULL
+    failure: OomFailure, tmp_path: Path, *, forecast: EstimateOutputs = FORECAST, running: dict[str, Any] = FULL
 ) -> list[str]:
     """The error's line, then the details."""
     error = oom_error(failure, forecast, device="RTX-4090", record=tmp_path / "oom.json", **running)

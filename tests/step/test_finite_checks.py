@@ -16,14 +16,14 @@ from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.data_parallel import DataParallelModel
-from lean_finetune.train.heldout_loss import heldout_batches
-from lean_finetune.train.job import measured_steps
-from lean_finetune.train.monitor.finite_checks import (
+from lean_finetune.step.training_step import (
     _in_any,
     refuse_broken_weights,
     refuse_dead_adapters,
     refuse_non_finite,
 )
+from lean_finetune.train.heldout_loss import heldout_batches
+from lean_finetune.train.job import measured_steps
 from lean_finetune.train.process.training_device import (
     check_device,
     check_host,
