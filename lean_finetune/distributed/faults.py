@@ -10,19 +10,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, LAUNCHER, Interrupted
@@ -152,11 +150,12 @@ def _did_not_come(ranks: Sequence[int], hosts: Sequence[str], per_node: int) -> 
 
 @contextmanager
 def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | None]:
-    """Send the output of all ranks but 0 to a log file, and report a fault once for all processes.
+    """Send the output of all ranks but 0 to a log file, and write a fault to the error file that torchrun reads.
 
-    `launch` prints the faults of processes that it started. If the user started torchrun, the first process of a node
-    that has a fault prints it, and the others write to their logs. Yields a function that ends this process at once, or
-    None for a single process.
+    `launch` prints one error for the processes that it started. If the user started torchrun, the first process of each
+    node has the terminal, each process prints its own error, and torchrun the first one of its node.
+
+    Yields a function that ends this process at once, or None for a single process.
 
     Raises:
         SystemExit: with the code of a `UserError`, 1 after another fault, and 128 + its number after a signal.
@@ -165,41 +164,35 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
         yield None
         return
     with _log_directory(launches) as directory:
-        terminal = os.dup(2)
-        if not world.is_first:
-            handle = os.open(directory / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            for stream in (1, 2):
-                os.dup2(handle, stream)
-            os.close(handle)
+        if world.rank if LAUNCHER in os.environ else world.local_rank:
+            with open(directory / f"{world.rank}.log", "ab") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
 
         def end(fault: Exception) -> None:
-            with suppress(SystemExit), _recorded(world, directory, terminal):
-                raise fault
-            os._exit(1)
+            try:
+                with _recorded(world, directory):
+                    raise fault
+            finally:
+                os._exit(1)  # The main thread may be stuck in C++.
 
-        try:
-            with _recorded(world, directory, terminal):
-                yield end
-        finally:
-            os.close(terminal)
+        with _recorded(world, directory):
+            yield end
 
 
 def _log_directory(launches: Path) -> AbstractContextManager[Path]:
     """That of `launch`, or one that the processes of a torchrun agent share, locked while any of them runs."""
     if LAUNCHER in os.environ:
         return nullcontext(Path(os.environ[ERROR_FILE]).parent)
-    parent = psutil.Process(os.getppid())
-    name = sha256_json([platform.node(), parent.pid, parent.create_time(), attempt()])
-    return locked_directory(launches, name[:8], shared=True)
+    return locked_directory(launches, f"{platform.node()}-{os.getppid()}", shared=True)
 
 
 @contextmanager
-def _recorded(world: World, directory: Path, terminal: int) -> Iterator[None]:
+def _recorded(world: World, directory: Path) -> Iterator[None]:
     """Write the error file if the block raises, and print the fault if no `launch` will. Raises SystemExit."""
     launched = LAUNCHER in os.environ
     try:
         yield
-        return
     except Interrupted as interrupted:
         if launched:  # `launch` prints it.
             sys.exit(interrupted.exit_code)
@@ -210,18 +203,16 @@ def _recorded(world: World, directory: Path, terminal: int) -> Iterator[None]:
         raise
     except Exception as fault:
         ending = ending_of(fault, world.rank, directory)
+        if ending.kind == "lost" and not launched:
+            time.sleep(ENDED_SECONDS)  # torchrun calls the process that ends first the cause.
         _write(ending, world.rank, directory)
         if not isinstance(fault, UserError):
             with open(directory / f"{world.rank}.log", "a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
-    if not launched:
-        if ending.kind == "lost":
-            time.sleep(ENDED_SECONDS)  # Until another process has printed the cause.
-        line = f"error: {ending.message}{_did_not_come(ending.absent, [''], world.size)}"
-        with suppress(OSError):  # Another process printed, or the terminal is closed.
-            os.close(os.open(directory / "printed", os.O_CREAT | os.O_EXCL))
-            os.write(terminal, "\n  ".join([line, *ending.details]).encode() + b"\n")
-    sys.exit(ending.exit_code)
+        if not launched:
+            line = f"error: {ending.message}{_did_not_come(ending.absent, [''], world.size)}"
+            print("\n  ".join([line, *ending.details]), file=sys.stderr, flush=True)
+        sys.exit(ending.exit_code)
 
 
 def _write(ending: Ending, rank: int, directory: Path) -> None:
@@ -314,8 +305,12 @@ def watch_nccl(
     return _polled(check, end)
 
 
+RUN_ENDED = "ended"
+"""Key of the store of torchrun's agents that exists once a node has given up."""
+
+
 def ended_key(attempt: int) -> str:
-    """Key of the store of torchrun's agent that exists once a node's processes of an attempt have ended."""
+    """Key that exists once a node's processes of an attempt have ended, and will be restarted."""
     return f"attempts/{attempt}/ended"
 
 
@@ -333,7 +328,7 @@ def watch_other_nodes(seconds: float, end: EndProcess | None) -> AbstractContext
         timer = threading.Timer(seconds, end, [silent])
         timer.start()
         try:
-            ended = store.check([ended_key(attempt())])
+            ended = store.check([RUN_ENDED]) or store.check([ended_key(attempt())])
             return OtherNodeEnded("the processes of another node have ended") if ended else None
         except RuntimeError:
             return ConnectionLost("the store of node 0 has ended")

@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import psutil
@@ -31,9 +31,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
-from lean_finetune.core.signals import FIRST_OF_SIGNALS, LAUNCHER, Interrupted
+from lean_finetune.core.signals import LAUNCHER, Interrupted
 from lean_finetune.distributed.faults import (
     ERROR_FILE,
+    RUN_ENDED,
     Ending,
     broken_connection,
     ended_key,
@@ -56,6 +57,7 @@ GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 process, and in versions of torch without this variable, the others have 30 seconds."""
 RUN_ID = "lean-finetune"
 """torchrun's identifier of a run; the same on all nodes."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,6 @@ class Node:
     """Of the store on node 0; 0 = any free one, for a run on one machine."""
     join_timeout_seconds: float = math.inf
     """How long another node waits for node 0, which may still tokenize."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that must be equal on all nodes; checked before processes start."""
 
     @classmethod
     def here(cls, params: Params, environment: Mapping[str, str] = os.environ) -> "Node":
@@ -82,9 +82,8 @@ class Node:
             UserError: the rank or the address of node 0 is not known, or there is no such node.
         """
         run = params.run
-        settings = {"run.nodes": run.nodes, "hardware.num_gpus": params.hardware.num_gpus}
         if run.nodes == 1:
-            return cls(settings=settings)
+            return ONE_NODE
         ranks = (run.node_rank, environment.get("PET_NODE_RANK"), environment.get("SLURM_NODEID"))
         given = next((str(rank) for rank in ranks if rank not in (None, "")), "")
         if not given.isdecimal() or int(given) >= run.nodes:
@@ -106,7 +105,6 @@ class Node:
             host=host if rank else LOCAL,
             port=port,
             join_timeout_seconds=run.join_timeout_seconds,
-            settings=settings | {"run.max_restarts": run.max_restarts},
         )
 
 
@@ -131,25 +129,26 @@ ONE_NODE = Node()
 
 
 class NodeGroup:
-    """The nodes of a run, connected through a store on node 0."""
+    """The nodes of a run, connected through a store on node 0.
 
-    def __init__(self, node: Node, timeout_seconds: float, notify: Callable[[str], None]):
+    torchrun's static rendezvous alone would count the nodes that come, and name none. Its dynamic one ("c10d") ranks
+    them by address, and loads pickles from a store that anybody can write to.
+    """
+
+    def __init__(self, node: Node, timeout_seconds: float):
         """Open the store on node 0, and wait for the others.
 
         `timeout_seconds` is how long nodes that are connected wait for the others.
 
         Raises:
-            UserError: nodes did not come, have the same rank, or have other settings.
+            UserError: nodes did not come, or have the same rank.
         """
         self.node, self._timeout = node, timeout_seconds
-        self.store = self._reach_node_0(notify) if node.rank else self._host()
-        self.port = self.store.port
-        self.hosts, self.interface = [platform.node()], "lo"
-        if node.count > 1:
-            self._meet()
+        self.store = self._reach_node_0() if node.rank else self._host()
+        self.hosts = self._meet()
 
     def _host(self) -> dist.TCPStore:
-        """The store on node 0."""
+        """The store on node 0; torchrun's agent in this process uses it too (`multi_tenant`)."""
         own: dict[str, Any] = {"port": self.node.port}
         if self.node.count == 1:  # Given only a port, the store listens on all interfaces, and lets anybody write.
             listener = socket.create_server((LOCAL, self.node.port))
@@ -165,156 +164,118 @@ class NodeGroup:
                 f"{platform.node()}{SECOND_RUN}"
             ) from None
 
-    def _reach_node_0(self, notify: Callable[[str], None]) -> dist.TCPStore:
+    def _reach_node_0(self) -> dist.TCPStore:
         """Connect to the store of node 0, which may start later."""
-        node = self.node
-        where, limit, start = f"{node.host}:{node.port}", node.join_timeout_seconds, time.monotonic()
-        waits = False
-        while True:  # A plain socket, since TCPStore would not let signals through.
+        node, start = self.node, time.monotonic()
+        where = f"{node.host}:{node.port}"
+        waits = (
+            f"train: node {node.rank} of {node.count} waits up to {node.join_timeout_seconds:g} s for node 0 at {where}"
+        )
+        print(waits, file=sys.stderr, flush=True)
+        # A plain socket first: while TCPStore waits, it lets no signal through and prints a C++ stack for each attempt.
+        while True:
             try:
                 socket.create_connection((node.host, node.port), timeout=2).close()
                 break
             except OSError as error:
-                waited, unknown = time.monotonic() - start, isinstance(error, socket.gaierror)
-                if unknown and waited > self._timeout:
+                unknown = isinstance(error, socket.gaierror)  # A name with a typing error never comes.
+                limit = self._timeout if unknown else node.join_timeout_seconds
+                if time.monotonic() - start > limit:
                     raise UserError(
-                        f"run.rendezvous: must be the address of node 0; {platform.node()} does not know {node.host} "
-                        f"({error.strerror}); correct it"
+                        f"run.rendezvous: node 0 must answer within {limit:g} s; got no answer at {where} "
+                        f"({error.strerror or error}); start node 0, open this port to {platform.node()}, correct the "
+                        "address, or raise run.join_timeout_seconds"
                     ) from None
-                if not unknown and waited > limit:
-                    raise UserError(
-                        f"run.join_timeout_seconds: node 0 must answer within {limit:g} s; nothing answers at {where} "
-                        f"({error.strerror or error}); start node 0, open this port to {platform.node()}, correct "
-                        "run.rendezvous, or raise the limit"
-                    ) from None
-            if not waits:
-                notify(f"train: node {node.rank} of {node.count} waits up to {limit:g} s for node 0 at {where}")
-                waits = True
             time.sleep(POLL_SECONDS)
-        stores: list[dist.TCPStore] = []
-
-        def connect() -> None:
-            timeout = timedelta(seconds=self._timeout)
-            stores.append(dist.TCPStore(node.host, node.port, wait_for_workers=False, timeout=timeout))
-
-        _bounded(connect)
-        if not stores:
+        timeout = timedelta(seconds=self._timeout)
+        store = _bounded(lambda: dist.TCPStore(node.host, node.port, wait_for_workers=False, timeout=timeout))
+        if store is None:
             raise UserError(
                 f"run.rendezvous: must be the address of node 0; another program answers at {where}; correct it, or "
                 "start again if node 0 was ending"
             )
-        return stores[0]
+        return store
 
-    def _meet(self) -> None:
-        """Compare settings, and exchange names and addresses."""
-        node, store = self.node, self.store
-        if store.add(f"nodes/{node.rank}/joined", 1) > 1:
+    def _meet(self) -> list[str]:
+        """Wait for all nodes; return their names by rank."""
+        node = self.node
+        if self.store.add(f"joined/{node.rank}", 1) > 1:
             raise UserError(
                 f"run.node_rank: must differ between the nodes of a run; got {node.rank} twice; change it, or "
                 f"start again if an earlier run of node 0 was still ending{SECOND_RUN}"
             )
-        here = {"host": platform.node(), "settings": node.settings}
-        if node.rank:
-            here["address"] = _address_towards(node.host, node.port)
-        found = self._exchange("here", here, self._timeout, _refuse_other_settings)
+        found = {node.rank: platform.node()}
+        # Nodes with another run.nodes wait for each other, and say for how many.
+        self._exchange(f"host of {node.count}", found, self._timeout)
         if absent := [rank for rank in range(node.count) if rank not in found]:
-            first = found[0]["host"] if 0 in found else node.host
             raise UserError(
                 f"run.nodes: {node.count} machines must start within run.rank_timeout_seconds={self._timeout:g}; "
-                f"node {', '.join(map(str, absent))} did not come to port {self.port} of {first}; "
-                f"start `python -m stages.train` there with run.node_rank={absent[0]}, or check that its network "
-                "reaches this port"
+                f"node {', '.join(map(str, absent))} did not come to port {self.store.port} of "
+                f"{found.get(0, node.host)}; start `python -m stages.train` there with run.node_rank={absent[0]} and "
+                "the same run.nodes, or check that its network reaches this port"
             )
-        self.hosts = [found[rank]["host"] for rank in range(node.count)]
-        own = here["address"] if node.rank else _address_towards(found[1]["address"], self.port)
-        self.interface = _interface_of(str(own))
+        return [found[rank] for rank in range(node.count)]
 
-    def _exchange(
-        self, what: str, own: Any, seconds: float, arrived: Callable[[Mapping[int, Any]], None] = lambda found: None
-    ) -> dict[int, Any]:
-        """Publish a value, and collect those that the nodes publish in time; call `arrived` after each."""
-        self.store.set(f"nodes/{self.node.rank}/{what}", json.dumps(own))
-        found: dict[int, Any] = {self.node.rank: own}
+    def _exchange(self, what: str, found: dict[int, Any], seconds: float) -> None:
+        """Publish this node's value of `found`, and add those that the other nodes publish in time."""
+        self.store.set(f"{what}/{self.node.rank}", json.dumps(found[self.node.rank]))
         until = time.monotonic() + seconds
         while len(found) < self.node.count and time.monotonic() < until:
             for rank in range(self.node.count):
-                if rank not in found and self.store.check([key := f"nodes/{rank}/{what}"]):
+                if rank not in found and self.store.check([key := f"{what}/{rank}"]):
                     found[rank] = json.loads(self.store.get(key))
-                    arrived(found)
             time.sleep(POLL_SECONDS)
-        return found
 
     def restarted(self, attempt: int) -> bool:
         """End the other nodes' processes of the attempt before; return False if another node has given up."""
-        if self.node.count > 1:
-            self.store.set(ended_key(attempt - 1), "")
-        return not any(self.store.check([f"nodes/{rank}/endings"]) for rank in range(self.node.count))
+        self.store.set(ended_key(attempt - 1), "")
+        return not self.store.check([RUN_ENDED])
 
-    def end(self, endings: Mapping[int, Ending], per_node: int, max_restarts: int) -> UserError:
+    def end(self, endings: Mapping[int, Ending], per_node: int) -> UserError:
         """Exchange how the nodes' processes ended, and return the one error for all of them."""
-        everywhere = dict(endings)
-
-        def arrived(found: Mapping[int, Any]) -> None:  # The connection may break before all have answered.
-            for theirs in found.values():
-                everywhere.update({int(rank): Ending(**ending) for rank, ending in theirs.items()})
+        found: dict[int, Any] = {self.node.rank: {rank: asdict(ending) for rank, ending in endings.items()}}
 
         def exchange() -> None:
-            for attempt in range(max_restarts + 1):
-                self.store.set(ended_key(attempt), "")
-            own = {rank: asdict(ending) for rank, ending in endings.items()}
-            self._exchange("endings", own, ANSWER_SECONDS, arrived)
+            self.store.set(RUN_ENDED, "")
+            self._exchange("endings", found, ANSWER_SECONDS)
 
-        if self.node.count > 1:
-            _bounded(exchange)
-            self.leave()
-        return fault_of(dict(everywhere), self.hosts, per_node)
+        _bounded(exchange)
+        self.leave()
+        # If the connection broke, those that had answered before count.
+        everywhere = {int(rank): Ending(**one) for theirs in list(found.values()) for rank, one in theirs.items()}
+        return fault_of(everywhere, self.hosts, per_node)
 
     def leave(self) -> None:
         """On node 0, wait shortly until the others need the store no more."""
-        if self.node.count > 1:
-            _bounded(lambda: self._exchange("left", True, 0 if self.node.rank else ANSWER_SECONDS))
+        _bounded(lambda: self._exchange("left", {self.node.rank: True}, 0 if self.node.rank else ANSWER_SECONDS))
 
 
-def _bounded(function: Callable[[], object]) -> None:
-    """Call a function with the timeout that nodes have for each other; it may lose the connection.
+def _bounded(function: Callable[[], Result]) -> Result | None:
+    """Call a function of the store; return None if it fails, or takes longer than nodes wait for each other.
 
-    Without a connection, a call of the store ends after a quarter of an hour.
+    Without a connection, a call of the store ends after a quarter of an hour. A program that is no store may never
+    answer.
     """
+    results: list[Result] = []
 
     def call() -> None:
         with suppress(RuntimeError):
-            function()
+            results.append(function())
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS + 1)
+    return results[0] if results else None
 
 
-def _refuse_other_settings(found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise UserError if a node has other settings than node 0."""
-    for rank, theirs in found.items():
-        for name, value in found.get(0, theirs)["settings"].items():
-            if (other := theirs["settings"].get(name)) != value:
-                raise UserError(
-                    f"{name}: must be the same on all nodes of a run; got {value} on node 0 ({found[0]['host']}) and "
-                    f"{other} on node {rank} ({theirs['host']}); copy params.yaml from node 0"
-                )
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The local address that routes to another machine; sends nothing."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _interface_of(address: str) -> str:
-    """The network interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [one.address.partition("%")[0] for one in addresses]:
-            return name
-    raise UserError(f"run.rendezvous: no network interface of this machine has the address {address}")
+def _interface_of(port: int) -> str:
+    """The network interface over which the nodes have connected to the store."""
+    links = psutil.Process().net_connections("tcp")
+    addresses = {link.laddr.ip for link in links if link.raddr and port in (link.laddr.port, link.raddr.port)}
+    own = {address.removeprefix("::ffff:").partition("%")[0] for address in addresses}  # IPv4 over an IPv6 socket
+    interfaces = psutil.net_if_addrs().items()
+    found = [name for name, known in interfaces if own & {one.address.partition("%")[0] for one in known}]
+    return next((name for name in found if name != "lo"), "lo")  # Node 0 itself connects over "lo".
 
 
 class NoRestart(Exception):
@@ -372,38 +333,34 @@ def launch(
     """
     name = f"node{node.rank}-{uuid4().hex[:8]}" if node.count > 1 else uuid4().hex[:8]
     with locked_directory(directory, name, shared=False) as own:
-        group = NodeGroup(node, grace_seconds, lambda line: print(line, file=sys.stderr, flush=True))
-        ranks = range(node.rank * processes, (node.rank + 1) * processes)
-        lost = dict.fromkeys(ranks, Ending(kind="lost", message=broken_connection(own)))
+        group = NodeGroup(node, grace_seconds)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
         if node.count == 1:
             listen_on_loopback()
         elif sys.platform == "linux":  # Else gloo resolves this host's name, which may be unknown.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", group.interface)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(group.store.port))
         config = LaunchConfig(
             min_nodes=node.count,
             max_nodes=node.count,
             nproc_per_node=processes,
             run_id=RUN_ID,
-            # Unlike "c10d", it gives node_rank its ranks, and exchanges no pickles.
-            rdzv_backend="static",
-            rdzv_endpoint=f"{node.host}:{group.port}",
+            rdzv_backend="static",  # See NodeGroup.
+            rdzv_endpoint=f"{node.host}:{group.store.port}",
             rdzv_configs={"rank": node.rank, "timeout": math.ceil(grace_seconds)},
             local_addr=LOCAL,
             max_restarts=max_restarts,
             logs_specs=ErrorFiles(own.resolve(), group),
         )
+        ranks = range(node.rank * processes, (node.rank + 1) * processes)
+        lost = dict.fromkeys(ranks, Ending(kind="lost", message=broken_connection(own)))
+        signalled = None
         logging.disable(logging.CRITICAL)  # The agent's own messages; ours are below.
         try:
             elastic_launch(config, entrypoint=sys.executable)("-m", module, *arguments)
-            group.leave()
             return
-        except SignalException as signalled:
-            group.leave()
-            if any(ending.kind == "stopped" for ending in endings_in(own).values()):  # Rank 0 says so, on its node.
-                raise SystemExit(FIRST_OF_SIGNALS + signalled.sigval) from None
-            raise Interrupted(signalled.sigval) from None
+        except SignalException as signal_to_agent:
+            endings, signalled = endings_in(own), signal_to_agent.sigval
         except (ChildFailedError, NoRestart) as error:
             endings = endings_in(own, getattr(error, "failures", {})) or lost
         except dist.DistError:  # Before a restart, the agent could not reach node 0.
@@ -411,7 +368,10 @@ def launch(
         finally:
             logging.disable(logging.NOTSET)
         first = next((ending for ending in endings.values() if ending.kind not in ("lost", "ended")), None)
-        if first is not None and first.kind == "stopped":
-            group.leave()  # A signal reached one process, and all have stopped cleanly.
+        stopped = first is not None and first.kind == "stopped"
+        if not stopped and signalled is None:
+            raise group.end(endings, processes)
+        group.leave()
+        if first is not None and stopped:  # All have stopped cleanly; rank 0 says so, on its node.
             raise SystemExit(first.exit_code)
-        raise group.end(endings, processes, max_restarts)
+        raise Interrupted(signalled)

@@ -43,11 +43,13 @@ def test_nodes_with_different_settings_are_refused(copy: Path):
 
 
 def test_under_torchrun_a_user_error_is_printed_once(copy: Path):
-    """Every process printed the same notes and the same error."""
+    """Every process printed the same notes and the same error; torchrun's summary said nothing."""
     planned(copy, 2, "ddp", train__lr=1e30)
     with running(copy, *TORCHRUN, "-m", "stages.train", GLOO_SOCKET_IFNAME="lo") as agent:
         assert agent.wait() == 1
-    assert [line[:16] for line in errors_of(copy) if line.startswith("error")] == ["error: train.lr:"]
+    lines = errors_of(copy)
+    assert [line[:16] for line in lines if line.startswith("error")] == ["error: train.lr:"]
+    assert any(line.strip().startswith("traceback : train.lr:") for line in lines)
     assert len(list((copy / "scratch/train/ranks").glob("*/1.log"))) == 1
 
 

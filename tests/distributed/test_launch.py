@@ -121,7 +121,7 @@ def test_processes_start_again_where_that_can_help(tmp_path: Path, attempt: int,
     for rank, kind in enumerate(kinds):
         ending = Ending(kind=kind, message="", timestamp=rank)
         (tmp_path / f"{rank}.json").write_text(json.dumps(asdict(ending)))
-    files = ErrorFiles(tmp_path, NodeGroup(Node(), 5.0, print))
+    files = ErrorFiles(tmp_path, NodeGroup(Node(), 5.0))
     environments = {rank: {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(attempt)} for rank in range(2)}
     with nullcontext() if again else pytest.raises(NoRestart):
         files.reify(environments)

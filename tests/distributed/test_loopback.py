@@ -15,8 +15,8 @@ from tests.distributed.listening import addresses
 
 def test_the_store_of_a_run_on_one_machine_listens_on_loopback():
     """A key-value store of the run that others on the network can write."""
-    group = NodeGroup(Node(), 5.0, print)
-    assert group.port and set(addresses()) == {LOCAL}
+    group = NodeGroup(Node(), 5.0)
+    assert group.store.port and set(addresses()) == {LOCAL}
 
 
 def test_a_single_process_listens_on_loopback():

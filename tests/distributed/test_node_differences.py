@@ -47,7 +47,7 @@ def change_code(root: Path) -> None:
 COPY_MODEL = r"error: model\.name: on node 1 \(.*model\.safetensors {}; copy it there from node 0$"
 DIFFERENCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings": (lambda root: change(root, train__lr=1e-3), 'train.lr: must be the same .*; got "auto" in process 0'),
-    "processes": (lambda root: change(root, hardware__num_gpus=4), "hardware.num_gpus: must be the same on all nodes "),
+    "processes": (lambda root: change(root, hardware__num_gpus=4), "hardware.num_gpus: must be the same in all processes "),
     "tokens": (lambda root: change_a_byte(root / "data/tokens/meta.json"), "tokens.meta.json: must be the same in all"),
     "code": (change_code, "lean_finetune/step/training_step.py: must be the same in all processes"),
     "model": (
@@ -108,13 +108,23 @@ def test_a_lost_machine_ends_the_other_with_one_line_though_restarts_remain(copy
 
 def meet(node: Node, seconds: float = 1.0) -> None:
     """Let a node meet the others."""
-    NodeGroup(node, seconds, lambda line: None)
+    NodeGroup(node, seconds)
 
 
 def test_a_node_that_does_not_come_is_named_with_its_number():
     """Two machines with run.node_rank=0 each wait for node 1."""
-    with pytest.raises(UserError, match="node 1 did not come to port .* start .* there with run.node_rank=1, or check"):
+    with pytest.raises(UserError, match="node 1 did not come to port .* start .* there with run.node_rank=1 and the same run"):
         meet(Node(count=2, port=free_port()))
+
+
+def test_nodes_with_another_number_of_nodes_are_refused():
+    """One would train while the other waits for a third."""
+    node = Node(count=2, port=free_port())
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(meet, one) for one in (node, replace(node, rank=1, count=3))]
+        first, second = (str(one.exception()) for one in met)
+    assert "2 machines must start " in first and "; node 1 did not come to port " in first
+    assert "3 machines must start " in second and "; node 0, 2 did not come to port " in second
 
 
 def test_a_port_that_stays_closed_is_named_after_the_limit():
@@ -123,7 +133,7 @@ def test_a_port_that_stays_closed_is_named_after_the_limit():
     node = Node(rank=1, count=2, port=port, join_timeout_seconds=0.5)
     with pytest.raises(
         UserError,
-        match=f"^run.join_timeout_seconds: .* within 0.5 s; nothing answers at 127.0.0.1:{port} .*; start node",
+        match=f"^run.rendezvous: .* within 0.5 s; got no answer at 127.0.0.1:{port} .*; start node",
     ):
         meet(node)
 
@@ -168,5 +178,5 @@ def test_another_program_on_the_port_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 def test_an_address_that_is_not_known_is_refused():
     """A name with a typing error was waited for without end."""
-    with pytest.raises(UserError, match="run.rendezvous: .* does not know node-a.invalid "):
+    with pytest.raises(UserError, match="run.rendezvous: .* within 1 s; got no answer at node-a.invalid:29500 "):
         meet(Node(rank=1, count=2, host="node-a.invalid", port=DEFAULT_PORT))
