@@ -368,10 +368,10 @@ def launch(
         finally:
             logging.disable(logging.NOTSET)
         first = next((ending for ending in endings.values() if ending.kind not in ("lost", "ended")), None)
-        stopped = first is not None and first.kind == "stopped"
-        if not stopped and signalled is None:
-            raise group.end(endings, processes)
-        group.leave()
-        if first is not None and stopped:  # All have stopped cleanly; rank 0 says so, on its node.
+        if first is not None and first.kind == "stopped":  # All have stopped cleanly; rank 0 says so, on its node.
+            group.leave()
             raise SystemExit(first.exit_code)
-        raise Interrupted(signalled)
+        if signalled is not None:
+            group.leave()
+            raise Interrupted(signalled)
+        raise group.end(endings, processes)

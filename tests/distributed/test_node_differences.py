@@ -47,7 +47,10 @@ def change_code(root: Path) -> None:
 COPY_MODEL = r"error: model\.name: on node 1 \(.*model\.safetensors {}; copy it there from node 0$"
 DIFFERENCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings": (lambda root: change(root, train__lr=1e-3), 'train.lr: must be the same .*; got "auto" in process 0'),
-    "processes": (lambda root: change(root, hardware__num_gpus=4), "hardware.num_gpus: must be the same in all processes "),
+    "processes": (
+        lambda root: change(root, hardware__num_gpus=4),
+        "hardware.num_gpus: must be the same in all processes ",
+    ),
     "tokens": (lambda root: change_a_byte(root / "data/tokens/meta.json"), "tokens.meta.json: must be the same in all"),
     "code": (change_code, "lean_finetune/step/training_step.py: must be the same in all processes"),
     "model": (
@@ -113,7 +116,9 @@ def meet(node: Node, seconds: float = 1.0) -> None:
 
 def test_a_node_that_does_not_come_is_named_with_its_number():
     """Two machines with run.node_rank=0 each wait for node 1."""
-    with pytest.raises(UserError, match="node 1 did not come to port .* start .* there with run.node_rank=1 and the same run"):
+    with pytest.raises(
+        UserError, match="node 1 did not come to port .* start .* there with run.node_rank=1 and the same run"
+    ):
         meet(Node(count=2, port=free_port()))
 
 
