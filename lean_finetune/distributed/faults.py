@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
@@ -109,7 +109,7 @@ def endings_in(directory: Path, failures: Mapping[int, ProcessFailure] = Mapping
     endings = {rank: Ending(**json.loads(file.read_text(encoding="utf-8"))) for rank, file in files.items()}
     only_lost = [rank for rank, ending in endings.items() if ending.kind in ("lost", "ended")]
     if causes := {rank: failure for rank, failure in failures.items() if rank not in only_lost}:
-        rank, failure = ChildFailedError("", causes).get_first_failure()
+        rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
         code, log = failure.exitcode, directory / f"{rank}.log"
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         output = f"see {log}" if log.exists() and log.stat().st_size else "it printed nothing"
@@ -123,7 +123,7 @@ def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], per_node: int)
 
     `hosts` are the names of the nodes, with `per_node` processes each; a node may be missing in `endings`.
     """
-    kinds = get_args(Kind)
+    kinds = get_args(Kind)  # Causes before what follows from them.
     first = min(endings, key=lambda one: (kinds.index(endings[one].kind), one // per_node, endings[one].timestamp))
     ending, node, message = endings[first], first // per_node, endings[first].message
     if ending.kind in ("error", "crash"):
@@ -325,7 +325,7 @@ def watch_other_nodes(seconds: float, end: EndProcess | None) -> AbstractContext
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
     def check() -> Exception | None:
-        timer = threading.Timer(seconds, end, [silent])
+        timer = threading.Timer(seconds, end, [silent])  # Without a connection, `check` does not return.
         timer.start()
         try:
             ended = store.check([RUN_ENDED]) or store.check([ended_key(attempt())])

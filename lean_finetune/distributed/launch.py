@@ -55,8 +55,6 @@ SECOND_RUN = "; a second run on these machines needs another port"
 GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun's agent: seconds from a signal until it kills the processes. After a fault of one
 process, and in versions of torch without this variable, the others have 30 seconds."""
-RUN_ID = "lean-finetune"
-"""torchrun's identifier of a run; the same on all nodes."""
 Result = TypeVar("Result")
 
 
@@ -279,7 +277,10 @@ def _interface_of(port: int) -> str:
 
 
 class NoRestart(Exception):
-    """The processes are not started again: the fault would recur, or the run has ended on another node."""
+    """The processes are not started again: the fault would recur, or the run has ended on another node.
+
+    torchrun's agent restarts after every fault; only an exception from a call between end and start stops it.
+    """
 
 
 class ErrorFiles(DefaultLogsSpecs):
@@ -294,7 +295,7 @@ class ErrorFiles(DefaultLogsSpecs):
         if attempt := int(envs[0]["TORCHELASTIC_RESTART_COUNT"]):
             kinds = [ending.kind for ending in endings_in(self._directory).values()]
             stopped = kinds[:1] == ["stopped"] and len(kinds) == len(envs)  # Else the agent did, after a crash.
-            lost_machine = attempt > 1 and "waited" in kinds
+            lost_machine = attempt > 1 and "waited" in kinds  # Restarted processes waited in vain, too.
             if "error" in kinds or stopped or lost_machine or not self._group.restarted(attempt):
                 raise NoRestart
             for file in self._directory.glob("*.json"):
@@ -334,7 +335,7 @@ def launch(
     name = f"node{node.rank}-{uuid4().hex[:8]}" if node.count > 1 else uuid4().hex[:8]
     with locked_directory(directory, name, shared=False) as own:
         group = NodeGroup(node, grace_seconds)
-        os.environ[LAUNCHER] = str(os.getpid())
+        os.environ[LAUNCHER] = str(os.getpid())  # Processes end with this one, and leave their errors to it.
         os.environ.setdefault(GRACE, str(math.ceil(grace_seconds)))
         if node.count == 1:
             listen_on_loopback()
@@ -344,11 +345,11 @@ def launch(
             min_nodes=node.count,
             max_nodes=node.count,
             nproc_per_node=processes,
-            run_id=RUN_ID,
+            run_id="lean-finetune",  # The same on all nodes.
             rdzv_backend="static",  # See NodeGroup.
             rdzv_endpoint=f"{node.host}:{group.store.port}",
             rdzv_configs={"rank": node.rank, "timeout": math.ceil(grace_seconds)},
-            local_addr=LOCAL,
+            local_addr=LOCAL,  # Else torchrun looks up the name of this host.
             max_restarts=max_restarts,
             logs_specs=ErrorFiles(own.resolve(), group),
         )

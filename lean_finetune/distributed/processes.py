@@ -174,7 +174,7 @@ class ProgressBarrier:
         self._store.set(f"{number}/{self._rank}", "")
         absent, seen, due, pause = list(range(self._size)), None, 0.0, 0.001
         while absent := [rank for rank in absent if not self._store.check([f"{number}/{rank}"])]:
-            now = {rank: self._store.add(f"progress/{rank}", 0) for rank in absent}
+            now = {rank: self._store.add(f"progress/{rank}", 0) for rank in absent}  # `get` would wait for the first.
             if now != seen:
                 seen, due = now, time.monotonic() + self._timeout
             elif time.monotonic() > due:
