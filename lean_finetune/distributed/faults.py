@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -170,11 +170,9 @@ def report_faults_once(world: World, launches: Path) -> Iterator[EndProcess | No
                 os.dup2(log.fileno(), 2)
 
         def end(fault: Exception) -> None:
-            try:
-                with _recorded(world, directory):
-                    raise fault
-            finally:
-                os._exit(1)  # The main thread may be stuck in C++.
+            with suppress(SystemExit), _recorded(world, directory):
+                raise fault
+            os._exit(1)  # The main thread may be stuck in C++.
 
         with _recorded(world, directory):
             yield end
