@@ -11,7 +11,7 @@ from cuda_memory.gpus import MAX_SIZE_GIB
 from cuda_memory.recorded_state import expands, settings_of
 from cuda_memory.recording import Recording
 from cuda_memory.remedies import Advice, advice_of, replayed
-from cuda_memory.steps import Steps, steps_of
+from cuda_memory.steps import RecordedSteps, steps_of
 from cuda_memory.timeline import CATEGORIES, SIGNS, Category, Timeline, origin_of, timeline_of
 from cuda_memory.units import GIB
 from cuda_memory.what_if import WhatIf
@@ -183,7 +183,7 @@ class Analysis:
     peak: Instant
     reserved_peak_bytes: int
     failures: Sequence[Failure]
-    steps: Steps
+    steps: RecordedSteps
     remedies: list[Advice]
     """For the largest categories of the peak; what saves most first."""
 

@@ -15,7 +15,7 @@ AXOLOTL, LLAMA_FACTORY = "Axolotl", "LLaMA-Factory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedy:
+class CategoryRemedy:
     """A change that makes a category smaller."""
 
     ours: str
@@ -26,7 +26,7 @@ class Remedy:
     """Of its category: the most that it saves."""
 
 
-GRAD_CKPT = Remedy(
+GRAD_CKPT = CategoryRemedy(
     ours="train.grad_ckpt=true",
     effect="keeps one tensor a layer and computes the rest again in backward: about a third more time",
     elsewhere={
@@ -35,7 +35,7 @@ GRAD_CKPT = Remedy(
         LLAMA_FACTORY: "disable_gradient_checkpointing: false",
     },
 )
-SMALLER_BATCH = Remedy(
+SMALLER_BATCH = CategoryRemedy(
     share=0.5,
     ours="half of bucket.max_tokens",
     effect="halves the micro-batch; with as many more of them, the step learns the same",
@@ -45,7 +45,7 @@ SMALLER_BATCH = Remedy(
         LLAMA_FACTORY: "halve per_device_train_batch_size, double gradient_accumulation_steps",
     },
 )
-QLORA = Remedy(
+QLORA = CategoryRemedy(
     share=0.7,  # Of weights in 16 bits, to 4 bits with their scales; embeddings stay.
     ours="train.method=qlora",
     effect="stores frozen weights in 4 bits and trains adapters",
@@ -56,9 +56,9 @@ QLORA = Remedy(
         LLAMA_FACTORY: "quantization_bit: 4, finetuning_type: lora",
     },
 )
-REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
+REMEDIES: Mapping[Category, tuple[CategoryRemedy, ...]] = {
     "logits": (
-        Remedy(
+        CategoryRemedy(
             ours="train.loss_chunk=512",
             effect="computes the loss in chunks, so that not all logits exist at once",
             elsewhere={
@@ -71,7 +71,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
     "activations": (GRAD_CKPT, SMALLER_BATCH),
     "backward": (SMALLER_BATCH,),
     "optimizer": (
-        Remedy(
+        CategoryRemedy(
             share=0.75,
             ours="train.optimizer=adamw_8bit",
             effect="stores the state in 8 bits, a quarter of fp32; train.offload=optimizer moves it to the host",
@@ -83,7 +83,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
         ),
     ),
     "gradients": (
-        Remedy(
+        CategoryRemedy(
             ours="train.method=lora",
             effect="only adapters have gradients and optimizer state",
             elsewhere={
@@ -95,7 +95,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
         ),
     ),
     "scores": (
-        Remedy(
+        CategoryRemedy(
             ours="train.attention=sdpa",
             effect="computes attention in a fused kernel, without scores of length x length",
             elsewhere={
@@ -108,7 +108,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
         ),
     ),
     "autocast": (
-        Remedy(
+        CategoryRemedy(
             ours="train.precision=bf16 (all weights: with train.master_weights=true)",
             effect="stores the weights in 16 bits, so that autocast has none to copy; they themselves halve too",
             elsewhere={
@@ -123,7 +123,7 @@ REMEDIES: Mapping[Category, tuple[Remedy, ...]] = {
     "weights": (QLORA,),
     "earlier": (QLORA,),
 }
-EXPANDABLE = Remedy(
+EXPANDABLE = CategoryRemedy(
     ours="train.expandable_segments=true",
     effect="lets segments grow instead of reserving new ones; costs nothing",
     elsewhere={"any tool": "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"},
@@ -148,7 +148,7 @@ class Advice:
 
     parts: tuple[Category | str, ...]
     """Categories that it makes smaller."""
-    remedy: Remedy
+    remedy: CategoryRemedy
     saved_bytes: int
     basis: Literal["at most", "replayed"]
     """The remedy's share of these categories at the instant of interest | the difference of two replays."""
@@ -160,7 +160,7 @@ def advice_of(
     """What would make the largest categories smaller, without what the stacks show to be in use."""
     in_use = _in_use(recording)
     saved, parts = Counter[str](), dict[str, list[Category]]()
-    remedies: dict[str, Remedy] = {}
+    remedies: dict[str, CategoryRemedy] = {}
     for category, size in by_category.items():
         new = [each for each in REMEDIES.get(category, ()) if each.ours not in in_use]
         if new and size >= REMEDY_SHARE * allocated_bytes:

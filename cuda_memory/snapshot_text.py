@@ -7,7 +7,7 @@ from cuda_memory.gpus import Device
 from cuda_memory.growth import LEAST_STEPS, LIVE, PEAK, Cause
 from cuda_memory.recording import Recording
 from cuda_memory.remedies import Advice
-from cuda_memory.steps import Steps
+from cuda_memory.steps import RecordedSteps
 from cuda_memory.timeline import origin_of
 from cuda_memory.units import bar_line, counted, labelled, readable_size
 from cuda_memory.what_if import Outcome, WhatIf
@@ -162,7 +162,7 @@ def _shortened(text: str, most: int = MOST_PATH) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def steps_text(steps: Steps) -> str:
+def steps_text(steps: RecordedSteps) -> str:
     """How memory changed from step to step."""
     if not steps.rows:
         return f"unknown: {steps.found_by}"

@@ -183,7 +183,7 @@ TOO_FEW = "fewer than three optimizer steps end in this recording; three are nee
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class RecordedSteps:
     """Where training steps begin, and what they leave behind."""
 
     found_by: str
@@ -197,11 +197,11 @@ class Steps:
     """What more is live after the last complete step than after the first: where, bytes, blocks. Largest first."""
 
 
-def steps_of(timeline: Timeline) -> Steps:
+def steps_of(timeline: Timeline) -> RecordedSteps:
     """Find the steps of a recording: by named ranges, else by its updates, else by its calls of backward."""
     begins, found_by = _begins(timeline)
     if len(begins) <= LEAST_STEPS:
-        return Steps(found_by=found_by)
+        return RecordedSteps(found_by=found_by)
     allocated, reserved = timeline.allocated_E, timeline.reserved_E
     rows = [
         {
@@ -213,7 +213,7 @@ def steps_of(timeline: Timeline) -> Steps:
         for number, (start, end) in enumerate(zip(begins, begins[1:], strict=False))
     ]
     growth = tuple(classify(rows))
-    return Steps(
+    return RecordedSteps(
         found_by=found_by, begins=begins, rows=rows, growth=growth, grown=_grown(timeline, begins[1], begins[-1])
     )
 

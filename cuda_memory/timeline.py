@@ -59,7 +59,7 @@ Stack = Sequence[Frame]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class BlockOrigin:
     """What a stack says about an allocation."""
 
     category: Category
@@ -75,16 +75,16 @@ class Origin:
         return f"{self.place} ({self.operation})" if self.operation else self.place
 
 
-EARLIER = Origin(category="earlier", place="live before the recording, without a stack")
-NO_HISTORY = Origin(category="unknown", place="no stack (recorded without history)")
-NO_STACKS = Origin(category="unknown", place="no stacks were recorded")
-AUTOGRAD_THREAD = Origin(
+EARLIER = BlockOrigin(category="earlier", place="live before the recording, without a stack")
+NO_HISTORY = BlockOrigin(category="unknown", place="no stack (recorded without history)")
+NO_STACKS = BlockOrigin(category="unknown", place="no stacks were recorded")
+AUTOGRAD_THREAD = BlockOrigin(
     category="backward", place="backward, in autograd's threads, without a stack", in_backward=True
 )
 """Of an allocation without frames in a recording that has Python's frames: autograd's threads run no Python."""
 
 
-def origin_of(stack: Stack) -> Origin:
+def origin_of(stack: Stack) -> BlockOrigin:
     """Where the allocation with this stack comes from."""
     if not stack:
         return NO_STACKS
@@ -97,9 +97,9 @@ def origin_of(stack: Stack) -> Origin:
         innermost = f"backward of {node}" if node else "code without Python"
         if any(_search(GENERATED, frame.file) for frame in stack):
             innermost = f"backward of {COMPILED}" if _in_backward(stack) else COMPILED
-        return Origin(category=category, place=innermost, in_backward=_in_backward(stack))
+        return BlockOrigin(category=category, place=innermost, in_backward=_in_backward(stack))
     frame = stack[number]
-    return Origin(
+    return BlockOrigin(
         category=category,
         place=f"{'/'.join(frame.file.split('/')[-PATH_PARTS:])}:{frame.line} {frame.function}",
         operation=_operation(stack[:number]),
@@ -183,7 +183,7 @@ class Timeline:
     """The event that allocated the block, ascending; -1 for one that was live before."""
     end_B: np.ndarray
     """The event that freed it; the number of events if none did."""
-    origins_B: tuple[Origin, ...]
+    origins_B: tuple[BlockOrigin, ...]
     category_B: np.ndarray
     """Indices into `CATEGORIES`: the origin's, except what the functions `_find_…` below find."""
 
@@ -308,7 +308,7 @@ def _find_scores(timeline: Timeline) -> None:
                 timeline.category_B[block] = scores
 
 
-def _function_of(origin: Origin) -> str:
+def _function_of(origin: BlockOrigin) -> str:
     """File and function of a place, without its line."""
     return re.sub(r":[0-9]+ ", " ", origin.place)
 

@@ -73,9 +73,7 @@ def chat(
         return prompter.text(found)
 
     note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
-    Conversation(prompter, limit - max_new_tokens, [{"role": "system", "content": system}] if system else []).run(
-        answer
-    )
+    ChatSession(prompter, limit - max_new_tokens, [{"role": "system", "content": system}] if system else []).run(answer)
 
 
 def note(text: str) -> None:
@@ -127,7 +125,7 @@ def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
     return Printer()
 
 
-class Conversation:
+class ChatSession:
     """Reads lines and answers them, within a limit of tokens."""
 
     def __init__(self, prompter: "Prompter", most_tokens: int, opening: list[dict[str, str]]):

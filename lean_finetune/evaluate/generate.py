@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.model.precision import autocast
-from lean_finetune.step.batches import Batch, Row, collate
+from lean_finetune.step.batches import Batch, RowTokens, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm, token_losses
 from lean_finetune.step.token_rows import TokenRows
@@ -51,7 +51,7 @@ def batch_rows(lengths: np.ndarray, numbers: Sequence[int], max_tokens: int) -> 
 def row_sums(
     model: nn.Module,
     weights: BaseWeights,
-    gather: Callable[[np.ndarray], list[Row]],
+    gather: Callable[[np.ndarray], list[RowTokens]],
     lengths: np.ndarray,
     numbers: Sequence[int],
     limits: EvaluationLimits,

@@ -126,12 +126,12 @@ FINISHED = "success"
 DIGITS = 4
 EMPTY_NOTE = "empty: nothing was measured with these parameters; `dvc exp show` may have an earlier run's figures there"
 
-Row = dict[str, Any]
+ExperimentRow = dict[str, Any]
 Own = Callable[[str, Mapping[str, Any]], Collection[str]]
 """Revision and params.yaml of a row → the files that the row's own stages wrote."""
 
 
-def rows_of(commits: Iterable[Mapping[str, Any]], own: Own) -> Iterator[Row]:
+def rows_of(commits: Iterable[Mapping[str, Any]], own: Own) -> Iterator[ExperimentRow]:
     """Yield name, parameters and own metrics: of the workspace, of each baseline and of its experiments."""
     for commit in commits:
         yield _row(commit, WORKSPACE if commit["rev"] == WORKSPACE else BASELINE, FINISHED, own)
@@ -140,7 +140,7 @@ def rows_of(commits: Iterable[Mapping[str, Any]], own: Own) -> Iterator[Row]:
             yield _row(newest, experiment["name"] or newest["name"] or newest["rev"][:7], state, own)
 
 
-def _row(revision: Mapping[str, Any], name: str, state: str, own: Own) -> Row:
+def _row(revision: Mapping[str, Any], name: str, state: str, own: Own) -> ExperimentRow:
     """Return a row. An experiment that is not finished has the metrics of its baseline in DVC, so they are left out."""
     data = revision["data"]
     if data is None:
@@ -155,7 +155,7 @@ def _row(revision: Mapping[str, Any], name: str, state: str, own: Own) -> Row:
     return row
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ExperimentRow]) -> str:
     """Return rows as aligned columns: results, and parameters that differ between rows."""
     baseline = next((row for row in rows if row[NAME] == BASELINE), {})
     shown = [{**row, CHANGE: _loss_change(row, baseline)} for row in rows]
@@ -169,7 +169,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def _loss_change(row: Row, baseline: Row) -> str | None:
+def _loss_change(row: ExperimentRow, baseline: ExperimentRow) -> str | None:
     """Return the loss minus the baseline's; None if unknown, or if the row has another model or other data."""
     loss, before = row.get(LOSS), baseline.get(LOSS)
     same = all(row.get(name) == baseline.get(name) for name in {*row, *baseline} if name.startswith(OTHER_LOSS))

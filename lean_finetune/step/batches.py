@@ -22,7 +22,7 @@ from lean_finetune.step.token_rows import TokenRows
 IGNORED = -100
 """Target of a position without a loss; torch's cross-entropy skips this value."""
 
-Row = tuple[np.ndarray, np.ndarray]
+RowTokens = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
 
 
@@ -106,7 +106,9 @@ def packed_lengths(lengths: Sequence[int] | np.ndarray, total: int) -> tuple[int
     return (*rows, *[PADDING_ROW_TOKENS] * full, *([rest] if rest else []))
 
 
-def collate(rows: Sequence[Row], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False) -> Batch:
+def collate(
+    rows: Sequence[RowTokens], length: int, pad_id: int, *, flat: bool = False, pin_memory: bool = False
+) -> Batch:
     """Pad or pack rows, and shift targets by one.
 
     Args:

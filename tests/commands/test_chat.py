@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_finetune.commands.chat import Conversation, chat, conversation_limit
+from lean_finetune.commands.chat import ChatSession, chat, conversation_limit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.conversation import Prompter
@@ -133,7 +133,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(adapter: Path, monkeypa
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("One?\nTwo?\n"))
     before, prompter = signal.getsignal(signal.SIGINT), Prompter(adapter)
-    Conversation(prompter, 500, []).run(answer)
+    ChatSession(prompter, 500, []).run(answer)
     assert prompts[1:] == [prompter.of_messages([{"role": "user", "content": "Two?"}])]
     assert signal.getsignal(signal.SIGINT) is before
 

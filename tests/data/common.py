@@ -8,7 +8,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.encode.tokenizer_engine import load_engine
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
@@ -66,7 +66,7 @@ class EncodedRow(NamedTuple):
     spans: np.ndarray
 
 
-def encode_one(tokenizer: RowTokenizer, segments: list[Segment]) -> EncodedRow:
+def encode_one(tokenizer: RowTokenizer, segments: list[TextSegment]) -> EncodedRow:
     return row_of(tokenizer.encode_rows([segments]), 0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.format.format_base import Conversation
 from tests.data.common import DATE
 
@@ -113,5 +113,5 @@ def chat(*texts: str, system: str | None = None, **fields: str) -> Conversation:
     return Conversation(messages=([turn("system", system)] if system else []) + messages, tools=None)
 
 
-def trained(segments: list[Segment]) -> list[str]:
+def trained(segments: list[TextSegment]) -> list[str]:
     return [segment.text for segment in segments if segment.trained]

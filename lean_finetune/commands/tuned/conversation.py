@@ -6,7 +6,7 @@ from typing import Any
 
 from lean_finetune.commands.tuned.tuned_files import named_by_option
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.chat.tokenizer_files import compile_own_template, has_template
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.encode.tokenizer_engine import load_engine
@@ -69,7 +69,7 @@ class Prompter:
 
     def _ids(self, text: str) -> list[int]:
         self._rows.guard.check(text)
-        ids = [int(number) for number in self._rows.encode_rows([[Segment(text, False)]]).ids]
+        ids = [int(number) for number in self._rows.encode_rows([[TextSegment(text, False)]]).ids]
         if not ids:
             raise RowFault("the prompt has no tokens; write some text")
         if self._vocabulary is not None and max(ids) >= self._vocabulary:

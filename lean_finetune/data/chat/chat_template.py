@@ -10,7 +10,7 @@ import orjson
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS, TurnFinder, in_its_form
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, rendering, work_limits
-from lean_finetune.data.chat.control_tokens import Segment, any_of, segments_of_spans, split_segments
+from lean_finetune.data.chat.control_tokens import TextSegment, any_of, segments_of_spans, split_segments
 from lean_finetune.data.chat.template_probes import (
     ASK,
     CALLING,
@@ -89,22 +89,22 @@ class TurnEnds:
     after_calls: str
     """The same behind tool calls."""
 
-    def apply(self, segments: Sequence[Segment], last: Message) -> list[Segment]:
+    def apply(self, segments: Sequence[TextSegment], last: Message) -> list[TextSegment]:
         """The segments of a row, whose last message is `last`, with the ends of trained turns in the trained text.
 
         A stop token that follows an answer is moved into it. If the row ends with an answer, an end is appended.
         """
-        ended: list[Segment] = []
+        ended: list[TextSegment] = []
         for text, trained in segments:
             if not trained and ended and ended[-1].trained and (stop := self.stops.match(text)):
-                ended[-1] = Segment(ended[-1].text + stop[0], True)
+                ended[-1] = TextSegment(ended[-1].text + stop[0], True)
                 text = text[stop.end() :]
-            ended.append(Segment(text, trained))
+            ended.append(TextSegment(text, trained))
         while ended and not ended[-1].trained and not ended[-1].text.strip():
             ended.pop()
         end = self.after_calls if last.get("tool_calls") else self.after_answer
         if ended and ended[-1].trained and last["role"] == "assistant" and not ended[-1].text.endswith(end):
-            ended[-1] = Segment(ended[-1].text + end, True)
+            ended[-1] = TextSegment(ended[-1].text + end, True)
         return [segment for segment in ended if segment.text]
 
 
@@ -179,7 +179,7 @@ class ChatTemplate:
         self.reasoning_left_out = 0
         """Rows so far with an earlier trained turn whose reasoning the template does not show."""
 
-    def render(self, conversation: Conversation) -> list[Segment]:
+    def render(self, conversation: Conversation) -> list[TextSegment]:
         """The conversation as text segments; joined they are the template's rendering, and an end where it writes none.
 
         Its strings must be guarded: control tokens in them would be taken for the template's. Raises RowFault if the
@@ -214,13 +214,13 @@ class ChatTemplate:
             segments = self._ends.apply(segments, {"role": "assistant", "content": ""})
         check_ends(segments, self._own.name, bos, None if choice == "none" else control | {*stops})
 
-    def _segments(self, conversation: Conversation) -> list[Segment]:
+    def _segments(self, conversation: Conversation) -> list[TextSegment]:
         messages, tools = conversation.messages, conversation.tools
         if self.method == "marks":
             return self._by_marks(conversation, split_segments(self._own.parts(messages, tools)))
         full = self._own.text(messages, tools)
         if self.method == "all":
-            return [Segment(full, True)]
+            return [TextSegment(full, True)]
         if self._bundled is not None:
             try:
                 segments = split_segments(self._bundled.parts(messages, tools))
@@ -230,7 +230,7 @@ class ChatTemplate:
                 return self._by_marks(conversation, segments)
         return self._by_turns(conversation, full)
 
-    def _by_marks(self, conversation: Conversation, segments: list[Segment]) -> list[Segment]:
+    def _by_marks(self, conversation: Conversation, segments: list[TextSegment]) -> list[TextSegment]:
         marks = sum(segment.trained for segment in segments)
         if not marks:
             raise RowFault(
@@ -247,9 +247,9 @@ class ChatTemplate:
         if marks != len(turns):  # Then it is unknown which turn a mark belongs to.
             return self._by_turns(conversation, "".join(segment.text for segment in segments))
         remaining, wanted = iter(turns), set(self._wanted(conversation))
-        return [Segment(text, trained and next(remaining) in wanted) for text, trained in segments]
+        return [TextSegment(text, trained and next(remaining) in wanted) for text, trained in segments]
 
-    def _by_turns(self, conversation: Conversation, full: str) -> list[Segment]:
+    def _by_turns(self, conversation: Conversation, full: str) -> list[TextSegment]:
         return segments_of_spans(full, self._turns.spans(conversation, full, self._wanted(conversation)))
 
     def _wanted(self, conversation: Conversation) -> list[int]:
@@ -273,7 +273,7 @@ class ChatTemplate:
             f"that does{remedy} or remove it from the row"
         )
 
-    def _check_reasoning(self, conversation: Conversation, segments: list[Segment]) -> None:
+    def _check_reasoning(self, conversation: Conversation, segments: list[TextSegment]) -> None:
         """Search the reasoning of trained turns in the rendering, and count the row if an earlier one is omitted."""
         messages, left_out = conversation.messages, False
         full = "".join(segment.text for segment in segments)
@@ -354,7 +354,7 @@ def load_template(
     return template
 
 
-def _trained(segments: list[Segment]) -> list[str]:
+def _trained(segments: list[TextSegment]) -> list[str]:
     """The trained texts."""
     return [segment.text for segment in segments if segment.trained]
 

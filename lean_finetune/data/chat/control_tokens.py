@@ -142,21 +142,21 @@ _SENTINELS = (TRAINED_START, TRAINED_END)
 _SENTINEL = re.compile(f"([{TRAINED_START}{TRAINED_END}])")
 
 
-class Segment(NamedTuple):
+class TextSegment(NamedTuple):
     """A part of a row's text that is trained completely or not at all."""
 
     text: str
     trained: bool
 
 
-def split_segments(parts: Sequence[str]) -> list[Segment]:
+def split_segments(parts: Sequence[str]) -> list[TextSegment]:
     """The segments of a rendering; trained segments without text between them become one.
 
     Each sentinel must be one element of `parts`. Searching the joined text would cost more than rendering it: with a
     sentinel in it, Python stores every character in two bytes. Raises RowFault if generation blocks are nested or not
     closed.
     """
-    segments: list[Segment] = []
+    segments: list[TextSegment] = []
     trained, start = False, 0
     for index, part in enumerate(parts):
         if part not in _SENTINELS:
@@ -176,21 +176,21 @@ def split_at_marks(parts: Iterable[str]) -> list[str]:
     return [text for part in parts for text in _SENTINEL.split(part)]
 
 
-def _add(segments: list[Segment], text: str, trained: bool) -> None:
+def _add(segments: list[TextSegment], text: str, trained: bool) -> None:
     """Append text to the last segment if that is of the same kind, else as a new segment."""
     if not text:
         return
     if segments and segments[-1].trained == trained:
         text = segments.pop().text + text
-    segments.append(Segment(text, trained))
+    segments.append(TextSegment(text, trained))
 
 
-def segments_of_spans(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
+def segments_of_spans(text: str, spans: list[tuple[int, int]]) -> list[TextSegment]:
     """The segments of a text whose trained spans, half-open ranges of characters, are ascending and disjoint."""
-    segments: list[Segment] = []
+    segments: list[TextSegment] = []
     done = 0
     for start, end in spans:
-        segments += [Segment(text[done:start], False), Segment(text[start:end], True)]
+        segments += [TextSegment(text[done:start], False), TextSegment(text[start:end], True)]
         done = end
-    segments.append(Segment(text[done:], False))
+    segments.append(TextSegment(text[done:], False))
     return [segment for segment in segments if segment.text]

@@ -8,7 +8,7 @@ from typing import Any
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
-from lean_finetune.data.chat.control_tokens import THINK_TAGS, Segment, split_segments
+from lean_finetune.data.chat.control_tokens import THINK_TAGS, TextSegment, split_segments
 from lean_finetune.data.format.format_base import Conversation, Message, RowFault
 
 OPEN, CLOSE = THINK_TAGS
@@ -241,7 +241,7 @@ def check_roles(template: CompiledTemplate, omitted: Set[str], name: str, train_
             _check_marks(segments, messages, name, train_on)
 
 
-def _check_marks(segments: list[Segment], messages: list[Message], name: str, train_on: str) -> None:
+def _check_marks(segments: list[TextSegment], messages: list[Message], name: str, train_on: str) -> None:
     """Check that generation marks contain the assistant's texts and no others."""
     marked = " ".join(segment.text for segment in segments if segment.trained).casefold()
     last = messages[-1]
@@ -260,7 +260,7 @@ def _check_marks(segments: list[Segment], messages: list[Message], name: str, tr
             )
 
 
-def ends_turn(segments: list[Segment], control: Iterable[str]) -> bool:
+def ends_turn(segments: list[TextSegment], control: Iterable[str]) -> bool:
     """Whether the last trained text ends with a control token."""
     last = next((segment.text for segment in reversed(segments) if segment.trained), "")
     return last.rstrip().endswith(tuple(control))
@@ -289,7 +289,7 @@ def check_last_end(template: CompiledTemplate, name: str, control: Iterable[str]
             )
 
 
-def basic_segments(render: Callable[[Conversation], list[Segment]]) -> list[Segment] | None:
+def basic_segments(render: Callable[[Conversation], list[TextSegment]]) -> list[TextSegment] | None:
     """The segments of a question and its answer; None if the template needs other rows than this one."""
     try:
         return render(_BASIC)
@@ -297,7 +297,7 @@ def basic_segments(render: Callable[[Conversation], list[Segment]]) -> list[Segm
         return None
 
 
-def check_ends(segments: list[Segment], name: str, bos: str | None, control: Iterable[str] | None) -> None:
+def check_ends(segments: list[TextSegment], name: str, bos: str | None, control: Iterable[str] | None) -> None:
     """Refuse a template that doubles the BOS token, or trains no end of a turn, one of `control` (None: not checked).
 
     Raises UserError, naming the fault.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, Segment
+from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, TextSegment
 from lean_finetune.data.chat.tokenizer_files import read_special_tokens
 from lean_finetune.data.encode.tokenizer_engine import TOKENIZER_FILE, Engine
 from lean_finetune.data.encode.whole_row_encoder import ControlCheck, EncodedRows, WholeRowEncoder, from_segments
@@ -206,16 +206,16 @@ class RowTokenizer:
         first = self._tokenizer.encode("Hello", add_special_tokens=True).ids[0]
         return self.special_tokens["bos_token"] if self.bos_id is not None and first == self.bos_id else ""
 
-    def plain_segments(self, example: PlainText, train_on: str) -> list[Segment]:
+    def plain_segments(self, example: PlainText, train_on: str) -> list[TextSegment]:
         """Segments of guarded plain text, with BOS in front where the tokenizer adds it, and EOS at the end.
 
         With `train_on` all, the prompt is trained too. Raises UserError if the tokenizer has no end-of-sequence token.
         """
         prompt, completion = self.bos_text + example.prompt, example.completion + self.eos_text
-        segments = Segment(text=prompt, trained=train_on == "all"), Segment(text=completion, trained=True)
+        segments = TextSegment(text=prompt, trained=train_on == "all"), TextSegment(text=completion, trained=True)
         return [segment for segment in segments if segment.text]
 
-    def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
+    def encode_rows(self, rows: Sequence[Sequence[TextSegment]]) -> EncodedRows:
         """Encode rows of guarded segments."""
         if self._joined is not None:
             return self._joined.encode_rows(rows)
@@ -241,11 +241,11 @@ class RowTokenizer:
             ids, lengths = _insert(ids, lengths, literals)
         return from_segments(ids, lengths, np.array(trained, bool), np.array(counts, np.int64), failed)
 
-    def cut_tokens(self, rows: Sequence[Sequence[Segment]], encoded: EncodedRows) -> dict[int, str]:
+    def cut_tokens(self, rows: Sequence[Sequence[TextSegment]], encoded: EncodedRows) -> dict[int, str]:
         """By row, the first control token of its text that its ids lack or add; rows without a fault are not in it."""
         return self._control.faults(rows, encoded)
 
-    def differs_as_a_whole(self, segments: Sequence[Segment], ids: np.ndarray) -> bool | None:
+    def differs_as_a_whole(self, segments: Sequence[TextSegment], ids: np.ndarray) -> bool | None:
         """Whether a row has other ids when encoded as one text.
 
         None where they cannot be compared: rows with control tokens as text, and rows that are one text anyway.

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, Segment, any_of
+from lean_finetune.data.chat.control_tokens import LITERAL_START, Guard, TextSegment, any_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class ControlCheck:
         self._is_control[list(found.values())] = True
         self._guard, self._is_whole = guard, is_whole
 
-    def faults(self, rows: Sequence[Sequence[Segment]], encoded: EncodedRows) -> dict[int, str]:
+    def faults(self, rows: Sequence[Sequence[TextSegment]], encoded: EncodedRows) -> dict[int, str]:
         """The first control token that differs, by row; empty where all ids have the control tokens of the text."""
         places = np.flatnonzero(self._is_control[encoded.ids])
         made = encoded.ids[places]
@@ -136,14 +136,14 @@ class ControlCheck:
                 faults[row] = self._first_difference(tokens, ids)
         return faults
 
-    def _text(self, row: Sequence[Segment]) -> str:
+    def _text(self, row: Sequence[TextSegment]) -> str:
         """The row's text without the control tokens that are text."""
         text = "".join(segment.text for segment in row)
         if LITERAL_START not in text:
             return text
         return "".join(LITERAL_START if is_literal else part for part, is_literal in self._guard.split(text))
 
-    def _cut_token(self, row: Sequence[Segment]) -> str:
+    def _cut_token(self, row: Sequence[TextSegment]) -> str:
         """The first token of the text that no segment contains."""
         inside = [token for segment in row for token in self._find(self._text([segment]))]
         tokens = self._find(self._text(row))
@@ -180,7 +180,7 @@ class WholeRowEncoder:
                 "model could not learn the exact answers; only tokenizers that preserve text are supported"
             )
 
-    def encode_rows(self, rows: Sequence[Sequence[Segment]]) -> EncodedRows:
+    def encode_rows(self, rows: Sequence[Sequence[TextSegment]]) -> EncodedRows:
         """Encode rows of guarded segments."""
         ids, trained, lengths = [], [], []
         for start in range(0, len(rows), TEXTS_PER_CALL):
@@ -229,7 +229,7 @@ class WholeRowEncoder:
 class _Row:
     """A row's text, in which control tokens that are text are one placeholder character each."""
 
-    def __init__(self, segments: Sequence[Segment], guard: Guard):
+    def __init__(self, segments: Sequence[TextSegment], guard: Guard):
         parts: list[str] = []
         self.literals: list[tuple[int, str]] = []
         """(place in the text, control token)."""

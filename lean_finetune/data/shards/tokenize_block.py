@@ -9,7 +9,7 @@ import numpy as np
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, limit_met, work_limits
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_lengths
 from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
@@ -73,7 +73,7 @@ class TokenSettings:
     """`tokenizers` or `tiktoken`."""
 
 
-Place = tuple[int, int]
+RowPlace = tuple[int, int]
 """(row number, line)."""
 
 
@@ -82,21 +82,21 @@ class _Rows:
     """The usable rows of a block, as one list for each property, and the tally of all its rows."""
 
     block: RowBlock
-    segments: list[list[Segment]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    segments: list[list[TextSegment]] = field(default_factory=list)
+    places: list[RowPlace] = field(default_factory=list)
     families: list[str | None] = field(default_factory=list)
     heldout: list[bool] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
 
-    def count(self, name: str, place: Place, number: int = 1) -> None:
+    def count(self, name: str, place: RowPlace, number: int = 1) -> None:
         """Add `number` to a count, for the row at a place."""
         if number:
             self.tally.counts[self.block.source][name] += number
             self.tally.first.setdefault(name, (self.block.file, place[1]))
 
-    def reject(self, name: str, place: Place, reason: str) -> None:
+    def reject(self, name: str, place: RowPlace, reason: str) -> None:
         """Count and list a row that is not used."""
         self.count(name, place)
         self.tally.rejects.append(Reject(self.block.file, *place, reason))
@@ -194,7 +194,7 @@ class BlockTokenizer:
                     break
         return rows
 
-    def _add_row(self, raw: RawRow, place: Place, source: SourceFormat, rows: _Rows) -> None:
+    def _add_row(self, raw: RawRow, place: RowPlace, source: SourceFormat, rows: _Rows) -> None:
         """Add a row to `rows`.
 
         Raises RowFault if it cannot be used. Raises EmptyAnswer if a trained answer is empty.
@@ -229,7 +229,7 @@ class BlockTokenizer:
         rows.families.append(family)
         rows.heldout.append(source.is_heldout or is_heldout(example, settings.heldout_fraction, settings.heldout_seed))
 
-    def _segments(self, example: Conversation | PlainText) -> list[Segment]:
+    def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
         guard = self.tokenizer.guard
         if isinstance(example, Conversation):

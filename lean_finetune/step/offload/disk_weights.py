@@ -38,7 +38,7 @@ class DiskPlace:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FileTensor:
+class DiskTensor:
     """A tensor in the file."""
 
     start: int
@@ -78,7 +78,7 @@ class StateFile:
             ) from None
         weakref.finalize(self, os.close, self._file)
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> FileTensor:
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> DiskTensor:
         """A new tensor of zeros, whose space on the disk is reserved.
 
         Raises:
@@ -90,7 +90,7 @@ class StateFile:
             os.posix_fallocate(self._file, start, size)
             pages = mmap.mmap(self._file, size, offset=start)
         self._end += size
-        return FileTensor(start=start, mapped=torch.frombuffer(pages, dtype=dtype, count=count).view(shape))
+        return DiskTensor(start=start, mapped=torch.frombuffer(pages, dtype=dtype, count=count).view(shape))
 
     def read(self, buffer: memoryview, start: int) -> None:
         """Fill a buffer of whole blocks from the file."""
@@ -302,7 +302,7 @@ class DiskMasterWeights(MasterWeights):
             DiskFault: the disk has no room, or no direct access.
         """
         self._file, self._entry = StateFile(place.directory), entry
-        self._stored: dict[nn.Parameter, dict[str, FileTensor]] = {}
+        self._stored: dict[nn.Parameter, dict[str, DiskTensor]] = {}
         super().__init__(groups, lr, build, dtype=dtype)
         for parameter, files in self._stored.items():
             if state := self._make_state(parameter, files, make_state):
@@ -318,7 +318,7 @@ class DiskMasterWeights(MasterWeights):
         return nn.Parameter(file.mapped)
 
     def _make_state(
-        self, parameter: nn.Parameter, files: dict[str, FileTensor], make_state: Callable[[torch.optim.Optimizer], None]
+        self, parameter: nn.Parameter, files: dict[str, DiskTensor], make_state: Callable[[torch.optim.Optimizer], None]
     ) -> dict[str, Any]:
         """Allocate the state that the first step would create: large tensors in the file, the others in memory."""
         master, groups = self.state[parameter][MASTER], self.inner.param_groups
@@ -412,7 +412,7 @@ class DiskMasterWeights(MasterWeights):
         super().load_state_dict(state_dict)
 
 
-def _chunks(count: int, files: dict[str, FileTensor], values: int) -> Iterator[Chunk]:
+def _chunks(count: int, files: dict[str, DiskTensor], values: int) -> Iterator[Chunk]:
     """The chunks of a tensor of `count` values; each has at most `values` and a range of every file."""
     for first in range(0, count, values):
         ranges = []

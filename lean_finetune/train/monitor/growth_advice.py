@@ -155,16 +155,16 @@ RECORD = "record a snapshot of PyTorch's allocator over some steps; `lean-finetu
 MOST_BYTES = 1 << 28
 """About a million steps."""
 
-Row = dict[str, float | None]
+RecordedRow = dict[str, float | None]
 
 
-def read_recorded(path: Path) -> list[Row]:
+def read_recorded(path: Path) -> list[RecordedRow]:
     """Read a CSV file with a header that has `step` and at least one of `COLUMNS`; ignore other columns.
 
     Raises:
         UserError: the file cannot be read; with its line.
     """
-    rows: list[Row] = []
+    rows: list[RecordedRow] = []
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UserError(f"{path}: a curve must have at most {MOST_BYTES} bytes; got {path.stat().st_size}; cut it")
@@ -189,11 +189,11 @@ def read_recorded(path: Path) -> list[Row]:
     return rows
 
 
-def _row(place: str, header: list[str], cells: list[str], step_before: float | None) -> Row:
+def _row(place: str, header: list[str], cells: list[str], step_before: float | None) -> RecordedRow:
     """Parse one line; empty cells become None."""
     if len(cells) != len(header):
         raise UserError(f"{place}: a line must have {len(header)} cells as the header; got {len(cells)}; correct it")
-    row: Row = {}
+    row: RecordedRow = {}
     for name, cell in zip(header, cells, strict=True):
         if name not in COLUMNS:
             continue

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START, Segment, split_segments
+from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START, TextSegment, split_segments
 from lean_finetune.data.chat.tokenizer_files import read_template
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
@@ -169,7 +169,7 @@ def test_a_tokenizer_without_eos_cannot_end_plain_text(own):
 def render(tiny_dir):
     """Render one question and answer with the template of data.chat_template."""
 
-    def segments(source: str, messages=None) -> list[Segment]:
+    def segments(source: str, messages=None) -> list[TextSegment]:
         template = load_template(source, tiny_dir, {"eos_token": "<|im_end|>"}, "assistant", DATE)
         return template.render(Conversation(messages=messages or chat_row()["messages"], tools=None))
 
@@ -218,14 +218,14 @@ def test_marks_survive_captures_and_loops_and_touching_blocks_are_one(render):
     """Positions noted while rendering would be wrong inside a captured block."""
     captured = "{% set x %}" + ANSWER + "{% endset %}<{{ x }}>"
     assert render(captured) == [
-        Segment(text="<Hi", trained=False),
-        Segment(text="Hello<|im_end|>", trained=True),
-        Segment(text=">", trained=False),
+        TextSegment(text="<Hi", trained=False),
+        TextSegment(text="Hello<|im_end|>", trained=True),
+        TextSegment(text=">", trained=False),
     ]
     touching = f"p{TRAINED_START}a{TRAINED_END}{TRAINED_START}b{TRAINED_END}"
-    assert split_segments(touching) == [Segment(text="p", trained=False), Segment(text="ab", trained=True)]
+    assert split_segments(touching) == [TextSegment(text="p", trained=False), TextSegment(text="ab", trained=True)]
     empty = f"p{TRAINED_START}{TRAINED_END}q"
-    assert split_segments(empty) == [Segment(text="pq", trained=False)], "one text, as it is encoded at inference"
+    assert split_segments(empty) == [TextSegment(text="pq", trained=False)], "one text, as it is encoded at inference"
 
 
 def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_does(render):

@@ -12,7 +12,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat import chat_template as bundled_templates
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.format.format_base import Conversation, RowFault
 from tests.data.common import DATE, conversation, decoder, encode_one, row_tokenizer
 from tests.data.families import (
@@ -47,7 +47,7 @@ CALLING = Conversation(
 )
 
 
-def joined(segments: list[Segment]) -> str:
+def joined(segments: list[TextSegment]) -> str:
     return "".join(segment.text for segment in segments)
 
 

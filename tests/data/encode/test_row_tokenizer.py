@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.chat.control_tokens import Segment
+from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer, choose_pad
 from tests.data.built import byte_level, save, sentencepiece
 from tests.data.common import encode_one, row_of, row_tokenizer
@@ -49,7 +49,7 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
     for prompt, answer in rows:
         # As templates do it: the answer follows a line end or a control token, or brings its own space.
         prompt_text, answer_text = protect("".join(prompt)), protect("".join(answer))
-        segments.append([Segment(f"Q: {prompt_text}{eos}", False), Segment(f"{answer_text}{eos}", True)])
+        segments.append([TextSegment(f"Q: {prompt_text}{eos}", False), TextSegment(f"{answer_text}{eos}", True)])
     encoded = tokenizer.encode_rows(segments)
     decode = lambda ids: reference.decode(ids.tolist(), skip_special_tokens=False)  # noqa: E731
     for number, (_, answer) in enumerate(rows):
@@ -68,8 +68,8 @@ def test_trained_tokens_decode_to_the_answer_and_its_end(tokenizers, style, rows
 @pytest.mark.parametrize("style", sorted(JOINED))
 def test_ids_equal_those_of_the_joined_text_for_space_adding_tokenizers(tokenizers, style):
     tokenizer, reference = tokenizers(style)
-    segments = [Segment("<s>[INST] What is it? [/INST]", False), Segment(" An answer.</s>", True)]
-    segments += [Segment("[INST] And then, ", False), Segment("nothing ", True), Segment("more", False)]
+    segments = [TextSegment("<s>[INST] What is it? [/INST]", False), TextSegment(" An answer.</s>", True)]
+    segments += [TextSegment("[INST] And then, ", False), TextSegment("nothing ", True), TextSegment("more", False)]
     ids, spans = encode_one(tokenizer, segments)
     assert ids.tolist() == reference.encode("".join(one.text for one in segments), add_special_tokens=False).ids
     trained = [[reference.id_to_token(n) for n in ids[start:end]] for start, end in spans.tolist()]
