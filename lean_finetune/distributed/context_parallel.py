@@ -49,8 +49,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(tensor: torch.Tensor, divided: int, joined: int, group: dist.ProcessGroup) -> torch.Tensor:
+    # all_to_all_single sends equal parts along the first dimension.
     sent = tensor.unflatten(divided, (group.size(), -1)).movedim(divided, 0).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
+    # Freed before the last line, which copies.
     del sent
     return received.movedim(0, joined).flatten(joined, joined + 1)

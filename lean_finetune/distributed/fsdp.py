@@ -152,6 +152,7 @@ class ShardedModel(DataParallelModel):
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """See DataParallelModel."""
         self._root.set_requires_gradient_sync(last or self._sum_every_micro_batch)
+        # Groups with the same shards (hsdp) sum theirs once a step, at its end.
         self._root.set_requires_all_reduce(last)
         return nullcontext()
 
@@ -190,6 +191,7 @@ class ShardedModel(DataParallelModel):
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
         """See DataParallelModel."""
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
+        # Over one group of shards: the groups of hsdp all have the same gradients.
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt()
 

@@ -62,6 +62,7 @@ class PipelineModel(DataParallelModel):
         slots = slots_of(model, stage_layers)
         check_same_shapes(model, world, device)
         self._tie(slots[0].module, slots[-1].module, timeout)
+        # Reversed, so that a weight in two stages counts as the first one's.
         stage_of = {id(p): slot.stage for slot in reversed(slots) for p in slot.module.parameters()}
         self._trained = [(name, stage_of[id(p)], p.shape, p.dtype) for name, p in named_trained(model)]
         layered = {stage for stage, count in enumerate(stage_layers) if count}  # Shallow traces have stages without.
@@ -95,6 +96,7 @@ class PipelineModel(DataParallelModel):
         self, slots: list[Slot], embedding: torch.Tensor, stage_layers: tuple[int, ...], timeout: timedelta | None
     ) -> list[Link]:
         """Connect this stage with those before and after it."""
+        # Making a group is a collective call, so every process makes those of all pairs.
         pairs = pairwise(range(self._stages))
         groups = [[dist.new_group(list(pair), timeout=timeout) for _ in range(2)] for pair in pairs]
         first = sum(stage_layers[: self.rank])
@@ -117,6 +119,7 @@ class PipelineModel(DataParallelModel):
             yield batch
             del batch
             in_flight += 1
+            # 1F1B: no more in flight than stages from here to the end, so memory does not grow with micro-batches.
             if in_flight == self._stages - self.rank:
                 in_flight -= 1
                 yield None
@@ -124,6 +127,7 @@ class PipelineModel(DataParallelModel):
             yield None
         self._wait()
         if self._tied is not None and self.rank in (0, self._stages - 1):
+            # Embedding and head are one weight, whose gradient is the sum of both uses.
             dist.all_reduce(self._tied.grad, group=self._ends)
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:

@@ -57,6 +57,7 @@ class ReplicatedModel(DataParallelModel):
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """See DataParallelModel."""
+        # Earlier micro-batches add to the same gradients, so one sum in a step is enough.
         return self._reducer.reducing() if last else nullcontext()
 
     def slices(self) -> list[ShardSlice]:
@@ -75,6 +76,7 @@ class ReplicatedModel(DataParallelModel):
             sends: list[Any] = [dist.broadcast(p.detach(), src=owner, async_op=True) for (_, p), owner in pairs]
             for send in sends:
                 send.wait()
+        # Of all tensors: the optimizer has freed the gradients of its own ones alone.
         for _, parameter in self._trained:
             parameter.grad = None
 

@@ -379,6 +379,7 @@ class TensorParallelModel(DataParallelModel):
         """See DataParallelModel."""
         with self._inner.gradient_sync(last=last):
             yield
+        # Once a step is enough: sums over micro-batches and over processes may be taken in either order.
         if last:
             trained = self._inner.trained_parameters()
             sum_gradients([(n, p) for n, p in trained if n in self._shards.partial and p.numel()], self._shards.group)

@@ -175,6 +175,7 @@ class ActivationOffload:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if compressed:  # Once for all slices of one tensor, such as the halves of a gated product.
             start, offset, extent = 0, start, storage.nbytes() // tensor.itemsize
+        # The version too: after a change in place the same address has other values.
         key = (storage._cdata, tensor._version, tensor.dtype, start, extent, compressed)
         stored = self._stored.get(key)
         if stored is None:
@@ -260,6 +261,7 @@ class DiskStore:
         place = _FileRange(start=self._end, count=values.numel(), dtype=values.dtype)
         left, at = values.cpu().view(torch.uint8).numpy().data, self._end
         try:
+            # One call may write only a part.
             while left:
                 written = os.pwrite(self._file.fileno(), left, at)
                 left, at = left[written:], at + written

@@ -243,6 +243,7 @@ def read_batch(
             f"{tokens.path}: rows of step {micro_batch.step} differ from the batch plan, which was made for other "
             "tokens; run `dvc repro bucket`"
         )
+    # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
@@ -352,6 +353,7 @@ def _read_ahead(read: Callable[[MicroBatch], Batch], planned: Iterator[MicroBatc
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            # Else the pool would make all batches that were asked for before it ends.
             for future in waiting:
                 future.cancel()
 
@@ -393,6 +395,7 @@ class BatchStream:
 
         This applies to all later steps: their micro-batches are as large and would fail first.
         """
+        # What was read ahead has the old sizes.
         self._batches.close()
         self._max_tokens = max_tokens
         self._batches = self._load(start_step=step, max_tokens=max_tokens)

@@ -119,6 +119,7 @@ class DataParallelModel:
         """The summed losses of all micro-batches of a step in the plan's order, gathered from all processes."""
         if self.size == 1:
             return losses
+        # A row's parts (context parallel) add up in one column, and stages of a pipeline but the last add 0.
         by_micro_batch = torch.zeros(len(losses), self.layout.data, dtype=losses[0].dtype, device=losses[0].device)
         if self.place.tensor == 0:  # The others add 0: the sum loses no bit.
             by_micro_batch[:, self.place.data] = torch.stack(losses)

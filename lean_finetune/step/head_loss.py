@@ -106,7 +106,9 @@ class Head:
             values_RV.div_(self.cap).tanh_()
             slope_RV = None if divisor is None else values_RV.square().neg_().add_(1.0)
             values_RV.mul_(self.cap)
+        # Less the largest logit, so that exp cannot overflow.
         values_RV.sub_(self.over_shards(values_RV.amax(1, keepdim=True), dist.ReduceOp.MAX))
+        # Read before exp_, which overwrites the values.
         target_values_R1 = self.over_shards(_without(others_R1, values_RV.gather(1, targets_R1)))
         sums_R1 = self.over_shards(values_RV.exp_().sum(1, keepdim=True))
         losses_R = (sums_R1.log() - target_values_R1).squeeze(1)
@@ -119,6 +121,7 @@ class Head:
         if slope_RV is not None:
             values_RV.mul_(slope_RV)
         unpadded_RV.copy_(values_RV)
+        # Rows that only pad the vocabulary get no gradient.
         output_RV[:, unpadded_RV.shape[1] :].zero_()
         return losses_R
 
@@ -201,6 +204,7 @@ def _differentiate_chunk(
 ) -> torch.Tensor:
     """The losses of a chunk (C,); writes the gradient of its hidden states, and adds to the parameters' gradients."""
     hidden_CD.requires_grad_()
+    # Autograd is off inside a Function's forward; a graph of this layer alone gives its gradients.
     with torch.enable_grad():
         output_CV = head.layer(hidden_CD)
     gradient_CV = output_CV.detach()

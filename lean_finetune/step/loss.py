@@ -110,9 +110,11 @@ def summed_loss(
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
+        # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
     loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
     if router_aux_loss:
+        # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
     return loss
@@ -173,6 +175,7 @@ def check_head(model: nn.Module, device: torch.device) -> None:
             f"{next(iter(str(error).strip().splitlines()), '')}); choose another model"
         ) from None
     ours = head_logits(lm, decoder_hidden(lm, input_ids))
+    # The last token alone differs, so logits of the positions before it must not.
     input_ids[0, -1] = 0
     changed = head_logits(lm, decoder_hidden(lm, input_ids))
     lm.train(training)

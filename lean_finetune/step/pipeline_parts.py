@@ -130,6 +130,7 @@ class FromPrevious(nn.Module):
     def __init__(self, link: Link, embedding: torch.Tensor, device: torch.device):
         super().__init__()
         self._link, self._width = link, embedding.shape[1]
+        # Autograd runs the backward of `_Receive` only if an input of it needs a gradient.
         self._anchor = torch.zeros((), dtype=embedding.dtype, device=device, requires_grad=True)
         self.received: torch.Tensor | None = None
 

@@ -64,6 +64,7 @@ def _factored_state(parameter: nn.Parameter) -> dict[str, Any]:
 
 def _make_bitsandbytes_state(optimizer: Any) -> None:
     """Make moments as bitsandbytes' own first step would."""
+    # bitsandbytes' `step` does these three only while `initialized` is not set.
     optimizer.check_overrides()
     optimizer.to_gpu()
     optimizer.initialized = True
@@ -140,6 +141,7 @@ def build_optimizer(
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
             optimizer: torch.optim.Optimizer = resolve_name(entry.factory)(given, lr=lr, **entry.options)
+        # With a disk, `DiskMasterWeights` makes the state in its file.
         if disk is None:
             make_state(optimizer, entry)
         return optimizer
@@ -158,6 +160,7 @@ def learning_rate(step: int, total_steps: int, train: Train) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine towards zero, or constant."""
     lr, warmup_steps = peak_lr(train), round(train.warmup_fraction * total_steps)
     if step < warmup_steps:
+        # Not from 0: the first step would learn nothing.
         return lr * (step + 1) / warmup_steps
     if train.schedule == "constant":
         return lr

@@ -189,6 +189,7 @@ def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel
         def update() -> None:
             assert parameter.grad is not None and parameter not in norms, "one gradient per step"
             norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+            # The step then updates this parameter alone; state is stored by parameter, so none is lost.
             optimizer.param_groups = [{**group, "params": [parameter]}]
             optimizer.step()
             parameter.grad = None
@@ -243,6 +244,7 @@ def refuse_non_finite(
     Raises:
         Diverged: naming the step, the micro-batch and its rows.
     """
+    # One read for all of them: each read waits for the device.
     finite = torch.isfinite(torch.stack([*losses, grad_norm.to(losses[0].dtype)])).tolist()
     if all(finite):
         return
@@ -266,6 +268,7 @@ def refuse_dead_adapters(parallel: DataParallelModel) -> None:
     Raises:
         UserError: naming the first such layer.
     """
+    # B alone: the gradient of A is zero as long as B is, as at the start of a run.
     adapters = {name: parameter for name, parameter in parallel.trained_parameters() if "lora_B." in name}
     alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
     for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):

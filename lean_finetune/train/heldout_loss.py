@@ -93,6 +93,7 @@ def heldout_loss(
     summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
     tokens = 0
     with autocast(train, device.type):
+        # Every process takes all batches, so all make equally many passes: each gathers sharded weights.
         while group := list(islice(batches, parallel.layout.data)):
             batch = group[parallel.place.data] if parallel.place.data < len(group) else idle_batch(pad_id, part)
             loss = parallel.run(partial(summed_loss, batch=batch.to(device), chunk=chunk, exchange=parallel.exchange))

@@ -50,8 +50,8 @@ KEY_DIGITS = 32
 SHARING = ("sharding", "shard_group_gpus", "context_parallel", "pipeline_stages", "offload_to")
 """Parameters of `train` that decide where weights and state are stored."""
 MISSING = "missing"
-MOST_NAMES, MOST_DIGITS = 5, 12
-"""In a message: number of names, and digits of a hash."""
+MOST_DIFFERENCES, MOST_DIGITS = 5, 12
+"""In a message: names that differ between processes, and digits of a hash."""
 
 Fingerprint = Mapping[str, Mapping[str, Any]]
 """Kind (parameters, data, model, code, device, threads, versions, sharing) → name → value or hash."""
@@ -137,7 +137,8 @@ def refuse_different_runs(fingerprint: Fingerprint, channel: ControlChannel) -> 
     for rank, (host, theirs) in enumerate(by_rank):
         ranks_by_value[theirs.get(first, MISSING)].append(f"{rank} on {host}")
     got = "; ".join(f"{value} in process {', '.join(ranks)}" for value, ranks in ranks_by_value.items())
-    more = f"; {len(others)} more differ ({', '.join(others[:MOST_NAMES])}{', …' if len(others) > MOST_NAMES else ''})"
+    shown = ", ".join(others[:MOST_DIFFERENCES]) + (", …" if len(others) > MOST_DIFFERENCES else "")
+    more = f"; {len(others)} more differ ({shown})"
     raise UserError(
         f"{first}: must be the same in all processes of a run; got {got}{more if others else ''}; copy params.yaml, "
         "locks/, data/ and the code from one machine to the others, or use a shared disk"

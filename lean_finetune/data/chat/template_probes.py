@@ -114,7 +114,7 @@ def _turn(role: str, content: str, **others: Any) -> Message:
     return {"role": role, "content": content, **others}
 
 
-ASK, _ANSWER = _turn("user", "Q"), _turn("assistant", "A")
+ASK = _turn("user", "Q")
 CALLING = _turn("assistant", "", tool_calls=[_CALL])
 RESULT = _turn("tool", "zqresult", tool_call_id="a1B2c3D4e", name="zqcall")
 _BASIC = Conversation(messages=[ASK, _ANSWER], tools=None)

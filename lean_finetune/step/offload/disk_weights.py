@@ -87,6 +87,7 @@ class StateFile:
         count = torch.Size(shape).numel()
         start, size = self._end, round_up(max(1, count * dtype.itemsize), BLOCK_BYTES)
         with self._faults(start):
+            # A sparse file would find the disk full in the middle of a run.
             os.posix_fallocate(self._file, start, size)
             pages = mmap.mmap(self._file, size, offset=start)
         self._end += size
@@ -322,6 +323,7 @@ class DiskMasterWeights(MasterWeights):
     ) -> dict[str, Any]:
         """Allocate the state that the first step would create: large tensors in the file, the others in memory."""
         master, groups = self.state[parameter][MASTER], self.inner.param_groups
+        # A chunk shows which tensors the state has and their types; the large ones are then made in the file.
         first = nn.Parameter(torch.zeros(min(master.numel(), CHUNK_VALUES), dtype=master.dtype))
         self.inner.param_groups = [{**groups[self._inner_group[parameter]], "params": [first]}]
         make_state(self.inner)
@@ -366,6 +368,7 @@ class DiskMasterWeights(MasterWeights):
                 master = nn.Parameter(tensors.pop(MASTER))
                 part = slice(chunk.first, chunk.first + len(master))
                 master.grad = self._to_host(gradient.view(-1)[part], master.dtype)
+                # A step count, say, which each chunk's update increases: all chunks begin with the same value.
                 same = {key: value for key, value in state.items() if key not in keys}
                 changed = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in same.items()}
                 if state:

@@ -54,6 +54,7 @@ class HostTransfer:
         staging = self._staging_of(values.dtype)
         flat = values.detach().view(-1)
         for source, target in zip(flat.split(len(staging)), host.split(len(staging)), strict=True):
+            # In the device's type over the link: it has no more bits than the host's.
             target.copy_(staging[: len(source)].copy_(source))
         return host.view(values.shape)
 
@@ -140,6 +141,7 @@ class MasterWeights(torch.optim.Optimizer):
                 master.grad = parameter.grad.float()
             else:
                 master.grad = self.link.to_host(parameter.grad, master.dtype)
+        # Freed as soon as it is copied, before the update needs memory.
         parameter.grad = None
         with self._on_host():
             self.inner.param_groups = [{**groups[self._inner_group[parameter]], "lr": lr, "params": [master]}]

@@ -225,6 +225,7 @@ class GrowthWarnings(Callback):
 
     def on_start(self) -> None:
         """Start without warnings."""
+        # These call for no warning.
         self._reported: set[Cause] = {"jump", "steady", "unclear", "too_short"}
         self._counters = make_counters(self.info.device)
 
@@ -290,6 +291,7 @@ class LiveCurves(Tracker):
 
     def open(self) -> None:
         """See the base class."""
+        # A run without checkpoints has no directory.
         self.active = bool(self.info.directories)
         if self.active:
             self._path, self._started = self.info.directories[0] / CURVES, False
@@ -353,6 +355,7 @@ class ProgressBar(Callback):
         now = time.monotonic()
         if number == 0:
             self._step_began = self._shown = now
+        # Short steps show none of their micro-batches, and a log file gets few lines.
         pause = LOG_SECONDS if now - self._step_began < LOG_SECONDS or not sys.stderr.isatty() else 0.0
         if self.info.show_progress and now - self._shown >= pause:
             self._shown = now

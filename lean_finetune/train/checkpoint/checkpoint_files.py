@@ -115,6 +115,7 @@ class PendingCheckpoint:
         """Write checksums and flush this process's files. May run in another thread than the one that wrote."""
         with write_errors(self._directory):
             sums = {name: sha256_file(self._directory / name) for name in (TENSORS, VALUES)}
+            # Last: a part with this file counts as complete.
             (self._directory / SUMS).write_text(json.dumps(sums))
             for name in (TENSORS, VALUES, SUMS):
                 sync(self._directory / name)
@@ -182,6 +183,7 @@ class CheckpointStore:
                 raise refused or UserError(f"{path}: cannot be written by process {failed[0]}; see its log")
             more = {ROW_RANGES: row_ranges or {}, **parts_and_hosts(self.disk, self.channel)}
             with self._fail_together():
+                # The first process writes into the checkpoint's directory itself, which exists.
                 directory.mkdir(exist_ok=self.channel.is_first)
                 write_loaded(directory / TENSORS, tensors)
                 saved_at = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

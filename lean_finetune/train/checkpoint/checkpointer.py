@@ -256,6 +256,7 @@ class Checkpointer(CheckpointHooks):
             Stopped: a signal came, in any process.
             Diverged: weights are not finite.
         """
+        # All must begin the same checkpoint: none if one still writes, else as the first one's clock says.
         status = self._channel.gather(int(self._is_busy()), int(self.is_due()))
         starts = False
         if not any(busy for busy, _ in status):
@@ -297,6 +298,7 @@ class Checkpointer(CheckpointHooks):
     def _save_last(self, run: TrainingRun) -> None:
         """Write a checkpoint of the finished steps, and wait for it."""
         self._settle()
+        # The first process decides, since all take part in a checkpoint.
         if run.step and not self._channel.from_first(int(self._store.has_step(run.step)))[0]:
             self._start_write(run)
             self._settle()
@@ -327,6 +329,7 @@ class Checkpointer(CheckpointHooks):
     def _start_write(self, run: TrainingRun) -> None:
         """Write this process's files to the page cache and finish them in a thread."""
         self._settle()
+        # Before the file exists: a checkpoint of NaN would be resumed again and again.
         refuse_broken_weights(run.parallel, run.step)
         start = self._clock()
         self._unsettled, self._failed, self._pending = self._channel.size > 1, False, None

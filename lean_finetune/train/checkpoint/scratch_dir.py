@@ -156,6 +156,7 @@ def _remove_finished_runs(own: Path) -> None:
     for path in own.parent.glob(f"*/{RECORD}"):
         other = path.parent
         if other != own and _is_removable(other) and (lock := lock_directory(other)) is not None:
+            # Asked again under the lock: a run may have begun in between.
             if _is_removable(other):
                 clear(other)
             unlock_directory(other, lock)
@@ -225,11 +226,13 @@ def find_disk(directory: Path, channel: ControlChannel) -> Disk:
     """
     if channel.size == 1:
         return Disk(0, (0,), 1)
+    # A new token each time: a killed run may have left its file.
     token, probe = uuid4().hex, directory / PROBE
     if channel.is_first:
         with write_errors(probe):
             directory.mkdir(parents=True, exist_ok=True)
             probe.write_text(token)
+    # This also waits until the file is written.
     expected = channel.gather_text(token if channel.is_first else "")[0]
     sees = probe.is_file() and probe.read_text() == expected
     found = channel.gather(-1 if sees else channel.node)

@@ -45,6 +45,7 @@ def restored_after_fault(device: torch.device) -> Iterator[None]:
     states = random_state(device)
     try:
         yield
+    # A stop signal too: the checkpoint that it causes has the states of the last finished step.
     except BaseException:
         set_random_state(states, device)
         raise
@@ -177,6 +178,7 @@ def restore_state(
     if len(values) == run.parallel.size:
         set_random_state({name.rpartition("/")[2]: stored[name].read() for name in random}, run.device)
     else:
+        # There is not one state for each of these processes.
         _reseed(run, stored)
     numbers = {name: found for each in values for name, found in each["optimizer"].items()}
     for prefix, name, state in _optimizer_states(run):

@@ -126,6 +126,7 @@ class CudaMeter(Meter):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure this phase only; the host allocates, so no synchronisation is needed."""
+        # This resets the peak, which so far is that of what came before.
         self._take_peak()
         try:
             yield

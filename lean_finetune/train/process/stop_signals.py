@@ -94,6 +94,7 @@ class StopRequest:
 
     def between(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield the items; check for a request before each."""
+        # A step may take minutes, more than a scheduler waits after SIGTERM.
         for item in items:
             self.check()
             yield item
