@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,12 @@ def planned(root: Path, gpus: int, sharding: str, **values: object) -> None:
     """Change parameters, and plan the batches of so many GPUs."""
     change(root, hardware__num_gpus=gpus, train__sharding=sharding, **values)
     assert invoke(bucket).exit_code == 0
+
+
+def free_port() -> int:
+    """A port that nothing uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def other_machine(root: Path) -> Path:

@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.distributed.launched import change, errors_of, only_error_of, planned, running
+from tests.distributed.launched import change, errors_of, free_port, only_error_of, planned, running
 from tests.processes import run_bounded
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -26,10 +25,8 @@ def test_nodes_with_different_settings_are_refused(copy: Path):
     other = copy / "other-node"
     shutil.copytree(copy, other, symlinks=True)
     change(other, train__lr=1e-3, train__weight_decay=0.5)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     shared: dict[str, Any] = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "by-hand"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "by-hand"}
     with ExitStack() as stack:
         nodes = [stack.enter_context(running(root, RANK=rank, **shared)) for rank, root in enumerate((copy, other))]
         assert [node.wait() for node in nodes] == [1, 1]
