@@ -112,7 +112,8 @@ def _run(
     channel = ControlChannel(world, device)
     refuse_missing_inputs(paths, world)
     fingerprint = run_fingerprint(params, paths, device, threads)
-    refuse_different_runs(fingerprint, channel)
+    restarts = {"run.max_restarts": params.run.max_restarts}  # Agents restart together or not at all.
+    refuse_different_runs({**fingerprint, "run": restarts}, channel)
     check_size(world, params.hardware.num_gpus)
     section = resolved(params, precision_of(params, paths.verdict))
     prepare_device(params, section, device, world, paths, _notify)

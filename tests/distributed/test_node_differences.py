@@ -39,6 +39,10 @@ def change_code(root: Path) -> None:
 COPY_MODEL = r"error: model\.name: on node 1 \(.*model\.safetensors {}; copy it there from node 0$"
 DIFFERENCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings": (lambda root: change(root, train__lr=1e-3), 'train.lr: must be the same .*; got "auto" in process 0'),
+    "restarts": (
+        lambda root: change(root, run__max_restarts=1),
+        "run.max_restarts: must be the same in all processes ",
+    ),
     "processes": (
         lambda root: change(root, hardware__num_gpus=4),
         "hardware.num_gpus: must be the same in all processes ",
