@@ -140,7 +140,7 @@ def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:
 
 
 def gpu_flags(p: Params, gpus: int | None, others: Sequence[str]) -> list[str]:
-    """Flags of --gpus: GPUs that divide neither products nor layers store a shard unless `others` say otherwise."""
+    """Flags of --gpus: GPUs without tensor or pipeline parallelism store a shard unless `others` say otherwise."""
     if gpus is None:
         return []
     p = with_flags(p, [*others, f"hardware.num_gpus={gpus}"], check=False)

@@ -200,13 +200,13 @@ class Train(BaseWeights):
     optimizer_in_backward: bool
     """Method full, steps of one micro-batch: update each weight in the backward pass and free its gradient."""
     sharding: Sharding
-    """Which of weights, gradients and optimizer state the GPUs divide among them."""
+    """Which of weights, gradients and optimizer state are sharded across GPUs."""
     shard_group_gpus: PositiveInt | None
     """Sharding hsdp: GPUs that store one copy of the weights. None means the GPUs of a node."""
     context_parallel: PositiveInt
-    """GPUs that divide every row's tokens among them."""
+    """GPUs that share every row's tokens: context parallelism."""
     tensor_parallel: PositiveInt
-    """GPUs of a node that compute each matrix product together, each with a part of the weights."""
+    """GPUs of a node that share each matmul, each with a shard of the weights: tensor parallelism."""
     pipeline_stages: PositiveInt
     """Pipeline stages, one per GPU: each has some of the layers and sends hidden states to the next."""
     lr: PositiveFloat | Literal["auto"]
@@ -348,7 +348,7 @@ TRAIN_RULES = [
     Rule(
         "train.fused_kernels",
         lambda p: p.train.fused_kernels != "none" and p.train.grad_ckpt_policy == "selective",
-        "overwrites outputs of products with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
+        "overwrites outputs of matmuls with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
         "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
     ),
     needs("train.merge", False, "train.method", *ADAPTER_METHODS),
@@ -365,7 +365,7 @@ class Model(Section):
 
 
 class Bucket(Section):
-    """How to divide an optimizer step into micro-batches. Changes memory and speed, never the training result."""
+    """How to split an optimizer step into micro-batches. Changes memory and speed, never the training result."""
 
     mode: Literal["bucketed", "packed", "fixed"]
     """Pad rows of similar length to each other | pack rows without padding | a fixed number of unsorted rows."""

@@ -21,15 +21,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.experts.grouped_matmul import GROUPED_PRODUCTS
+from lean_finetune.model.experts.grouped_matmul import GROUPED_MATMULS
 
 aten = torch.ops.aten
 
-# Products with a weight → position of their input among the arguments. Products of two activations (the scores of
+# Matmuls with a weight → position of their input among the arguments. Matmuls of two activations (the scores of
 # unfused attention) are not among them, since their outputs are the largest.
-PRODUCTS = {
+MATMULS = {
     **{aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0},
-    **dict.fromkeys(GROUPED_PRODUCTS, 0),
+    **dict.fromkeys(GROUPED_MATMULS, 0),
 }
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -55,7 +55,7 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
         return
     # Only dropout needs the random state (5 KB per layer, and on CUDA a copy from the device).
     dropout = train.lora.dropout > 0 or _has_dropout(model.config)
-    # bitsandbytes' 8-bit product saves its inputs where non-reentrant checkpointing does not see them.
+    # bitsandbytes' 8-bit matmul saves its inputs where non-reentrant checkpointing does not see them.
     reentrant = train.method == "int8_lora"
     kwargs: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
     if reentrant:  # Else inputs need no gradient, and adapters in recomputed layers would get none.
@@ -84,11 +84,11 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
 def _keep_products(
     rank: int, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save outputs that are expensive to recompute per byte: of products with weights and of fused attention.
+    """Save outputs that are expensive to recompute per byte: of matmuls with weights and of fused attention.
 
-    A product over at most `rank` values is that of an adapter's second matrix: large for the little work it takes.
+    A matmul over at most `rank` values is that of an adapter's second matrix: large for the little work it takes.
     """
-    place = PRODUCTS.get(operation)
+    place = MATMULS.get(operation)
     expensive = operation in FUSED_ATTENTION or (place is not None and args[place].shape[-1] > rank)
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -102,7 +102,7 @@ def _has_dropout(config: Any) -> bool:
 
 
 def enable_tiles(model: PreTrainedModel, train: Train) -> None:
-    """Divide the MLPs and norms of decoder layers into `train.sequence_tiles` tiles; not norms inside attention.
+    """Run the MLPs and norms of decoder layers in `train.sequence_tiles` tiles; not norms inside attention.
 
     They compute one tile of the tokens after the other and save its input alone. Backward recomputes a tile, so the
     activations of one tile exist at a time, and autograd sums the gradients of weights over the tiles. Tiled MLPs:
@@ -132,13 +132,13 @@ def _refuse_tiles(model: PreTrainedModel, train: Train, mlps: list[nn.Module]) -
     """Raise UserError if tiles do not work with the model or with another switch."""
     name, reason = model.config.model_type, ""
     if has_experts(model):
-        reason = f"divides dense MLPs, and {name} is a mixture of experts"
+        reason = f"tiles dense MLPs, and {name} is a mixture of experts"
     elif not mlps:
         reason = f"finds no module {' or '.join(MLP_NAMES)} in the layers of {name}"
     elif train.method == "int8_lora":
-        reason = "has no effect with train.method=int8_lora: bitsandbytes' 8-bit products save what tiles recompute"
+        reason = "has no effect with train.method=int8_lora: bitsandbytes' 8-bit matmuls save what tiles recompute"
     elif train.grad_ckpt_policy == "selective":
-        reason = "has no effect with train.grad_ckpt_policy=selective, which saves the products that tiles recompute"
+        reason = "has no effect with train.grad_ckpt_policy=selective, which saves the matmuls that tiles recompute"
     if reason:
         raise UserError(f"train.sequence_tiles: {reason}; got {train.sequence_tiles}; leave it blank")
 

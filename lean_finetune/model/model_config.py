@@ -232,7 +232,7 @@ def row_loop(config: PretrainedConfig) -> Literal["none", "parts", "tokens"]:
     return "parts" if other_layers(config) or hasattr(config.get_text_config(), "chunk_size") else "none"
 
 
-# Refuse rows that a model cannot take: too long, joined, or divided among processes.
+# Refuse rows that a model cannot take: too long, packed, or context parallel.
 
 UNPACKED = "set bucket.mode=bucketed, or choose another model"
 """Remedy for families that do not support packed rows."""
@@ -262,7 +262,7 @@ def rows_see_each_other(name: str) -> UserError:
 
 
 def tokens_seen_outside_attention(name: str) -> UserError:
-    """The refusal of divided rows in a family."""
+    """The refusal of context parallelism in a family."""
     return UserError(
         "train.context_parallel: needs a model whose tokens see each other in attention alone, at positions that it is "
         f"given; {name} does not work so; set train.context_parallel=1"
@@ -270,7 +270,7 @@ def tokens_seen_outside_attention(name: str) -> UserError:
 
 
 def refuse_context_parallel(config: PretrainedConfig, parts: int) -> None:
-    """Refuse to divide the tokens of rows among `parts` processes if attention cannot be divided by heads.
+    """Refuse context parallelism over `parts` processes if attention cannot be split by heads.
 
     Raises:
         UserError: naming what the model has, and the remedy.

@@ -40,7 +40,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
 )
 from lean_finetune.model.precision import base_dtype
 
-# bitsandbytes warns for every type but fp16 that 8-bit products use fp16 inputs; docs/memory-switches.md says so too.
+# bitsandbytes warns for every type but fp16 that 8-bit matmuls use fp16 inputs; docs/memory-switches.md says so too.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 QUANTIZER_4BIT, QUANTIZER_8BIT = "lean_bitsandbytes_4bit", "lean_bitsandbytes_8bit"

@@ -197,7 +197,7 @@ ATTENTION = "lean_sdpa"
 CAPPED_ATTENTION = "lean_capped"
 """The same function as lean_sdpa. transformers refuses names with `sdpa` for models that sdpa cannot compute."""
 EAGER_ATTENTION = "lean_eager"
-"""Computes all length × length scores with plain matrix products."""
+"""Computes all length × length scores with plain matmuls."""
 FLASH_ATTENTION = "lean_fa2"
 """As lean_sdpa, but restricted to FlashAttention-2."""
 
@@ -312,7 +312,7 @@ class _LocalHeads:
 
 
 def _exchanging(attention: Kernel) -> Kernel:
-    """Wrap `attention`: where tokens are divided among processes, it computes this process's heads of complete rows."""
+    """Wrap `attention`: under context parallelism it computes this process's heads of complete rows."""
 
     def exchanged(
         module: Any,
@@ -344,7 +344,7 @@ def _exchanging(attention: Kernel) -> Kernel:
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """None for plain causal attention, else transformers' mask; it covers complete rows if their tokens are divided.
+    """None for plain causal attention, else transformers' mask; under context parallelism it covers complete rows.
 
     transformers would read tensor values to decide, which fake tensors do not have; deciding from the arguments gives
     real and fake tensors the same mask.

@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-# Packed rows and divided rows in the forward pass of a decoder, and how they reach its attention.
+# Packed rows and context parallelism in the forward pass of a decoder, and how they reach its attention.
 #
 # Shape legend: B rows (1 where they are packed), H query heads, T tokens, D head size, R packed rows.
 
@@ -55,7 +55,7 @@ class TokenExchange(ABC):
 
 
 def key_copies(heads: int, key_heads: int, parts: int) -> int:
-    """The fewest copies of each key/value head that can be divided into `parts`, which divides the query heads."""
+    """The fewest copies of each key/value head that split evenly into `parts`, which divides the query heads."""
     groups = heads // key_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and key_heads * n % parts == 0)
 
@@ -66,7 +66,7 @@ class CurrentForward:
 
     rows_are_packed: bool = False
     parts: int = 1
-    """Processes among which the tokens of each row are divided."""
+    """Processes that share the tokens of each row (context parallelism)."""
     got_rows: list[bool] = field(default_factory=list)
     """For each call of attention with packed rows or context parallelism: whether it received them."""
 
@@ -75,7 +75,7 @@ current = CurrentForward()
 
 
 def rows_reached_attention() -> bool:
-    """Whether every call of attention in the last forward got the packed rows, or the exchange of divided ones."""
+    """Whether every call of attention in the last forward got the packed rows, or the context-parallel exchange."""
     return all(current.got_rows)
 
 
@@ -83,7 +83,7 @@ def rows_reached_attention() -> bool:
 def maskless_forward(
     packed_rows: PackedRows | None, positions_BT: torch.Tensor | None = None, exchange: TokenExchange | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A context for a decoder's forward without a mask; yields the arguments for packed rows, and for divided ones.
+    """A context for a decoder's forward without a mask; yields its arguments for packed or context-parallel rows.
 
     With an `exchange`, `positions_BT` belong to this process's tokens. Rows and exchange are arguments, so that
     recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of

@@ -1,4 +1,4 @@
-"""LoRA adapters of experts: peft's parameters and files, with products of rows in place of its sum of weights.
+"""LoRA adapters of experts: peft's parameters and files, with matmuls of rows in place of its sum of weights.
 
 peft adapts the stacked weight of all experts by `target_parameters`: its forward adds B_e A_e to every expert's weight
 and keeps the sum for backward. Here its modules hold the parameters, and the forward of the experts multiplies rows by

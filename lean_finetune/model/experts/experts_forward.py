@@ -83,7 +83,7 @@ def expert_load(model: nn.Module, sum_over_ranks: Callable[[torch.Tensor], torch
 #
 # transformers stacks the experts of a layer in one parameter for each projection and calls a registered function. Ours
 # multiplies all rows of an expert together (see `grouped_matmul`), reads packed weights, and adds low-rank adapters
-# as products of rows, x A_e B_e, where peft would build the change of all experts' weights.
+# as matmuls of rows, x A_e B_e, where peft would build the change of all experts' weights.
 #
 # Shape legend: T tokens, C experts chosen for a token, S = T × C rows, E experts, D hidden size.
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 # Weights of experts packed in 4 or 8 bits, expert by expert, as bitsandbytes packs one linear layer.
 #
 # bitsandbytes packs `nn.Linear` alone and leaves the three-dimensional weights of experts in 16 bits. Here the packed
-# weight of a projection is one parameter, its scales are buffers of the module, and the product unpacks one expert at
+# weight of a projection is one parameter, its scales are buffers of the module, and the matmul unpacks one expert at
 # a time, in forward and again in backward, so that autograd saves no 16-bit copy.
 #
 # Shape legend: E experts; a weight is (E, N, K) or (E, K, N).
@@ -164,7 +164,7 @@ def packed_modules(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if hasattr(module, PACKINGS))
 
 
-# Products of rows with the weight of their expert, as operations that a trace on fake tensors sees as one.
+# Matmuls of rows with the weight of their expert, as operations that a trace on fake tensors sees as one.
 #
 # Rows are sorted by expert; `ends_E` holds the number of rows up to the end of each expert. Time depends on how many
 # rows each expert has, memory does not: the outputs have as many rows as the input, and one expert's weight at most is
@@ -203,7 +203,7 @@ def _(rows_SK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) ->
 
 @torch.library.custom_op("lean_finetune::grouped_outer", mutates_args=())
 def grouped_outer(left_SN: torch.Tensor, right_SK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The products of each expert's rows, (S, N) and (S, K) → (E, N, K): the gradient of the experts' weights."""
+    """The matmul of each expert's rows, (S, N) and (S, K) → (E, N, K): the gradient of the experts' weights."""
     out_ENK = left_SN.new_empty(len(ends_E), left_SN.shape[1], right_SK.shape[1])
     for expert, (start, end) in enumerate(_bounds(ends_E)):
         torch.mm(left_SN[start:end].t(), right_SK[start:end], out=out_ENK[expert])  # Zero for an expert without rows.
@@ -253,7 +253,7 @@ GROUPED_PRODUCTS = (
     torch.ops.lean_finetune.grouped_mm.default,
     torch.ops.lean_finetune.packed_grouped_mm.default,
 )
-"""Products of rows, their first argument, with the weights of their experts."""
+"""Matmuls of rows, their first argument, with the weights of their experts."""
 
 
 def _bounds(ends_E: torch.Tensor) -> list[tuple[int, int]]:
