@@ -249,7 +249,7 @@ def _(
     return rows_SK.new_empty(len(rows_SK), shape[1 if transpose else 2])
 
 
-GROUPED_PRODUCTS = (
+GROUPED_MATMULS = (
     torch.ops.lean_finetune.grouped_mm.default,
     torch.ops.lean_finetune.packed_grouped_mm.default,
 )
