@@ -1,5 +1,9 @@
 """Start a command in several processes by torchrun's agents, one on each node, with one output and one error message.
 
+torchrun gives ranks, starts and watches the processes of a node, forwards signals, restarts, and names the error files.
+Ours are three things: which node this is (`Node`), a wait for the others that names those that do not come
+(`NodeGroup`), and one error for the user, made of the error files of all nodes (`launch`, and module `faults`).
+
 Node 0 hosts a key-value store, torch.distributed's TCPStore, which torchrun's static rendezvous shares. Like all of
 torch.distributed it has no authentication: use a private network.
 """
@@ -203,8 +207,9 @@ class NodeGroup:
                 f"start again if an earlier run of node 0 was still ending{SECOND_RUN}"
             )
         found = {node.rank: platform.node()}
-        # Nodes with another run.nodes wait for each other, and say for how many.
-        self._exchange(f"host of {node.count}", found, self._timeout)
+        with suppress(RuntimeError):  # Node 0 has waited for longer, and given up.
+            # Nodes with another run.nodes wait for each other, and say for how many.
+            self._exchange(f"host of {node.count}", found, self._timeout)
         if absent := [rank for rank in range(node.count) if rank not in found]:
             raise UserError(
                 f"run.nodes: {node.count} machines must start within run.rank_timeout_seconds={self._timeout:g}; "

@@ -38,6 +38,21 @@ def test_nodes_with_another_number_of_nodes_are_refused():
     assert "3 machines must start " in second and "; node 0, 2 did not come to port " in second
 
 
+def test_a_node_that_came_late_ends_when_node_0_has_given_up():
+    """A traceback: node 0 had waited for longer, and its store ended with it."""
+    node = Node(rank=1, count=3, port=free_port(), join_timeout_seconds=60)
+
+    def give_up() -> None:
+        with suppress(UserError):
+            meet(replace(node, rank=0))
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(give_up)
+        with pytest.raises(UserError, match="run.nodes: 3 machines must start .*; node 2 did not come to port "):
+            meet(node, 60)
+        first.result()
+
+
 def test_a_port_that_stays_closed_is_named_after_the_limit():
     """A wrong port, or a node 0 that nobody started, was waited for without end."""
     port = free_port()
