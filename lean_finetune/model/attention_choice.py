@@ -8,8 +8,14 @@ from transformers import PretrainedConfig
 from lean_finetune.config.field_types import AttentionName
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention.interface import ATTENTION, CAPPED_ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION
-from lean_finetune.model.attention.kernels import FLASH_CAPABILITY, FLASH_MAX_HEAD_SIZE
+from lean_finetune.model.attention.kernels import (
+    ATTENTION,
+    CAPPED_ATTENTION,
+    EAGER_ATTENTION,
+    FLASH_ATTENTION,
+    FLASH_CAPABILITY,
+    FLASH_MAX_HEAD_SIZE,
+)
 from lean_finetune.model.model_config import (
     caps_scores,
     computes_own_attention,

@@ -12,6 +12,7 @@ import torch
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch, BatchStream
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
@@ -171,7 +172,7 @@ class Trainer:
                     train=job.train,
                     foreach=job.foreach,
                     phase=self.position.tracked(self.monitor.phase),
-                    guard=partial(self._guard, run, ran),
+                    guard=partial(self._guard, run.parallel, step, ran),
                     scaler=run.scaler,
                     offload=job.offload,
                     parallel=run.parallel,
@@ -192,12 +193,17 @@ class Trainer:
         return batch.to(self.job.device)
 
     def _guard(
-        self, run: TrainingRun, micro_batches: list[MicroBatch], losses: list[torch.Tensor], norm: torch.Tensor
+        self,
+        parallel: DataParallelModel,
+        step: int,
+        micro_batches: list[MicroBatch],
+        losses: list[torch.Tensor],
+        norm: torch.Tensor,
     ) -> None:
         """Prevent an update that would break the weights, or would never train an adapter."""
-        refuse_non_finite(losses, norm, run.step, micro_batches)
-        if run.step == 0:
-            refuse_dead_adapters(run.parallel)
+        refuse_non_finite(losses, norm, step, micro_batches)
+        if step == 0:
+            refuse_dead_adapters(parallel)
 
     def load(self) -> tuple[TrainingRun, HostPeak]:
         """Load the model and create its optimizer with all its state; then seed dropout."""

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.attention.interface import ATTENTION
+from lean_finetune.model.attention.kernels import ATTENTION
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.step.batches import collate

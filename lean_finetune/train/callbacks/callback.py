@@ -320,6 +320,7 @@ class ProgressBar(Callback):
         """Open the bar; say what follows."""
         info = self.info
         self._limit_gib = make_counters(info.device).limit_bytes() / GIB
+        self._on_terminal = sys.stderr.isatty()
         self._column = "reserved_bytes" if info.device.type == "cuda" else "rss_bytes"
         if info.show_progress:
             tqdm.write(self._outlook(), file=sys.stderr)
@@ -356,7 +357,7 @@ class ProgressBar(Callback):
         if number == 0:
             self._step_began = self._shown = now
         # Short steps show none of their micro-batches, and a log file gets few lines.
-        pause = LOG_SECONDS if now - self._step_began < LOG_SECONDS or not sys.stderr.isatty() else 0.0
+        pause = LOG_SECONDS if now - self._step_began < LOG_SECONDS or not self._on_terminal else 0.0
         if self.info.show_progress and now - self._shown >= pause:
             self._shown = now
             self._bar.set_postfix_str(f"micro-batch {number + 1}/{count}")

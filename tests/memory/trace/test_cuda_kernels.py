@@ -17,8 +17,7 @@ from lean_finetune.memory.trace.cuda_kernels import (
 )
 from lean_finetune.memory.trace.cuda_ops import reduction_bytes, workspace_bytes
 from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
-from lean_finetune.model.attention.interface import ATTENTION
-from lean_finetune.model.attention.kernels import VARLEN_READY, PackedRows
+from lean_finetune.model.attention.kernels import ATTENTION, VARLEN_READY, PackedRows
 from tests.memory.common import CPU_TARGET, gpu_target
 
 

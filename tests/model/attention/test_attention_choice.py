@@ -12,8 +12,7 @@ from benchmarks.estimate_cpu import FAMILIES, SMALL
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from lean_finetune.model.attention.interface import ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION
-from lean_finetune.model.attention.kernels import attention_kernel
+from lean_finetune.model.attention.kernels import ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION, attention_kernel
 from lean_finetune.model.attention_choice import choose_attention, materializes_scores, training_attention
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden

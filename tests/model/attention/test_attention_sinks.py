@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from benchmarks.estimate_cpu import SMALL
-from lean_finetune.model.attention.interface import CAPPED_ATTENTION, EAGER_ATTENTION
+from lean_finetune.model.attention.kernels import CAPPED_ATTENTION, EAGER_ATTENTION
 
 CONFIG = GptOssConfig(
     **SMALL,
