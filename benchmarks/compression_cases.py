@@ -21,7 +21,8 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import Setting, traced_steps
+from lean_finetune.memory.predict.traced_step import traced_steps
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import Plan
@@ -118,9 +119,7 @@ class Rows:
         path = self.directory / "data/tokens/train-index.arrow"
         settings = PlanSettings.from_params(p)
         plan, lengths = settings.plan(read_index(path, settings.weights)), read_lengths(path)
-        setting = Setting.from_params(
-            p, "fp32", accumulates_gradients=bool((np.diff(plan.step_bounds) > plan.ranks).any())
-        )
+        setting = Setting(train=p.train)
         steps = traced_steps(plan, lengths, tiled=False, windowed=False, chunked=False)
         peak = predict(read_config(MODEL), setting, steps, CPU_TARGET).peak
         return Planned(case=case, setting=setting, plan=plan, predicted_bytes=peak.bytes)

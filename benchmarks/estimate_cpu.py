@@ -42,8 +42,9 @@ from benchmarks.specs import Trainer, joined, padded, random_batch, train_of
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Prediction, predict
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config

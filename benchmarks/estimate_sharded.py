@@ -14,13 +14,10 @@ from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_process
 from benchmarks.specs import padded, train_of
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 
 MODEL = MODELS["Llama-3.1-8B"]
 TOKENS = 2048
@@ -72,10 +69,15 @@ class Case:
         alone = Setting(train=train_of(self.method, self.precision, loss_chunk=512, max_grad_norm=1.0))
         if self.gpus == 1:
             return alone
-        spec = ShardSpec(mode=self.mode, group_gpus=self.group_gpus, layout=self.layout)
-        sharing = Sharing(spec=spec, gpus=self.gpus, accumulates_gradients=True)
-        shared = replace(alone, sharing=sharing)
-        return weights_on_host(shared) if self.offload == "parameters" else shared.with_train(offload=self.offload)
+        shared = alone.with_train(
+            sharding=self.mode,
+            shard_group_gpus=self.group_gpus,
+            context_parallel=self.layout.context,
+            tensor_parallel=self.layout.tensor,
+            pipeline_stages=self.layout.pipeline,
+            offload=self.offload,
+        )
+        return replace(shared, gpus=self.gpus, accumulates_gradients=True)
 
 
 def cases() -> Iterator[Case]:

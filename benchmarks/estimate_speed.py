@@ -22,8 +22,8 @@ from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict, predict_explained
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 
 STEPS, MICRO_BATCHES = 10_000, 8

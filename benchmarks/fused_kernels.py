@@ -21,7 +21,8 @@ from benchmarks.specs import changed, padded, random_batch, train_of
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
-from lean_finetune.memory.predict.traced_step import Setting
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, pack_rows

@@ -17,8 +17,8 @@ from cuda_memory.units import GIB
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import trace_origins
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
 
 GPU = "A100-80GB"

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.specs import joined, padded, train_of
 from lean_finetune.config.field_types import Method, OptimizerName, Precision
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
 
 

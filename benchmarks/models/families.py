@@ -13,15 +13,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.harness import Row
 from benchmarks.models.small import small_timm_models, tiny_config
 from benchmarks.specs import changed, joined, padded, train_of
-from lean_finetune.config.field_types import Method
+from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import refuse_merge
@@ -33,7 +32,6 @@ TARGET = target_of(resolve_gpu("A100-80GB")[0])
 LENGTH = 32
 PADDED: TracedSteps = ((padded(1, LENGTH, LENGTH - 1),),)
 JOINED: TracedSteps = ((joined((LENGTH // 2, LENGTH // 2), LENGTH - 2),),)
-ON_TWO_GPUS = Sharing(spec=ShardSpec(mode="zero3"), gpus=2, accumulates_gradients=False)
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora", "int8_lora")
 MOST_PARAMETERS = 3e8
 """Larger models, whose parts for images have no small sizes here, are traced but not loaded."""
@@ -104,7 +102,7 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
 
     def zero3() -> None:
         for method in METHODS[::2]:
-            predict(read_config(directory), _setting(method, sharing=ON_TWO_GPUS), PADDED, TARGET)
+            predict(read_config(directory), _setting(method, gpus=2, sharding="zero3"), PADDED, TARGET)
 
     def merge(method: Method) -> None:
         if model() is not None:
@@ -115,7 +113,7 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
     return {**methods, "grad_ckpt": partial(train, "full", grad_ckpt=True), "packed": packed, "zero3": zero3, **merges}
 
 
-def _setting(method: Method, *, grad_ckpt: bool = False, sharing: Sharing | None = None) -> Setting:
+def _setting(method: Method, *, grad_ckpt: bool = False, gpus: int = 1, sharding: Sharding = "none") -> Setting:
     """A setting of the check of a method."""
-    spec = train_of(method, grad_ckpt=grad_ckpt, rank=4)
-    return Setting(train=changed(spec, optimizer="adamw", loss_chunk=LENGTH, max_grad_norm=1.0), sharing=sharing)
+    spec = train_of(method, grad_ckpt=grad_ckpt, rank=4, sharding=sharding)
+    return Setting(train=changed(spec, optimizer="adamw", loss_chunk=LENGTH, max_grad_norm=1.0), gpus=gpus)

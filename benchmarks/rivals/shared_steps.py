@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.harness import interleaved
 from benchmarks.specs import changed, train_of
 from lean_finetune.config.field_types import Method, Sharding
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
+from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate, part_of, token_part
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import training_step
 
@@ -44,26 +44,29 @@ LAYERS = 4
 MODES: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3")
 
 
-def ways_of(processes: int) -> dict[str, ShardSpec]:
+Sharing = dict[str, Any]
+"""Parameters of section train that say how processes share a run."""
+
+
+def ways_of(processes: int) -> dict[str, Sharing]:
     """Ways of all processes to share a run with complete rows, divided products, rows or layers."""
-    layers = (LAYERS // processes,) * processes
     return {
-        **{mode: ShardSpec(mode=mode) for mode in MODES},
-        "tensor_parallel": ShardSpec(mode="none", layout=ParallelLayout(data=1, tensor=processes)),
-        "context_parallel": ShardSpec(mode="ddp", layout=ParallelLayout(data=1, context=processes)),
-        "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=1, context=processes)),
-        "pipeline": ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=processes), stage_layers=layers),
+        **{mode: {"sharding": mode} for mode in MODES},
+        "tensor_parallel": {"tensor_parallel": processes},
+        "context_parallel": {"sharding": "ddp", "context_parallel": processes},
+        "context_parallel x zero3": {"sharding": "zero3", "context_parallel": processes},
+        "pipeline": {"pipeline_stages": processes},
     }
 
 
-OF_FOUR = {
-    "hsdp": ShardSpec(mode="hsdp", group_gpus=2),
-    "tensor_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, tensor=2)),
-    "context_parallel x zero3": ShardSpec(mode="zero3", layout=ParallelLayout(data=2, context=2)),
+OF_FOUR: dict[str, Sharing] = {
+    "hsdp": {"sharding": "hsdp", "shard_group_gpus": 2},
+    "tensor_parallel x zero3": {"sharding": "zero3", "tensor_parallel": 2},
+    "context_parallel x zero3": {"sharding": "zero3", "context_parallel": 2},
 }
 """Ways that need four processes."""
 ADAPTED: tuple[Method, ...] = ("lora", "qlora")
-OURS: dict[int, dict[tuple[Method, str], ShardSpec]] = {
+OURS: dict[int, dict[tuple[Method, str], Sharing]] = {
     2: {(method, way): sharing for method in ("full", *ADAPTED) for way, sharing in ways_of(2).items()},
     4: {("full", way): sharing for way, sharing in {**ways_of(4), **OF_FOUR}.items()},
 }
@@ -77,9 +80,16 @@ WARM_STEPS = 1
 """First steps of each round, which do not count: the Trainer builds its DDP in each."""
 
 
-def spec_of(method: Method) -> Train:
+def spec_of(method: Method, sharing: Sharing) -> Train:
     """A model without memory switches, as the other loops have it."""
-    return train_of(method, "fp32", grad_ckpt=False)
+    return train_of(method, "fp32", grad_ckpt=False, **sharing)
+
+
+def load_shared(directory: Path, train: Train, world: World) -> DataParallelModel:
+    """Load a model, with equal stages where it has any."""
+    stages = train.pipeline_stages
+    layers = (LAYERS // stages,) * stages if stages > 1 else None
+    return load_parallel(directory, train, 1, world, CPU, stage_layers=layers)
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:
@@ -107,16 +117,17 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> list[float]:
     return seconds
 
 
-def ours(directory: Path, method: Method, sharing: ShardSpec, world: World) -> Run:
+def ours(directory: Path, method: Method, sharing: Sharing, world: World) -> Run:
     """The training step of stage train; processes of one index in dimension `data` have the rows of all of them."""
-    chunk = LOSS_CHUNK if sharing.layout_of(world).tensor > 1 else None
-    train = changed(spec_of(method), lr=LR, loss_chunk=chunk, max_grad_norm=MAX_GRAD_NORM)
-    parallel = load_parallel(directory, train, 1, world, sharing, CPU)
+    train = spec_of(method, sharing)
+    chunk = LOSS_CHUNK if train.tensor_parallel > 1 else None
+    train = changed(train, lr=LR, loss_chunk=chunk, max_grad_norm=MAX_GRAD_NORM)
+    parallel = load_shared(directory, train, world)
     ranks = range(world.size)[parallel.place.data :: parallel.layout.data]
     optimizer = build_optimizer(parallel.local_shard, train)
     rows = [row for rank in ranks for row in token_rows(rank, read_config(directory).vocab_size)]
     each = [(np.array(row), np.array([[0, LENGTH]])) for row in rows]
-    size = ROWS if sharing.pipeline_stages > 1 else len(each)
+    size = ROWS if train.pipeline_stages > 1 else len(each)
     batches = [collate(each[start : start + size], LENGTH, 0) for start in range(0, len(each), size)]
     if (part := token_part(parallel.layout, world.rank)) is not None:
         batches = [part_of(batch, part) for batch in batches]
@@ -202,11 +213,11 @@ def hf_trainer(directory: Path, world: World, out: str) -> Run:
     return run
 
 
-def loaded(directory: Path, method: Method, sharing: ShardSpec, world: World) -> dict[str, Any]:
+def loaded(directory: Path, method: Method, sharing: Sharing, world: World) -> dict[str, Any]:
     """Bytes that all processes read from files, and that each allocated, while a model was loaded."""
     process = psutil.Process()
     read, own = process.io_counters().read_chars, process.memory_full_info().uss
-    parallel = load_parallel(directory, spec_of(method), 1, world, sharing, CPU)
+    parallel = load_shared(directory, spec_of(method, sharing), world)
     figures = torch.zeros(world.size, 2, dtype=torch.int64)
     figures[world.rank, 0] = process.io_counters().read_chars - read
     figures[world.rank, 1] = process.memory_full_info().uss - own
@@ -233,7 +244,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     for (method, _), sharing in OURS[size].items():
-        load_parallel(small, spec_of(method), 1, world, sharing, CPU)
+        load_shared(small, spec_of(method, sharing), world)
     loads = {name: loaded(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
     ways: dict[Way, Run] = {name: ours(directory, name[0], sharing, world) for name, sharing in OURS[size].items()}
     ways |= {PLAIN: plain_ddp(directory, world), HF: hf_trainer(directory, world, out)}

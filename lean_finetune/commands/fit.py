@@ -16,7 +16,6 @@ from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
@@ -145,7 +144,7 @@ def gpu_flags(p: Params, gpus: int | None, others: Sequence[str]) -> list[str]:
         return []
     p = with_flags(p, [*others, f"hardware.num_gpus={gpus}"], check=False)
     sharding = p.train.sharding
-    if ParallelLayout.from_params(p).sharing <= 1:
+    if p.layout.sharing <= 1:
         sharding = "none"
     elif sharding == "none":  # bitsandbytes cannot split 8-bit weights.
         sharding = "ddp" if p.train.method == "int8_lora" else "zero3"

@@ -27,8 +27,10 @@ class Declared:
         self._section, self._declared, self._stage, self._prefix, self._reads = section, declared, stage, prefix, reads
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__") or key not in type(self._section).model_fields:
+        if key.startswith("__") or hasattr(BaseModel, key):
             raise AttributeError(key)
+        if key not in type(self._section).model_fields:  # A property or a method: what it reads must be declared.
+            return getattr(type(self._section), key).__get__(self)
         dotted = f"{self._prefix}{key}"
         value = getattr(self._section, key)
         if dotted == "run":

@@ -1,12 +1,9 @@
 """How the processes of a run, one per GPU, divide its work: the sizes of the dimensions of their mesh."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Params
 
 Dimension = Literal["pipeline", "data", "context", "tensor"]
 ORDER: tuple[Dimension, ...] = ("pipeline", "data", "context", "tensor")
@@ -37,14 +34,6 @@ class ParallelLayout:
     """Processes that each compute a part of every matrix product."""
     pipeline: int = 1
     """Processes that each compute some of the layers, one after the other."""
-
-    @classmethod
-    def from_params(cls, params: "Params") -> "ParallelLayout":
-        """Read hardware.num_gpus and the size of each dimension that has a parameter; `data` is what remains."""
-        train = params.train
-        context, tensor, pipeline = train.context_parallel, train.tensor_parallel, train.pipeline_stages
-        data = params.hardware.num_gpus // (context * tensor * pipeline)
-        return cls(data=data, context=context, tensor=tensor, pipeline=pipeline)
 
     @property
     def size(self) -> int:

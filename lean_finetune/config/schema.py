@@ -31,6 +31,7 @@ from lean_finetune.config.field_types import (
     TrackerName,
 )
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.section import (
     LoraStart,
     NonNegativeFloat,
@@ -238,6 +239,16 @@ class Train(BaseWeights):
     def recomputed_every(self) -> int:
         """With `grad_ckpt`, every how many layers one is recomputed, from the first on."""
         return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
+
+    def layout(self, gpus: int) -> ParallelLayout:
+        """What so many GPUs divide among them; dimension `data` is what the others leave."""
+        context, tensor, pipeline = self.context_parallel, self.tensor_parallel, self.pipeline_stages
+        data = gpus // (context * tensor * pipeline)
+        return ParallelLayout(data=data, context=context, tensor=tensor, pipeline=pipeline)
+
+    def sharding_on(self, gpus: int) -> Sharding:
+        """How so many GPUs share weights. One that fetches its layers from the host does so as zero3."""
+        return "zero3" if self.offload == "parameters" and gpus == 1 else self.sharding
 
 
 ADAPTER_METHODS = ("lora", "qlora", "int8_lora")
@@ -484,3 +495,8 @@ class Params(Section):
     train: Train
     evaluate: Evaluate
     run: Run
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """What the GPUs of the run divide among them."""
+        return self.train.layout(self.hardware.num_gpus)

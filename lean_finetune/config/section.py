@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import date
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -47,6 +47,11 @@ class Section(BaseModel):
     """A frozen, strict part of params.yaml without defaults. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def with_value(self, path: str, value: Any) -> Self:
+        """The section with another value of one parameter, by its name below the section: `lora.rank`."""
+        name, _, rest = path.partition(".")
+        return self.model_copy(update={name: getattr(self, name).with_value(rest, value) if rest else value})
 
     if not TYPE_CHECKING:  # A type checker would accept any name.
 

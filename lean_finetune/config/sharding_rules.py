@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.field_types import Sharding
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Rule, needs
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
 
 def _sharing(params: "Params") -> int:
     """Number of GPUs that share weights by train.sharding."""
-    return ParallelLayout.from_params(params).sharing
+    return params.layout.sharing
 
 
 def _indivisible(params: "Params") -> bool:
@@ -106,7 +105,7 @@ SHARDING_RULES = [
         Rule(
             key,
             lambda p, key=key, off=off: (  # type: ignore[misc]
-                attrgetter(key)(p) != off and ParallelLayout.from_params(p).data < p.hardware.num_gpus
+                attrgetter(key)(p) != off and p.layout.data < p.hardware.num_gpus
             ),
             f"was tried only where all GPUs take different rows (train.sharding); got {{{key}}} with rows or layers "
             f"divided among GPUs; {remedy}",
@@ -125,9 +124,7 @@ SHARDING_RULES = [
     ),
     Rule(
         "train.pipeline_stages",
-        lambda p: (
-            _pipelined(p) and not p.train.pipeline_stages == p.hardware.num_gpus == ParallelLayout.from_params(p).size
-        ),
+        lambda p: _pipelined(p) and not p.train.pipeline_stages == p.hardware.num_gpus == p.layout.size,
         "works with one GPU for each stage, which has complete rows; got {train.pipeline_stages} with "
         "hardware.num_gpus={hardware.num_gpus}, train.context_parallel={train.context_parallel}, "
         "train.tensor_parallel={train.tensor_parallel}; set num_gpus to the stages and the others to 1, or "

@@ -1,10 +1,8 @@
 """Load a model and share its weights among the GPUs of a run (train.sharding)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lean_finetune.config.field_types import Method, Sharding
+from lean_finetune.config.field_types import Method
 from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
@@ -29,9 +27,6 @@ from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.data_parallel import DataParallelModel
 
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Params
-
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
 
@@ -46,91 +41,79 @@ def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, no
     return processes * of_process["imports"] + max(readers * of_process["loading"], processes * of_process["training"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardSpec:
-    """How the GPUs of a run share a model."""
-
-    mode: Sharding
-    group_gpus: int | None = None
-    """Mode hsdp: GPUs that share one copy of the weights; None = the GPUs of a node."""
-    offload_weights: bool = False
-    """Sharded modes: each process keeps its shards, their gradients and the update in host memory; also on one GPU."""
-    timeout_seconds: float | None = None
-    """Timeout of collectives in a group that is a subset of all processes; None = PyTorch's default."""
-    layout: ParallelLayout | None = None
-    """None: all processes train different rows."""
-    stage_layers: tuple[int, ...] | None = None
-    """Number of layers of each stage of a pipeline; None = not decided yet, or no pipeline."""
-
-    @classmethod
-    def from_params(cls, params: "Params", stage_layers: Sequence[int] | None = None) -> "ShardSpec":
-        """Read how GPUs share a run; `stage_layers` is what stage estimate decided."""
-        offload_weights = params.train.offload == "parameters"
-        return cls(
-            # One GPU fetches its layers from the host as zero3 does: it is a group of one.
-            mode="zero3" if offload_weights and params.hardware.num_gpus == 1 else params.train.sharding,
-            group_gpus=params.train.shard_group_gpus,
-            offload_weights=offload_weights,
-            timeout_seconds=params.run.rank_timeout_seconds,
-            layout=ParallelLayout.from_params(params),
-            stage_layers=None if stage_layers is None else tuple(stage_layers),
-        )
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Number of stages of a pipeline; 1 without one."""
-        return 1 if self.layout is None else self.layout.pipeline
-
-    @property
-    def division(self) -> str:
-        """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
-        if self.pipeline_stages > 1:
-            return f"stages of {' + '.join(map(str, self.stage_layers or ()))} layers"
-        parts = f", {self.layout.tensor} GPUs a product" if self.layout and self.layout.tensor > 1 else ""
-        return (self.mode if self.group_gpus is None else f"{self.mode} in groups of {self.group_gpus}") + parts
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """`timeout_seconds` as torch.distributed takes it."""
-        return None if self.timeout_seconds is None else timedelta(seconds=self.timeout_seconds)
-
-    def layout_of(self, world: World) -> ParallelLayout:
-        """The layout of the processes of `world`."""
-        return self.layout or ParallelLayout(data=world.size)
+def division(train: Train, gpus: int, stage_layers: Sequence[int] | None) -> str:
+    """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
+    layout, mode, group = train.layout(gpus), train.sharding_on(gpus), train.shard_group_gpus
+    if layout.pipeline > 1:
+        return f"stages of {' + '.join(map(str, stage_layers or ()))} layers"
+    parts = f", {layout.tensor} GPUs a product" if layout.tensor > 1 else ""
+    return (mode if group is None else f"{mode} in groups of {group}") + parts
 
 
 def load_parallel(
-    directory: Path, train: Train, seed: int, world: World, sharing: ShardSpec, device: torch.device
+    directory: Path,
+    train: Train,
+    seed: int,
+    world: World,
+    device: torch.device,
+    *,
+    stage_layers: tuple[int, ...] | None = None,
+    timeout: timedelta | None = None,
 ) -> DataParallelModel:
-    """Load a model from its files and share it among the processes; raises as `load_model` and `make_parallel`.
+    """Load a model from its files and share it among the processes; arguments and errors as of `make_parallel`.
 
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
     may hold all of them.
     """
-    layout = sharing.layout_of(world)
-    divided = sharing.mode in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
+    layout = train.layout(world.size)
+    divided = train.sharding_on(world.size) in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
     loaded_on = torch.device("cpu") if divided else device
     if world.is_first or train.method in READ_BY_EVERY_PROCESS:
         model = load_model(directory, train, loaded_on, seed)
     else:
         model = uninitialized_model(read_config(directory), train, loaded_on)
-    return make_parallel(model, world, sharing, device)
+    return make_parallel(model, train, world, device, stage_layers=stage_layers, timeout=timeout)
 
 
-def make_parallel(model: nn.Module, world: World, spec: ShardSpec, device: torch.device) -> DataParallelModel:
-    """Share a loaded model among the processes.
+def make_parallel(
+    model: nn.Module,
+    train: Train,
+    world: World,
+    device: torch.device,
+    *,
+    stage_layers: tuple[int, ...] | None = None,
+    timeout: timedelta | None = None,
+) -> DataParallelModel:
+    """Share a loaded model among the processes, as `train` says.
 
-    `model` has the same shapes in every process and is on `device`, or in host memory if weights are sharded. The
-    weights of rank 0 count. Raises UserError if the processes cannot be divided so.
+    Args:
+        model: it has the same shapes in every process, and the weights of rank 0 count. It is on `device`, or in host
+            memory if weights are sharded.
+        train: names the mode of sharding and the sizes of the mesh's dimensions.
+        world: the processes of the run.
+        device: of this process.
+        stage_layers: number of layers of each stage of a pipeline.
+        timeout: of collectives in a group that is a subset of all processes; None = PyTorch's default.
+
+    Raises:
+        UserError: the processes cannot be divided so.
     """
-    if world.size == 1 and not spec.offload_weights:
+    if world.size == 1 and train.offload != "parameters":
         return DataParallelModel(model)
-    layout = spec.layout_of(world)
-    shards = _tensor_shards(model, world, spec) if layout.tensor > 1 else None
-    parallel = _shared_model(model, world, spec, device, shards)
+    layout = train.layout(world.size)
+    if layout.pipeline > 1:
+        if stage_layers is None or len(stage_layers) != world.size:
+            raise UserError(
+                "data/estimate/verdict.json: must say how train.pipeline_stages divides the layers; got "
+                f"{stage_layers} for {world.size} stages; run `dvc repro estimate`"
+            )
+        return PipelineModel(model, world, device, layout, stage_layers, timeout)
+    shards = _tensor_shards(model, world, layout, timeout) if layout.tensor > 1 else None
+    share = _sharded if train.sharding_on(world.size) in SPLIT_WEIGHTS else _replicated
+    parallel = share(model, train, world, device, shards, timeout)
     if shards is not None:
         parallel = TensorParallelModel(parallel, shards)
-    parallel.exchange = make_exchange(layout, spec.timeout)
+    parallel.exchange = make_exchange(layout, timeout)
     return parallel
 
 
@@ -139,57 +122,64 @@ def make_exchange(layout: ParallelLayout, timeout: timedelta | None) -> TokenExc
     return None if layout.context == 1 else HeadExchange(_group(layout, timeout, "context"))
 
 
-def _shared_model(
-    model: nn.Module, world: World, spec: ShardSpec, device: torch.device, shards: TensorShards | None
+def _replicated(
+    model: nn.Module,
+    train: Train,
+    world: World,
+    device: torch.device,
+    shards: TensorShards | None,
+    timeout: timedelta | None,
 ) -> DataParallelModel:
-    """The model, or this process's part of it, with its weights shared as `spec.mode` says."""
-    layout = spec.layout_of(world)
-    if layout.pipeline > 1:
-        if spec.stage_layers is None or len(spec.stage_layers) != world.size:
-            raise UserError(
-                "data/estimate/verdict.json: must say how train.pipeline_stages divides the layers; got "
-                f"{spec.stage_layers} for {world.size} stages; run `dvc repro estimate`"
-            )
-        return PipelineModel(model, world, device, layout, spec.stage_layers, spec.timeout)
-    if spec.mode not in SPLIT_WEIGHTS:
-        check_same_shapes(model, world, device)
-        if shards is not None:
-            for layer in decoder_layers(model):
-                shards.divide(broadcast_weights(layer, device))
-        broadcast_weights(model, device)
-        if shards is not None:
-            shards.divide(model)
-        if layout.sharing == 1:
-            return DataParallelModel(model, rank=world.rank, size=world.size, layout=layout)
-        group = None if shards is None else _group(layout, spec.timeout, "data", "context")
-        return ReplicatedModel(model, world, device, owners=spec.mode == "zero1", layout=layout, group=group)
+    """The model, or this process's part of every product, with all of its weights on every process that shares it."""
+    layout = train.layout(world.size)
+    check_same_shapes(model, world, device)
+    if shards is not None:
+        for layer in decoder_layers(model):
+            shards.divide(broadcast_weights(layer, device))
+    broadcast_weights(model, device)
+    if shards is not None:
+        shards.divide(model)
+    if layout.sharing == 1:
+        return DataParallelModel(model, rank=world.rank, size=world.size, layout=layout)
+    group = None if shards is None else _group(layout, timeout, "data", "context")
+    return ReplicatedModel(model, world, device, owners=train.sharding == "zero1", layout=layout, group=group)
+
+
+def _sharded(
+    model: nn.Module,
+    train: Train,
+    world: World,
+    device: torch.device,
+    shards: TensorShards | None,
+    timeout: timedelta | None,
+) -> DataParallelModel:
+    """The model, with a shard of each of its weights on every process."""
     return ShardedModel(
         model,
         world,
         device,
-        _mesh(world, spec, device),
-        layout=layout,
-        reshard=spec.mode != "zero2",
+        _mesh(train, world, device, timeout),
+        layout=train.layout(world.size),
+        reshard=train.sharding_on(world.size) != "zero2",
         shards=shards,
-        offload_weights=spec.offload_weights,
+        offload_weights=train.offload == "parameters",
         # Full gradients of all weights would be the largest tensors of all; gradients of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters()),
     )
 
 
-def _tensor_shards(model: nn.Module, world: World, spec: ShardSpec) -> TensorShards:
+def _tensor_shards(model: nn.Module, world: World, layout: ParallelLayout, timeout: timedelta | None) -> TensorShards:
     """This process's part of every product.
 
     Raises:
         UserError: the processes of a product are not on one node, or the model cannot be divided so.
     """
-    layout = spec.layout_of(world)
     if world.local_size % layout.tensor:
         raise UserError(
             f"train.tensor_parallel: must divide the GPUs of a node, whose links are fast; got {layout.tensor} with "
             f"{world.local_size} a node; lower it"
         )
-    group, index = _group(layout, spec.timeout, "tensor"), layout.coordinates(world.rank).tensor
+    group, index = _group(layout, timeout, "tensor"), layout.coordinates(world.rank).tensor
     return TensorShards(model, group, index, layout.tensor)
 
 
@@ -200,16 +190,16 @@ def _group(layout: ParallelLayout, timeout: timedelta | None, *dimensions: Dimen
     return group
 
 
-def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
+def _mesh(train: Train, world: World, device: torch.device, timeout: timedelta | None) -> DeviceMesh:
     """One group of all processes, or several groups that each have all weights."""
-    layout = spec.layout_of(world)
-    if spec.mode != "hsdp":
+    layout = train.layout(world.size)
+    if train.sharding_on(world.size) != "hsdp":
         with unset_fake_temporarily():  # DeviceMesh reads the values of its rank table.
             if layout.tensor > 1:
-                sharing = _group(layout, spec.timeout, "data", "context")
+                sharing = _group(layout, timeout, "data", "context")
                 return DeviceMesh.from_group(sharing, device.type, mesh_dim_names=(SHARD,))
             return init_device_mesh(device.type, (world.size,), mesh_dim_names=(SHARD,))
-    group = world.local_size if spec.group_gpus is None else spec.group_gpus
+    group = world.local_size if train.shard_group_gpus is None else train.shard_group_gpus
     if world.size % group or not 1 < group < world.size:
         raise UserError(
             f"train.shard_group_gpus: must be a divisor of the GPUs, above 1 and below all; got {group} of "
@@ -218,6 +208,6 @@ def _mesh(world: World, spec: ShardSpec, device: torch.device) -> DeviceMesh:
     with unset_fake_temporarily():
         ranks = torch.arange(world.size).view(-1, group)
         # init_device_mesh would give its groups PyTorch's default timeout of 10 to 30 minutes.
-        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=spec.timeout)
-        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=spec.timeout)
+        replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+        shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return DeviceMesh.from_group([replicate, shard], device.type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))

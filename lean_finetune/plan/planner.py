@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cuda_memory.units import counted
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
@@ -18,7 +17,7 @@ from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weigh
 
 def pad_multiple(p: Params) -> int:
     """Padded lengths are multiples of this: of bucket.pad_multiple and of the GPUs of context parallelism."""
-    return lcm(p.bucket.pad_multiple, ParallelLayout.from_params(p).context)
+    return lcm(p.bucket.pad_multiple, p.layout.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +36,7 @@ class PlanSettings:
         """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
         bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
-            micro_batches=MicroBatchSettings(
-                **bucket | {"pad_multiple": pad_multiple(p)}, ranks=ParallelLayout.from_params(p).data
-            ),
+            micro_batches=MicroBatchSettings(**bucket | {"pad_multiple": pad_multiple(p)}, ranks=p.layout.data),
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,

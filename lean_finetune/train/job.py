@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ from transformers import PretrainedConfig
 
 from cuda_memory.units import MIB
 from lean_finetune.config.declared_params import tracked_values
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Params, Train
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
-from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
+from lean_finetune.distributed.sharding_modes import division, host_bytes
 from lean_finetune.memory.predict.traced_step import longest_row
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.empty_model import meta_model
@@ -99,8 +99,10 @@ class TrainJob:
     device: torch.device
     progress: bool
     world: World = SINGLE_PROCESS
-    sharing: ShardSpec = ShardSpec(mode="none")
-    """How the processes of `world` share the model."""
+    stage_layers: tuple[int, ...] | None = None
+    """Number of layers of each stage of a pipeline; None without one."""
+    rank_timeout: timedelta | None = None
+    """Timeout of collectives in a group that is a subset of all processes; None = PyTorch's default."""
     part: TokenPart | None = None
     """This process's part of each row's tokens; None = complete rows."""
     settings: Settings = field(default_factory=dict)
@@ -115,6 +117,11 @@ class TrainJob:
     """A line for the user about the learning rate."""
     trackers: Sequence[str] = ()
     """Names of the trackers that receive the run's figures."""
+
+    @property
+    def division(self) -> str:
+        """How the processes divide weights: a checkpoint resumes with the same division."""
+        return division(self.train, self.world.size, self.stage_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +266,6 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, paths)
-    layout = ParallelLayout.from_params(params)
     refuse_unsupported(
         train,
         config,
@@ -289,8 +295,9 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         device=device,
         progress=params.run.progress and world.is_first,
         world=world,
-        sharing=ShardSpec.from_params(params, read_json(paths.verdict).get("stage_layers")),
-        part=token_part(layout, world.rank),
+        stage_layers=tuple(read_json(paths.verdict).get("stage_layers", ())) or None,
+        rank_timeout=timedelta(seconds=params.run.rank_timeout_seconds),
+        part=token_part(params.layout, world.rank),
         settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads, "train.lr": lr},
         predicted_peak_bytes=predicted["peak_bytes_predicted"],
         predicted_duration=predicted["duration"],
@@ -310,7 +317,7 @@ def _lr(train: Train, config: PretrainedConfig) -> tuple[float, str | None]:
 def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     """Read the plan and its rows; refuse a plan for other rows or another number of GPUs."""
     plan = read_plan(paths.plan)
-    refuse_other_ranks(plan, ParallelLayout.from_params(params).data)
+    refuse_other_ranks(plan, params.layout.data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
     return plan, rows

@@ -99,7 +99,7 @@ class Trainer:
             job.rows,
             job.plan,
             start_step=self.checkpoints.first_step,
-            rank=job.sharing.layout_of(job.world).coordinates(job.world.rank).data,
+            rank=job.train.layout(job.world.size).coordinates(job.world.rank).data,
             pad_id=job.pad_id,
             pin_memory=job.device.type == "cuda",
             threads=job.loader_threads,
@@ -209,7 +209,15 @@ class Trainer:
         """Load the model and create its optimizer with all its state; then seed dropout."""
         job = self.job
         with self.monitor.phase(LOAD), host_peak() as load_host:
-            parallel = load_parallel(job.model_directory, job.train, job.seed, job.world, job.sharing, job.device)
+            parallel = load_parallel(
+                job.model_directory,
+                job.train,
+                job.seed,
+                job.world,
+                job.device,
+                stage_layers=job.stage_layers,
+                timeout=job.rank_timeout,
+            )
             job.base_files.refuse_change()  # Verified before loading, which takes minutes for a large model.
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))
@@ -227,6 +235,6 @@ class Trainer:
             monitor=self.monitor,
             curves=self.curves,
             device=job.device,
-            sharding=job.sharing.division,
+            sharding=job.division,
         )
         return run, load_host

@@ -140,7 +140,7 @@ def _run(
                 stop=stop,
                 notify=_notify,
                 channel=channel,
-                sharding=job.sharing.division,
+                sharding=job.division,
                 disk_space=_disk_space(params, job, paths),
             )
         )

@@ -12,7 +12,7 @@ from cuda_memory.units import round_up
 from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, load_parallel
+from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.data_parallel import DataParallelModel
@@ -85,11 +85,20 @@ class CountingStore(DiskStore):
         return super().put(values)
 
 
+def sharing_of(case: Case) -> dict[str, Any]:
+    """Parameters of section train that say how the processes divide the work."""
+    return {
+        "sharding": case.mode,
+        "shard_group_gpus": case.group_gpus,
+        "context_parallel": case.context,
+        "tensor_parallel": case.tensor,
+        "pipeline_stages": len(case.stages or (0,)),
+    }
+
+
 def layout_of(case: Case, processes: int) -> ParallelLayout:
     """How the processes divide the work."""
-    if case.stages:
-        return ParallelLayout(data=1, pipeline=len(case.stages))
-    return ParallelLayout(data=processes // (case.context * case.tensor), context=case.context, tensor=case.tensor)
+    return spec_of(**sharing_of(case)).layout(processes)
 
 
 def divided(case: Case, layout: ParallelLayout, rank: int) -> tuple[list[Batch], int]:
@@ -111,22 +120,16 @@ def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     train = spec_of(
         **case.model,
+        **sharing_of(case),
+        offload=case.optim.get("offload", "none"),
         loss_chunk=case.chunk,
         max_grad_norm=None if case.in_backward else 1.0,
         optimizer_in_backward=case.in_backward,
     )
     optim = {**PLAIN, **case.optim}
     disk = optim.pop("disk", None)
-    offload_weights = case.optim.get("offload") == "parameters"
     layout = layout_of(case, world.size)
-    sharing = ShardSpec(
-        mode=case.mode,  # type: ignore[arg-type]
-        group_gpus=case.group_gpus,
-        offload_weights=offload_weights,
-        layout=layout,
-        stage_layers=case.stages,
-    )
-    parallel = load_parallel(Path(case.directory), train, 1, world, sharing, CPU)
+    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, stage_layers=case.stages)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
     scaler = LossScaler() if train.scales_loss else None

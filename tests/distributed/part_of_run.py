@@ -14,10 +14,9 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.torch import save_file
 
-from lean_finetune.config.parallel_layout import ParallelLayout
+from benchmarks.specs import changed
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import ControlChannel, World
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
@@ -65,22 +64,26 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         "lora_experts": part.experts,
     }
     job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
-    sharing = sharing_of(part.mode, world.size)
-    dealt, ranks = [], sharing.layout_of(world).data
+    train = changed(job.train, **sharing_of(part.mode))
+    dealt, ranks = [], train.layout(world.size).data
     for step in job.plan.steps:
         idle = replace(step[0], rows=np.empty(0, np.int32), supervised=0)
         full = [*step, *[idle] * (-len(step) % ranks)]
         dealt += [replace(one, rank=number % ranks) for number, one in enumerate(full)]
-    return replace(job, plan=Plan.of(dealt, ranks=ranks), world=world, sharing=sharing)
+    plan, layers = Plan.of(dealt, ranks=ranks), LAYERS.get(part.mode)
+    return replace(job, plan=plan, train=train, world=world, stage_layers=layers)
 
 
-def sharing_of(name: str, processes: int) -> ShardSpec:
+LAYERS = {"pp": (1, 1)}
+"""Layers of each stage, by mode."""
+
+
+def sharing_of(name: str) -> dict[str, Any]:
     """The mode; `hsdp` in groups of two; after `tp `, two processes compute each product; `pp`: stages of a layer."""
     if name == "pp":
-        return ShardSpec(mode="none", layout=ParallelLayout(data=1, pipeline=2), stage_layers=(1, 1))
+        return {"sharding": "none", "pipeline_stages": 2}
     mode, tensor = (name.removeprefix("tp "), 2) if name.startswith("tp ") else (name, 1)
-    layout = ParallelLayout(data=processes // tensor, tensor=tensor)
-    return ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]
+    return {"sharding": mode, "tensor_parallel": tensor, "shard_group_gpus": 2 if mode == "hsdp" else None}
 
 
 @contextmanager
@@ -128,16 +131,16 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         def is_due(self) -> bool:
             return part.every_step
 
+    job = job_of(part, world)
     store = CheckpointStore(directory / "checkpoints", 2, messages.append, ControlChannel(world, CPU))
     checkpoints = StoppedByRank(
         store,
         seconds=None,
         stop=stop,
         notify=messages.append,
-        layout=layout_of(world.size, sharing_of(part.mode, world.size).division),
+        layout=layout_of(world.size, job.division),
     )
     first_step = checkpoints.first_step
-    job = job_of(part, world)
     try:
         with disk_of(part, world.rank):
             result = train(job, make_meter(CPU), checkpoints)

@@ -9,10 +9,8 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lean_finetune.distributed.processes import SINGLE_PROCESS, process_group
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from tests.distributed.cases import Case, learn
@@ -68,7 +66,6 @@ def test_the_prediction_is_what_the_allocator_counted_beside_the_host_memory(sma
         offload="parameters",
         max_grad_norm=None,
         optimizer_in_backward=True,
-        sharing=Sharing(spec=ShardSpec(mode="zero3", offload_weights=True), gpus=1, accumulates_gradients=False),
     )
     config = read_config(small_llama)
     predicted = predict(config, setting, STEPS["one turn"], CPU_TARGET).by_phase

@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.specs import changed
 from lean_finetune.commands.fit import gpu_flags
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.run import Run, fit_run
 from lean_finetune.memory.advice.traffic import Traffic, network_lines, traffic_of
 from lean_finetune.memory.devices import cpu_device
-from lean_finetune.memory.predict.traced_step import Setting
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import BatchShape
 from tests.conftest import ROOT
-from tests.distributed.cases import Case, divided, layout_of
+from tests.distributed.cases import Case, divided, layout_of, sharing_of
 from tests.distributed.group import Group
 from tests.distributed.worker import do_count_sent
 from tests.small_model import save_small_llama, spec_of
@@ -38,10 +35,8 @@ def trained_by(case: Case, layout: ParallelLayout, rank: int) -> tuple[int, list
 
 def predicted(case: Case, gpus: int) -> Traffic:
     layout = layout_of(case, gpus)
-    spec = ShardSpec(mode=case.mode, group_gpus=case.group_gpus, layout=layout, stage_layers=case.stages)  # type: ignore[arg-type]
     tokens, shapes = max((trained_by(case, layout, rank) for rank in range(gpus)), key=itemgetter(0))
-    sharing = Sharing(spec=spec, gpus=gpus, accumulates_gradients=True)
-    model = spec_of(**case.model)
+    train = spec_of(**{**case.model, **sharing_of(case)}, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0)
     p = load_params(COMMON_PARAMS)
     run = Run(
         params=p,
@@ -49,7 +44,7 @@ def predicted(case: Case, gpus: int) -> Traffic:
         stored=torch.float32,
         bucket=p.bucket,
         config=read_config(Path(case.directory)),
-        setting=Setting(train=changed(model, optimizer="adamw", loss_chunk=None, max_grad_norm=1.0), sharing=sharing),
+        setting=Setting(train=train, gpus=gpus, accumulates_gradients=True, stage_layers=case.stages),
         steps=(tuple(shapes),),
         longest=64,
         tokens_per_step=tokens,

@@ -16,8 +16,8 @@ from cuda_memory.gpus import BF16_CAPABILITY, Device, context_of
 from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.run_optimizer import device_state

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from benchmarks.estimate_cpu import make_code_books, without_onednn
 from benchmarks.specs import changed, random_batch
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_parallel
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.distributed.sharding_modes import make_parallel
+from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import without_launches
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
+from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -95,10 +95,14 @@ def _existing(name: str, before: str) -> str:
 
 def shared_setting(mode: str, gpus: int, steps: str, context: int = 1, tensor: int = 1, **changes: Any) -> Setting:
     """A setting shared by some processes; `hsdp` in groups of two, each row by `context`, each product by `tensor`."""
-    layout = ParallelLayout(data=gpus // (context * tensor), context=context, tensor=tensor)
-    spec = ShardSpec(mode=mode, group_gpus=2 if mode == "hsdp" else None, layout=layout)  # type: ignore[arg-type]
-    return replace(
-        setting_of(**changes), sharing=Sharing(spec=spec, gpus=gpus, accumulates_gradients=len(STEPS[steps][0]) > 1)
+    return setting_of(
+        **changes,
+        sharding=mode,
+        shard_group_gpus=2 if mode == "hsdp" else None,
+        context_parallel=context,
+        tensor_parallel=tensor,
+        gpus=gpus,
+        accumulates_gradients=len(STEPS[steps][0]) > 1,
     )
 
 
@@ -125,17 +129,21 @@ IN_FLIGHT: TracedSteps = (
 
 def pipeline_setting(stage_layers: tuple[int, ...] | None, stages: int = 2, **changes: Any) -> Setting:
     """A setting of a pipeline."""
-    layout = ParallelLayout(data=1, pipeline=len(stage_layers or range(stages)))
-    spec = ShardSpec(mode="none", layout=layout, stage_layers=stage_layers)
-    sharing = Sharing(spec=spec, gpus=layout.size, accumulates_gradients=True)
-    return replace(setting_of(**changes), sharing=sharing)
+    stages = len(stage_layers or range(stages))
+    return setting_of(
+        **changes, pipeline_stages=stages, gpus=stages, stage_layers=stage_layers, accumulates_gradients=True
+    )
+
+
+def load_shared(directory: Path, setting: Setting, world: World) -> DataParallelModel:
+    """The model, shared among the processes."""
+    model = load_model(directory, setting.train, CPU)
+    return make_parallel(model, setting.train, world, CPU, stage_layers=setting.stage_layers)
 
 
 def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -> dict[str, int]:
     """Load and train under the CPU's meter, as train does; peaks by phase."""
-    sharing = setting.sharing
-    assert sharing is not None
-    part = token_part(sharing.spec.layout_of(world), world.rank)
+    part = token_part(setting.layout, world.rank)
     train, scratch = setting.train, Path(tempfile.gettempdir())
     offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
@@ -143,10 +151,10 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     meter = make_meter(CPU)
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
-            parallel = make_parallel(load_model(directory, setting.train, CPU), world, sharing.spec, CPU)
+            parallel = load_shared(directory, setting, world)
             optimizer = build_optimizer(parallel.local_shard, changed(setting.train, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
-            idle = sharing.accumulates_gradients and len(shapes) == 1 and sharing.spec.pipeline_stages == 1
+            idle = setting.accumulates_gradients and len(shapes) == 1 and setting.layout.pipeline == 1
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:
@@ -192,8 +200,7 @@ def do_peaks_by_rank(
 
 def do_host_bytes(world: World, directory: Path, model: Path, setting: Setting) -> int:
     """Bytes of what the optimizer of train.offload=optimizer allocates: the most of all processes."""
-    assert setting.sharing is not None
-    parallel = make_parallel(load_model(model, setting.train, CPU), world, setting.sharing.spec, CPU)
+    parallel = load_shared(model, setting, world)
     most = torch.tensor(host_bytes(build_optimizer(parallel.local_shard, setting.train), setting))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

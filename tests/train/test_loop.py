@@ -62,9 +62,9 @@ def test_a_base_that_changes_while_it_is_loaded_is_refused(small_llama: Path, to
     files = verify_files(small_llama, {WEIGHTS: sha256_file(weights)})
     job = make_job(small_llama, tokens, two_micro_batches(tokens, flat=False), base_files=files)
 
-    def load(*given: Any) -> Any:
+    def load(*given: Any, **options: Any) -> Any:
         os.utime(weights)
-        return load_parallel(*given)
+        return load_parallel(*given, **options)
 
     monkeypatch.setattr(loop, "load_parallel", load)
     with pytest.raises(UserError, match=f"{WEIGHTS} changed while it was read; run `dvc repro` again"):

@@ -25,8 +25,8 @@ from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, largest_fitting
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config

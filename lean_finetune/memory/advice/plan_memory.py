@@ -21,9 +21,10 @@ from cuda_memory.allocator import CachingAllocator, OutOfMemory
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
 from lean_finetune.memory.predict.peak import Prediction, trace_origins
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import OriginTrace
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import BatchShape
 
@@ -225,7 +226,7 @@ def replay_plan(
 
     `lengths` are the tokens of every training row, `prediction` is of the same run. The memory of `device` limits it.
     """
-    if setting.sharing is not None:
+    if setting.distributed:
         return (
             None,
             "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",

@@ -11,10 +11,9 @@ import torch
 from transformers import PretrainedConfig
 
 from cuda_memory.gpus import GIGA, Device
-from cuda_memory.units import GIB, round_up
+from cuda_memory.units import GIB, MIB, round_up
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.load import with_flags
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
@@ -22,8 +21,9 @@ from lean_finetune.memory.devices import attention_on, experts_on, precision_on,
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps, longest_row, steps_in_flight, traced_steps
+from lean_finetune.memory.predict.traced_step import TracedSteps, longest_row, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
@@ -36,6 +36,7 @@ from lean_finetune.model.model_config import (
     read_config,
     refuse_context_parallel,
 )
+from lean_finetune.model.precision import resolved
 from lean_finetune.pinning.locate import config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.optimizer_steps import read_index
@@ -125,7 +126,7 @@ class Run:
     @property
     def in_flight(self) -> int:
         """Most micro-batches between forward and backward at the same time."""
-        return min(self.setting.pipeline_stages, math.ceil(self.micro_batches_per_step))
+        return min(self.setting.layout.pipeline, math.ceil(self.micro_batches_per_step))
 
     @property
     def most_tokens(self) -> int:
@@ -233,10 +234,7 @@ class Run:
             UserError: rows or steps do not suit the model or a switch.
         """
         plan, lengths = planned.own_plan, planned.lengths
-        setting = self.setting
-        if setting.sharing is not None:
-            sharing = replace(setting.sharing, accumulates_gradients=planned.accumulates_gradients)
-            setting = replace(setting, sharing=sharing)
+        setting = replace(self.setting, accumulates_gradients=planned.accumulates_gradients)
         longest, count = longest_row(planned.plan, lengths), len(plan.steps)
         refuse_unsupported(
             setting.train,
@@ -252,7 +250,7 @@ class Run:
             planned=planned,
             setting=setting,
             longest=longest,
-            tokens_per_step=float(plan.padded_tokens.sum()) / count / setting.context,
+            tokens_per_step=float(plan.padded_tokens.sum()) / count / setting.layout.context,
             micro_batches_per_step=len(plan) / count,
         )
         return replace(run, steps=run._planned_steps(planned))
@@ -264,7 +262,7 @@ class Run:
             "windowed": materializes_scores(self.config, self.setting.train.attention) or self._beyond_window,
             "chunked": bool(other_layers(self.config)),
         }
-        if (stages := self.setting.pipeline_stages) > 1:
+        if (stages := self.setting.layout.pipeline) > 1:
             return steps_in_flight(planned.plan, planned.lengths, stages, **kinds)
         return traced_steps(planned.plan, planned.lengths, **kinds)
 
@@ -283,14 +281,15 @@ class Run:
             lengths = np.minimum(index.lengths, changed.longest)
             # As many supervised tokens as possible remain.
             index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
-        refuse_context_parallel(self.config, setting.context)
+        layout = setting.layout
+        refuse_context_parallel(self.config, layout.context)
         micro_batches = replace(
             settings.micro_batches,
             mode=changed.bucket.mode,
             max_tokens=changed.bucket.max_tokens,
             fixed_rows=changed.bucket.fixed_rows,
-            pad_multiple=math.lcm(settings.micro_batches.pad_multiple, setting.context),
-            ranks=1 if setting.sharing is None else setting.sharing.layout.data,
+            pad_multiple=math.lcm(settings.micro_batches.pad_multiple, layout.context),
+            ranks=layout.data,
         )
         settings = replace(settings, micro_batches=micro_batches, tokens_per_step=setting.train.tokens_per_step)
         planned = replace(self.planned, plan=settings.plan(index), lengths=index.lengths, settings=settings)
@@ -300,7 +299,7 @@ class Run:
 def _plan_key(run: Run) -> tuple[object, ...]:
     """What decides the rows of a GPU's micro-batches."""
     setting = run.setting
-    return run.bucket, run.longest, setting.train.tokens_per_step, setting.context, setting.pipeline_stages
+    return run.bucket, run.longest, setting.train.tokens_per_step, setting.layout.context, setting.layout.pipeline
 
 
 def full_batch(bucket: Bucket, length: int) -> BatchShape:
@@ -326,7 +325,7 @@ def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> Tr
 
 def in_stages(run: Run, setting: Setting) -> Run:
     """The run with another setting, in which its GPUs divide layers and no longer rows."""
-    stages = setting.pipeline_stages
+    stages = setting.layout.pipeline
     changed = replace(
         run,
         setting=setting,
@@ -360,11 +359,10 @@ def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_re
     Raises:
         UserError: the device, the model's rows or the steps do not suit a parameter.
     """
-    length, layout = round_up(p.data.max_length, pad_multiple(p)), ParallelLayout.from_params(p)
+    length, layout = round_up(p.data.max_length, pad_multiple(p)), p.layout
     shape = full_batch(p.bucket, length)
     micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
-    precision, precision_reason = precision_on(device, p.train.precision)
-    setting = Setting.from_params(p, precision, accumulates_gradients=micro_batches > 1)
+    setting, precision_reason = _setting_on(device, p, accumulates_gradients=micro_batches > 1)
     refuse_unsupported(
         setting.train,
         config,
@@ -390,6 +388,18 @@ def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_re
     )
 
 
+def _setting_on(device: Device, p: Params, *, accumulates_gradients: bool) -> tuple[Setting, str]:
+    """The setting of a run, with the precision that train.precision means on the device; and why."""
+    precision, reason = precision_on(device, p.train.precision)
+    setting = Setting(
+        train=resolved(p, precision),
+        gpus=p.hardware.num_gpus,
+        offload_buffer_bytes=p.run.offload_buffer_mib * MIB,
+        accumulates_gradients=accumulates_gradients,
+    )
+    return setting, reason
+
+
 def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     """Read a planned run: the plan of stage bucket, the index of the training rows, the lock file of the base model.
 
@@ -399,17 +409,17 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, device_reason = resolve_gpu(p.hardware.gpu)
-    precision, precision_reason = precision_on(device, p.train.precision)
     plan, lengths = read_plan(plan_path), read_lengths(index)
     refuse_other_tokens(plan, lengths)
     config = read_config(config_directory(read_json(model_lock)))
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
+    setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
     declared_part(p.hardware)  # Counts as read on every device; on a GPU the host's RAM and disk matter too.
     run = Run(
         params=p,
         device=device,
         config=config,
-        setting=Setting.from_params(p, precision, accumulates_gradients=planned.accumulates_gradients),
+        setting=setting,
         stored=stored_dtype(config),
         bucket=declared_part(p.bucket),
         steps=(),

@@ -16,7 +16,6 @@ from lean_finetune.memory.advice.switch import (
     Support,
     Switch,
     flag,
-    replace_attribute,
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
@@ -152,12 +151,12 @@ class Space:
         values = {key: value for option in options for key, value in option.values.items()}
         resized = next((option.run for option in options if option.run is not self._run), self._run)
         setting = setting_with(resized.setting, values)
-        if setting.pipeline_stages != self._run.setting.pipeline_stages:
+        if setting.layout.pipeline != self._run.setting.layout.pipeline:
             changed = in_stages(resized, setting)
         else:  # Fewer groups of GPUs train different rows.
-            micro_batches = resized.micro_batches_per_step * setting.context / self._run.setting.context
-            if setting.sharing is not None and self._run.setting.sharing is None:
-                setting = replace_attribute(setting, "sharing.accumulates_gradients", micro_batches > 1)
+            micro_batches = resized.micro_batches_per_step * setting.layout.context / self._run.setting.layout.context
+            if micro_batches != self._run.micro_batches_per_step:
+                setting = replace(setting, accumulates_gradients=micro_batches > 1)
             changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
         return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
 
@@ -267,5 +266,5 @@ def _shorter_rows(run: Run, length: int) -> Run:
         steps=tuple(tuple(map(shortened, step)) for step in run.steps),
         bucket=run.bucket.model_copy(update={"max_tokens": length}),
         longest=length,
-        micro_batches_per_step=run.tokens_per_step * run.setting.context / length,
+        micro_batches_per_step=run.tokens_per_step * run.setting.layout.context / length,
     )

@@ -23,8 +23,8 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     trained_values,
 )
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import largest_head_size, layer_settings
 from lean_finetune.model.precision import autocast_dtype, base_dtype
 
@@ -83,10 +83,9 @@ class Costs:
 
     def gathered_bytes(self, setting: Setting) -> int:
         """Bytes of gathered weights at the end of forward, which sharding zero2 has besides each GPU's shard."""
-        sharing = setting.sharing
-        if sharing is None or sharing.spec.mode != "zero2":
+        if setting.mode != "zero2":
             return 0
-        return self._states(setting).get(WEIGHTS, 0) * sharing.shards_of(WEIGHTS)
+        return self._states(setting).get(WEIGHTS, 0) * setting.shards_of(WEIGHTS)
 
     def offloaded_bytes(self, setting: Setting) -> tuple[int, int]:
         """Bytes that train.offload needs in the memory of a host, and on its disk."""
@@ -127,7 +126,7 @@ class Costs:
 
     def _shapes_of(self, setting: Setting) -> ModelShapes:
         """Shapes of the parameters on a GPU; raises UserError if tensor parallelism cannot divide the model."""
-        size = setting.tensor_parallel
+        size = setting.layout.tensor
         if size not in self._shapes:
             self._shapes[size] = model_shapes(self._run.config, size)
         return self._shapes[size]
@@ -176,7 +175,7 @@ def device_step_seconds(run: Run) -> dict[str, float] | None:
     """`step_seconds` by the data sheet of the run's device; None if its speed is not known."""
     if run.device.speed is None:
         return None
-    return step_seconds(run, model_shapes(run.config, run.setting.tensor_parallel), run.device.speed)
+    return step_seconds(run, model_shapes(run.config, run.setting.layout.tensor), run.device.speed)
 
 
 def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
@@ -194,7 +193,7 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
     # A token looks its input embedding up: no product.
-    size = run.setting.tensor_parallel
+    size = run.setting.layout.tensor
     parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size // size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
     heads = max(heads or 0 for heads in layer_settings(config, "num_attention_heads")) / size
@@ -218,7 +217,7 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float
         "link": link_bytes / (speed.link_bytes_per_second * LINK_SHARE),
         "disk": _disk_seconds(run, shapes, offloaded, update),
     }
-    if (stages := run.setting.pipeline_stages) > 1:
+    if (stages := run.setting.layout.pipeline) > 1:
         sent = 2 * pipeline_bytes(run) / (speed.link_bytes_per_second * LINK_SHARE)
         seconds = {part: value / stages for part, value in seconds.items()} | {"sent": sent}
         # Stages wait for the first and the last micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
@@ -258,7 +257,7 @@ def tensor_parallel_bytes(run: Run) -> float:
     Trained tokens have one for the gradient of the head's input, and three fp32 values. A sum of B bytes over N GPUs in
     a ring sends 2 · B · (N - 1) / N. The links are assumed to be those to the host; NVLink is many times faster.
     """
-    text, train, size = run.config.get_text_config(), run.setting.train, run.setting.tensor_parallel
+    text, train, size = run.config.get_text_config(), run.setting.train, run.setting.layout.tensor
     if size == 1:
         return 0.0
     hidden_bytes = text.hidden_size * (autocast_dtype(train) or base_dtype(train)).itemsize
@@ -298,6 +297,6 @@ def _link_bytes(run: Run, parameters: int, trained: int, element_bytes: int, mic
     setting = run.setting
     value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES
     state = 2 * trained * value_bytes if setting.train.offload != "none" else 0
-    share = 1 / setting.sharing.shards_of_weights if setting.sharing and setting.train.offload == "parameters" else 0
+    share = 1 / setting.shards_of_weights if setting.train.offload == "parameters" else 0
     weight_bytes = 0.5 if setting.train.method == "qlora" else element_bytes
     return state + 2 * share * parameters * weight_bytes * micro_batches

@@ -3,17 +3,16 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.section import Section
 from lean_finetune.config.sharding_rules import GATHERED_LAYERS, SPLIT_WEIGHTS
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
+from lean_finetune.memory.trace.setting import Setting
 
 Values = Mapping[str, Any]
 """Values by dotted key of params.yaml."""
@@ -85,13 +84,6 @@ def set_options(flags: Iterable[str]) -> str:
     return shlex.join(word for flag in flags for word in ("-S", flag))
 
 
-def replace_attribute(owner: Any, path: str, value: Any) -> Any:
-    """A copy of nested dataclasses and sections with another value of one attribute: that of a dotted key."""
-    name, _, rest = path.partition(".")
-    changes = {name: replace_attribute(getattr(owner, name), rest, value) if rest else value}
-    return owner.model_copy(update=changes) if isinstance(owner, Section) else replace(owner, **changes)
-
-
 # Memory switches of activations and logits.
 
 DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
@@ -119,8 +111,7 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _plain_layers(setting: Setting) -> bool:
     """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
-    divided = (setting.tensor_parallel, setting.context, setting.pipeline_stages) != (1, 1, 1)
-    return setting.train.fused_kernels == "none" and not divided
+    return setting.train.fused_kernels == "none" and setting.layout == ParallelLayout(data=setting.gpus)
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
@@ -150,7 +141,7 @@ def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    if setting.tensor_parallel > 1:  # It needs the chunked loss.
+    if setting.layout.tensor > 1:  # It needs the chunked loss.
         return []
     return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}]
 
@@ -235,31 +226,23 @@ STAGES_TIME = 1.10
 """Assumed factor on the time of a step, besides the pipeline's bubble: stages are never equally long."""
 MOST_STAGES = 4
 """Each stage is traced, so no more are tried."""
-SHARED: Mapping[str, str] = {
-    "train.sharding": "sharing.spec.mode",
-    "train.shard_group_gpus": "sharing.spec.group_gpus",
-    "train.pipeline_stages": "pipeline_stages",
-    "train.tensor_parallel": "sharing.spec.layout.tensor",
-    "train.context_parallel": "sharing.spec.layout.context",
-}
-"""Parameters whose values have a place in `Setting.sharing` too, with that place."""
 UNTRIED = frozenset({"compression", "tiles", "fused_kernels"})
 """Switches that work only where all GPUs take different rows."""
 
 
 def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     """Modes with smaller shards; at last, weights and gradients in host memory too."""
-    if setting.sharing is None or setting.sharing.gpus == 1:
+    if setting.gpus == 1:
         return
-    mode, values, train = setting.sharing.spec.mode, {}, setting.train
+    mode, values, train = setting.mode, {}, setting.train
     for lighter in LIGHTER_SHARDING[mode]:
         # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
         unsplittable = lighter in SPLIT_WEIGHTS and train.method == "int8_lora"
-        if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.tensor_parallel > 1)):
+        if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.layout.tensor > 1)):
             mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
             yield values
     on_device = setting.train.offload != "parameters" and not OPTIMIZERS[setting.train.optimizer].paged
-    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.tensor_parallel == 1:
+    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.layout.tensor == 1:
         yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
         if support.host_ram_known and OPTIMIZERS[setting.train.optimizer].updates_by_value and not train.adapted:
             yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
@@ -277,8 +260,8 @@ def _untried(setting: Setting) -> bool:
 
 def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
     """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
-    layout = None if setting.sharing is None else setting.sharing.spec.layout
-    if layout is None or layout.tensor * layout.pipeline > 1:
+    layout = setting.layout
+    if setting.gpus == 1 or layout.tensor * layout.pipeline > 1:
         return
     if not setting.train.router_aux_loss and not _untried(setting):
         for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
@@ -288,14 +271,12 @@ def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
     """Assumed time of a step relative to complete rows."""
-    return EXCHANGE_TIME if setting.context > 1 else 1.0
+    return EXCHANGE_TIME if setting.layout.context > 1 else 1.0
 
 
 def _communication_time(setting: Setting, more_micro_batches: float) -> float:
     """Assumed time of a step relative to ddp: the links between GPUs are unknown."""
-    if setting.sharing is None:
-        return 1.0
-    mode = setting.sharing.spec.mode
+    mode = setting.mode
     # Sharded weights are gathered for each micro-batch.
     times = more_micro_batches if mode in SPLIT_WEIGHTS else 1.0
     return 1 + times * (COMMUNICATION_TIME.get(mode, 1.0) - 1)
@@ -303,22 +284,10 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
 
 def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
     """More GPUs for each matrix product; if these are all GPUs, none share weights by train.sharding."""
-    if setting.sharing is None:
+    layout, train = setting.layout, setting.train
+    if layout.context > 1 or train.loss_chunk is None or train.offload == "parameters" or train.lora.dora:
         return
-    layout, train = setting.sharing.spec.layout, setting.train
-    if (
-        layout is None
-        or layout.context > 1
-        or setting.train.loss_chunk is None
-        or setting.train.offload == "parameters"
-    ):
-        return
-    if (
-        _untried(setting)
-        or setting.sharing.spec.mode not in DIVISIBLE
-        or train.method == "int8_lora"
-        or train.lora.dora
-    ):
+    if _untried(setting) or setting.mode not in DIVISIBLE or train.method == "int8_lora":
         return
     for size in NODE_DIVISORS:
         if size > layout.tensor and layout.size % size == 0:
@@ -328,24 +297,18 @@ def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
     """A stage on each GPU, if no other setting divides rows or products."""
-    sharing, train = setting.sharing, setting.train
-    if sharing is None or sharing.spec.layout is None or not 1 < sharing.layout.data == sharing.gpus <= MOST_STAGES:
+    train, gpus = setting.train, setting.gpus
+    if not 1 < setting.layout.data == gpus <= MOST_STAGES:
         return
     if _untried(setting) or train.method == "int8_lora" or train.lora.changes_frozen_weights:
         return
     if setting.train.offload != "parameters":
-        yield {"train.pipeline_stages": sharing.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
-
-
-def with_stages(setting: Setting, stages: int) -> Setting:
-    """The setting with its GPUs as stages of a pipeline."""
-    changed: Setting = replace_attribute(setting, "sharing.spec.layout", ParallelLayout(data=1, pipeline=stages))
-    return changed
+        yield {"train.pipeline_stages": gpus, "train.sharding": "none", "train.shard_group_gpus": None}
 
 
 def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
     """Factor on a GPU's time per token: all stages process the same rows."""
-    stages = setting.pipeline_stages
+    stages = setting.layout.pipeline
     return STAGES_TIME * stages if stages > 1 else 1.0
 
 
@@ -375,7 +338,7 @@ PARALLEL_SWITCHES = [
         effect=SAME,
         ease=10,
         excludes=frozenset({"sharding", "method"}) | UNTRIED,
-        time=lambda setting, more: float(setting.tensor_parallel),  # This many GPUs process the same rows.
+        time=lambda setting, more: float(setting.layout.tensor),  # This many GPUs process the same rows.
     ),
     Switch(
         name="context_parallel",

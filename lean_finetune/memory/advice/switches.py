@@ -12,8 +12,6 @@ from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.switch import (
     ACTIVATION_SWITCHES,
     EFFECTS,
@@ -21,15 +19,11 @@ from lean_finetune.memory.advice.switch import (
     PARALLEL_SWITCHES,
     ROUNDED,
     SAME,
-    SHARED,
     Support,
     Switch,
     Values,
-    replace_attribute,
-    with_stages,
 )
-from lean_finetune.memory.predict.traced_step import Setting
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 
 LIGHTER_METHODS: Mapping[Method, tuple[Method, ...]] = {
     "full": ("lora", "qlora"),
@@ -50,7 +44,7 @@ def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
     optimizer, given, adapted = OPTIMIZERS[setting.train.optimizer], setting.train.offload, setting.train.adapted
     if not support.cuda or setting.train.method == "int8_lora" or optimizer.paged:
         return
-    alone = setting.sharing is None or setting.sharing.gpus == 1
+    alone = setting.gpus == 1
     what = ["optimizer"] if given != "parameters" and not adapted else []
     for moved in [*what, *(["parameters"] if alone or given == "parameters" else [])]:
         if moved != given:
@@ -95,7 +89,7 @@ def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Val
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
     """Update each weight in the backward pass, which excludes clipping."""
     train = setting.train
-    if train.method == "full" and train.precision != "fp16" and not setting.sharing:
+    if train.method == "full" and train.precision != "fp16" and not setting.distributed:
         yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
 
 
@@ -173,26 +167,15 @@ SWITCHES = [
 
 def different(setting: Setting, values: Values) -> Values:
     """The values that differ from the values of a setting."""
-    return {key: value for key, value in values.items() if attrgetter(SHARED.get(key, key))(setting) != value}
+    return {key: value for key, value in values.items() if attrgetter(key)(setting) != value}
 
 
 def setting_with(setting: Setting, values: Values) -> Setting:
-    """The setting with other values."""
+    """The setting with other values of section `train`."""
+    train = setting.train
     for key, value in values.items():
-        setting = replace_attribute(setting, key, value)
-        if key == "train.pipeline_stages":
-            setting = with_stages(setting, value)
-        elif key in SHARED:
-            setting = replace_attribute(setting, SHARED[key], value)
-        if key in ("train.tensor_parallel", "train.context_parallel") and setting.sharing is not None:
-            others = setting.context * setting.tensor_parallel
-            setting = replace_attribute(setting, "sharing.spec.layout.data", setting.sharing.gpus // others)
-        if key == "train.offload" and setting.sharing is not None:
-            setting = replace_attribute(setting, "sharing.spec.offload_weights", value == "parameters")
-        elif (key, value) == ("train.offload", "parameters"):  # One GPU: a group of one.
-            spec = ShardSpec(mode="zero3", offload_weights=True, layout=ParallelLayout(data=1))
-            setting = replace(setting, sharing=Sharing(spec=spec, gpus=1, accumulates_gradients=False))
-    return setting
+        train = train.with_value(key.removeprefix("train."), value)
+    return replace(setting, train=train)
 
 
 def switch_table() -> str:
@@ -202,8 +185,3 @@ def switch_table() -> str:
         keys = ", ".join(f"`{key}`" for key in switch.parameters)
         rows.append(f"| {switch.name} | {keys} | {EFFECTS[switch.effect]} |")
     return "\n".join(rows)
-
-
-def weights_on_host(setting: Setting) -> Setting:
-    """The sharded setting with weights, gradients and optimizer state in host memory."""
-    return setting_with(setting, {"train.offload": "parameters"})

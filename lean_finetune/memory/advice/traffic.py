@@ -21,7 +21,6 @@ from lean_finetune.memory.advice.step_cost import (
     tensor_parallel_bytes,
 )
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
-from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
 from lean_finetune.model.attention.kernels import key_copies
 from lean_finetune.model.model_config import largest_head_size, layer_settings
@@ -77,15 +76,14 @@ class Traffic:
 
 def traffic_of(run: Run) -> Traffic | None:
     """What a GPU of a run sends; None for one GPU."""
-    sharing = run.setting.sharing
-    if sharing is None or sharing.gpus == 1:
+    if run.setting.gpus == 1:
         return None
-    return _traffic(run, sharing, model_shapes(run.config, run.setting.tensor_parallel))
+    return _traffic(run, model_shapes(run.config, run.setting.layout.tensor))
 
 
 def _exchanged_bytes(run: Run) -> int:
     """What a GPU sends around attention where rows are divided: forward, backward, and where layers are recomputed."""
-    train, parts, layers = run.setting.train, run.setting.context, run.config.get_text_config().num_hidden_layers
+    train, parts, layers = run.setting.train, run.setting.layout.context, run.config.get_text_config().num_hidden_layers
     if parts == 1:
         return 0
     heads: int = max(layer_settings(run.config, "num_attention_heads"))
@@ -104,47 +102,48 @@ def _most_of_a_stage(passed: int, tied: int, stages: int) -> int:
 def _undivided_bytes(run: Run, shapes: ModelShapes) -> int:
     """Adapters that every GPU of a tensor-parallel group has, and of whose gradients each has a part."""
     train = run.setting.train
-    if not train.adapted or run.setting.tensor_parallel == 1:
+    if not train.adapted or run.setting.layout.tensor == 1:
         return 0
     pairs = zip(trained_tensors(shapes, train), trained_tensors(model_shapes(run.config), train), strict=True)
     return sum(own.values * own.value_bytes for own, whole in pairs if own.shape == whole.shape)
 
 
-def _traffic(run: Run, sharing: Sharing, shapes: ModelShapes) -> Traffic:
-    mode, train, rings = sharing.spec.mode, run.setting.train, run.setting.tensor_parallel
-    gpus = sharing.gpus // rings
-    if run.setting.pipeline_stages > 1:
+def _traffic(run: Run, shapes: ModelShapes) -> Traffic:
+    setting, mode, train = run.setting, run.setting.mode, run.setting.train
+    rings = setting.layout.tensor
+    gpus = setting.gpus // rings
+    if setting.layout.pipeline > 1:
         text, passed = run.config.get_text_config(), pipeline_bytes(run)
         tied = train.method == "full" and text.tie_word_embeddings
         tied_bytes = text.vocab_size * text.hidden_size * base_dtype(train).itemsize if tied else 0
         most = _most_of_a_stage(passed, tied_bytes, gpus)
         pipeline = {"passed_bytes": passed, "tied_bytes": tied_bytes}
         return Traffic(gpus=gpus, group=gpus, in_group_bytes=most, between_groups_bytes=0, **pipeline)
-    summed = 2 * _undivided_bytes(run, shapes) // sharing.shards_of_weights * (rings - 1) // rings
+    summed = 2 * _undivided_bytes(run, shapes) // setting.shards_of_weights * (rings - 1) // rings
     parts = {
         "rings": rings,
         "in_products_bytes": round(tensor_parallel_bytes(run)) + summed,
-        "context": run.setting.context,
+        "context": setting.layout.context,
         "exchanged_bytes": _exchanged_bytes(run),
     }
     micro_batches = max(1, round(run.micro_batches_per_step))
     # Offload changes where states are stored, not what GPUs send.
-    lines = state_lines(shapes, run.setting.with_train(offload="none", optimizer_in_backward=False), cuda=True)
+    lines = state_lines(shapes, setting.with_train(offload="none", optimizer_in_backward=False), cuda=True)
     gradients = sum(sum(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
     if mode not in SPLIT_WEIGHTS:
         sent = 2 * gradients + (gradients if mode == "zero1" else 0)  # zero1: owners send updated weights too.
         sent = sent * (gpus - 1) // gpus
-        return Traffic(gpus=sharing.gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0, **parts)
+        return Traffic(gpus=setting.gpus, group=gpus, in_group_bytes=sent, between_groups_bytes=0, **parts)
     weights = sum(sum(line.tensor_bytes) for line in lines if line.category in (WEIGHTS, ADAPTERS) and line.divides)
     root = sum(p.values for p in shapes.parameters if not layer_of(p.name)) * base_dtype(train).itemsize
     # Layers are gathered for forward and again for backward; embedding, last norm and head once.
     gathered = 2 * weights - root if mode in GATHERED_LAYERS else weights
     reductions = micro_batches if train.method == "full" else 1
-    group = sharing.shards_of_weights
+    group = setting.shards_of_weights
     replicas = gpus // group
     return Traffic(
         **parts,
-        gpus=sharing.gpus,
+        gpus=setting.gpus,
         group=group,
         in_group_bytes=(gathered * micro_batches + gradients * reductions) * (group - 1) // group,
         between_groups_bytes=2 * gradients // group * (replicas - 1) // replicas,
@@ -153,11 +152,11 @@ def _traffic(run: Run, sharing: Sharing, shapes: ModelShapes) -> Traffic:
 
 def network_lines(run: Run) -> list[tuple[str, str]]:
     """Text: what GPUs send, which network speed hides it behind computing, and modes that send less."""
-    sharing = run.setting.sharing
-    if sharing is None or sharing.gpus == 1:
+    setting = run.setting
+    if setting.gpus == 1:
         return []
-    shapes = model_shapes(run.config, run.setting.tensor_parallel)
-    traffic = _traffic(run, sharing, shapes)
+    shapes = model_shapes(run.config, setting.layout.tensor)
+    traffic = _traffic(run, shapes)
     sent = {
         "": traffic.in_group_bytes,
         " between groups": traffic.between_groups_bytes,
@@ -168,7 +167,7 @@ def network_lines(run: Run) -> list[tuple[str, str]]:
     lines = [("sent in a step", f"{each}, by each GPU")]
     if run.nodes == 1:
         return lines
-    per_node = sharing.gpus // run.nodes
+    per_node = setting.gpus // run.nodes
     parts = device_step_seconds(run)
     seconds = None if parts is None else sum(parts.values())
 
@@ -180,10 +179,10 @@ def network_lines(run: Run) -> list[tuple[str, str]]:
 
     lines.append(("by each node", f"{network(traffic)} (run.nodes={run.nodes})"))
     alone = traffic.rings == 1  # hsdp does not divide products.
-    others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if alone and 1 < per_node < sharing.gpus else []
+    others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if alone and 1 < per_node < setting.gpus else []
     for mode, group in (*others, ("ddp", None)):
-        spec = replace(sharing.spec, mode=mode, group_gpus=group)
-        other = _traffic(run, replace(sharing, spec=spec), shapes)
+        changed = setting.with_train(sharding=mode, shard_group_gpus=group)
+        other = _traffic(replace(run, setting=changed), shapes)
         if other.network_bytes(per_node) < traffic.network_bytes(per_node):
             groups = f"in groups of {group}: " if group else ""
             lines.append((f"with {mode}", f"{groups}{network(other)}; better on a slower network, if it fits"))

@@ -16,7 +16,8 @@ from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction
-from lean_finetune.memory.predict.traced_step import Setting, halved
+from lean_finetune.memory.predict.traced_step import halved
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import max_positions, row_loop
 from lean_finetune.model.quantize import method_fault
 
@@ -156,7 +157,7 @@ def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Large
 
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
-    most = max(1, int(run.tokens_per_step * run.setting.context // run.longest))
+    most = max(1, int(run.tokens_per_step * run.setting.layout.context // run.longest))
     hints = {tokens / run.longest: size for tokens, size in near.items()}
     found = largest_fitting(lambda rows: _peak(run, run.longest, rows=rows), usable, most, hints)
     return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)

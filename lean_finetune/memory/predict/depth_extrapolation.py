@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.data_parallel import OtherStage
@@ -123,25 +123,6 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
-def is_pipeline(setting: Setting) -> bool:
-    """Whether a setting describes a complete pipeline, not one stage."""
-    sharing = setting.sharing
-    return sharing is not None and sharing.spec.pipeline_stages > 1 and sharing.stage is None
-
-
-def stages_of(setting: Setting) -> list[Setting]:
-    """The setting of each stage of a pipeline whose layers are divided; without one, the setting itself."""
-    counts = None if setting.sharing is None else setting.sharing.spec.stage_layers
-    return [setting] if counts is None else [of_stage(setting, stage, counts) for stage in range(len(counts))]
-
-
-def of_stage(setting: Setting, stage: int, stage_layers: tuple[int, ...]) -> Setting:
-    """The setting of one stage of a pipeline."""
-    assert setting.sharing is not None
-    spec = replace(setting.sharing.spec, stage_layers=stage_layers)
-    return replace(setting, sharing=replace(setting.sharing, stage=stage, spec=spec))
-
-
 def stage_in_shallow_model(
     config: PretrainedConfig, setting: Setting, stage: int, layers: int, period: int
 ) -> tuple[PretrainedConfig, Setting]:
@@ -149,14 +130,13 @@ def stage_in_shallow_model(
 
     A stage begins where layers begin to repeat, so before it is a period of them.
     """
-    assert setting.sharing is not None
-    counts = [0] * setting.sharing.spec.pipeline_stages
+    counts = [0] * setting.layout.pipeline
     counts[stage] = layers
     if stage > 0:
         counts[stage - 1] = period
     if stage < len(counts) - 1:
         counts[stage + 1] = 1
-    return with_layers(config, sum(counts)), of_stage(setting, stage, tuple(counts))
+    return with_layers(config, sum(counts)), setting.of_stage(stage, tuple(counts))
 
 
 def divide_layers(layers: int, stages: int, period: int, peak_of: PeakOf) -> tuple[int, ...]:

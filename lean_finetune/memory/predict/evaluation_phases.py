@@ -21,11 +21,12 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     find_repetition,
     with_layers,
 )
-from lean_finetune.memory.predict.traced_step import CPU, Setting, Trace, new_trace
+from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
@@ -87,7 +88,7 @@ def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: Generatio
 def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
     repetition, _ = find_repetition(config, setting.train)
-    if repetition is not None and setting.pipeline_stages == 1:
+    if repetition is not None and setting.layout.pipeline == 1:
         try:
             shallow = (with_layers(config, depth) for depth in repetition.depths)
             traces = [_traced(WindowTrace, each, setting, target, use) for each in shallow]
@@ -115,7 +116,7 @@ def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, targe
         CachedFakeMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.train, CPU), setting.sharing, trace, CPU) as parallel,
+        shared(fake_model(config, setting.train, CPU), setting, trace, CPU) as parallel,
     ):
         model = parallel.model.eval()
         trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)

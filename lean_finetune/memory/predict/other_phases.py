@@ -13,7 +13,6 @@ from cuda_memory.units import readable_size
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.schema import Train
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
-from lean_finetune.memory.predict.depth_extrapolation import stages_of
 from lean_finetune.memory.predict.evaluation_phases import (
     GenerationShape,
     highest,
@@ -32,7 +31,6 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     weight_lines,
 )
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import (
     ADAPTERS,
@@ -43,6 +41,7 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.files.quantized_checkpoint import (
@@ -285,7 +284,7 @@ def other_phases(
     return {
         LOAD: load,
         HELDOUT: _heldout(config, setting, around, target, save.by_category.get(OPTIMIZER, 0)),
-        **_evaluation(config, replace(setting, sharing=None), around, target),
+        **_evaluation(config, setting.on_one_gpu, around, target),
         SAVE: save,
     }
 
@@ -294,8 +293,8 @@ def load_and_save(
     config: PretrainedConfig, setting: Setting, stored: torch.dtype, target: Target, update: Peak
 ) -> tuple[Peak, Peak]:
     """Peaks of loading and of saving; `stored` is the type of the weights in their files, `update` as above."""
-    shapes, sharing = model_shapes(config), setting.sharing
-    if sharing is None:
+    shapes = model_shapes(config)
+    if not setting.distributed:
         on_device = setting.with_train(optimizer_in_backward=False)
         lines = state_lines(shapes, on_device, cuda=target.foreach)
         states = dict(state_bytes(lines, granularity_bytes=target.granularity_bytes))
@@ -306,7 +305,7 @@ def load_and_save(
     states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
     largest = max(parameter.values for parameter in shapes.parameters) * base_dtype(setting.train).itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
-    unsharded = largest if sharing.spec.mode in SPLIT_WEIGHTS or setting.tensor_parallel > 1 else 0
+    unsharded = largest if setting.mode in SPLIT_WEIGHTS or setting.layout.tensor > 1 else 0
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
     return highest((peak_of(states), peak_of(loaded))), peak_of({**states, UNSHARDED: unsharded})
 
@@ -321,7 +320,7 @@ def _heldout(
     def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return summed_loss(model, batch, chunk, exchange=exchange)
 
-    loss = highest(peak_of_loss(config, each, shape, target, loss_of) for each in stages_of(setting))
+    loss = highest(peak_of_loss(config, each, shape, target, loss_of) for each in setting.stages)
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 

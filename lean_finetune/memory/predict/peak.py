@@ -23,15 +23,14 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     deep_windows,
     divide_layers,
     find_repetition,
-    is_pipeline,
-    of_stage,
     offloaded_bytes,
     peak_of,
     stage_in_shallow_model,
     with_layers,
 )
-from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, Setting, TracedSteps, only, trace_steps
+from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import (
     CATEGORIES,
     KIND_FIELDS,
@@ -40,6 +39,7 @@ from lean_finetune.memory.trace.memory_trace import (
     OriginTrace,
     Peak,
 )
+from lean_finetune.memory.trace.setting import Setting
 
 # A model whose layers repeat is traced at three small depths and extrapolated; any other model is traced whole.
 
@@ -89,7 +89,7 @@ def predict_from(
     kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[Prediction, Extrapolation | None]:
     """`predict`, with shallow models traced by `kind`; and their extrapolation, None if all layers were traced."""
-    if is_pipeline(setting):
+    if setting.is_pipeline:
         return _of_pipeline(kind, config, setting, steps, target)
     repetition, reason = find_repetition(config, setting.train, setting.all_layers_reason)
     if repetition is not None:
@@ -124,7 +124,7 @@ def _extrapolated(
     reason: str,
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
-    shallow = setting.for_fewer_layers(config)
+    shallow = for_fewer_layers(setting, config)
     traces = [trace_steps(kind, with_layers(config, depth), shallow, steps, target)[0] for depth in repetition.depths]
     return _from_shallow(traces, setting, steps, target, repetition, reason)
 
@@ -155,10 +155,9 @@ def _of_pipeline(
     kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
 ) -> tuple[Prediction, Extrapolation | None]:
     """The prediction of the fullest stage; layers are divided here unless they are already."""
-    assert setting.sharing is not None
-    spec, layers = setting.sharing.spec, config.get_text_config().num_hidden_layers
+    layers = config.get_text_config().num_hidden_layers
     traces = _StageTraces(kind, config, setting, steps, target)
-    counts = spec.stage_layers or divide_layers(layers, spec.pipeline_stages, traces.period, traces.peak_bytes)
+    counts = setting.stage_layers or divide_layers(layers, setting.layout.pipeline, traces.period, traces.peak_bytes)
     found = [traces.predict(stage, counts) for stage in range(len(counts))]
     stages = tuple((count, prediction.peak.bytes) for count, (prediction, _) in zip(counts, found, strict=True))
     fullest, deep = max(found, key=lambda pair: pair[0].peak.bytes)
@@ -178,12 +177,11 @@ class _StageTraces:
 
     def peak_bytes(self, stage: int, count: int) -> int:
         """Peak of a stage with a number of layers, to divide them: layers that do not repeat count as the first do."""
-        own = of_stage(self._setting, stage, ())
+        own = self._setting.of_stage(stage, ())
         if self._repetition is not None:
             deep = self._extrapolated(own, stage, replace(self._repetition, layers=count))
             return deep[0].peak.bytes if deep else self._traced_bytes(stage, count)
-        assert own.sharing is not None
-        known = self._config.get_text_config().num_hidden_layers // own.sharing.spec.pipeline_stages
+        known = self._config.get_text_config().num_hidden_layers // own.layout.pipeline
         if count <= known:
             return self._traced_bytes(stage, count)
         layer_bytes = self._traced_bytes(stage, known) - self._traced_bytes(stage, max(1, known - 1))
@@ -191,7 +189,7 @@ class _StageTraces:
 
     def predict(self, stage: int, counts: tuple[int, ...]) -> tuple[Prediction, Extrapolation | None]:
         """The prediction of a stage."""
-        own = of_stage(self._setting, stage, counts)
+        own = self._setting.of_stage(stage, counts)
         # Where a stage begins within a period, its first layers differ from the model's first layers.
         repetition = self._repetition if sum(counts[:stage]) % self.period == 0 else None
         deep = repetition and self._extrapolated(own, stage, replace(repetition, layers=counts[stage]))

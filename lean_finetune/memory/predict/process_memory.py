@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import MIB, readable_size
 from lean_finetune.distributed.replicated import assign_owners, layer_of
-from lean_finetune.distributed.sharding_modes import ShardSpec, host_bytes
+from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.predict.state_formulas import (
     IN_RAM,
     Line,
@@ -28,9 +28,9 @@ from lean_finetune.memory.predict.state_formulas import (
     updated_tensors,
     weight_lines,
 )
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, Target, target_of
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, WEIGHTS
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.batches import BATCHES_AHEAD
 from lean_finetune.step.offload.disk_weights import BLOCK_BYTES
@@ -54,26 +54,25 @@ def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
 
 def _of_processes(shapes: ModelShapes, setting: Setting) -> Iterator[list[Trained]]:
     """The trained tensors that each process updates: one list where all processes have as many values."""
-    trained, sharing = trained_tensors(shapes, setting.train), setting.sharing
-    if sharing is None:
-        yield trained
-    elif setting.pipeline_stages > 1:
-        yield from filter(None, _of_stages(shapes, trained, sharing.spec))
-    elif sharing.spec.mode == "zero1":
-        count = min(sharing.gpus, len(trained))  # A run with fewer tensors than GPUs is refused.
+    trained = trained_tensors(shapes, setting.train)
+    if setting.layout.pipeline > 1:
+        yield from filter(None, _of_stages(shapes, trained, setting))
+    elif setting.mode == "zero1":
+        count = min(setting.gpus, len(trained))  # A run with fewer tensors than GPUs is refused.
         owners = assign_owners([tensor.values for tensor in trained], count)
         for process in range(count):
             yield [tensor for tensor, owner in zip(trained, owners, strict=True) if owner == process]
     else:  # The first process gets the larger part of rows that do not divide.
-        parts = sharing.shards_of_weights
+        parts = setting.shards_of_weights
         yield [replace(t, shape=(*(-(-rows // parts) for rows in t.shape[:1]), *t.shape[1:])) for t in trained]
 
 
-def _of_stages(shapes: ModelShapes, trained: Sequence[Trained], spec: ShardSpec) -> list[list[Trained]]:
+def _of_stages(shapes: ModelShapes, trained: Sequence[Trained], setting: Setting) -> list[list[Trained]]:
     """The trained tensors of each stage of a pipeline, with equal numbers of layers unless they are decided."""
     layers = list(dict.fromkeys(filter(None, (layer_of(parameter.name) for parameter in shapes.parameters))))
-    last, count = spec.pipeline_stages - 1, len(layers)
-    ends = list(accumulate(spec.stage_layers or ())) or [count * (stage + 1) // (last + 1) for stage in range(last + 1)]
+    stages, count = setting.layout.pipeline, len(layers)
+    last = stages - 1
+    ends = list(accumulate(setting.stage_layers or ())) or [count * (stage + 1) // stages for stage in range(stages)]
     found: list[list[Trained]] = [[] for _ in ends]
     for tensor in trained:
         layer = layer_of(tensor.name)
@@ -111,7 +110,7 @@ def _page_locked(line: Line, setting: Setting) -> Line:
     """Shards and gradients in page-locked memory: PyTorch's CachingHostAllocator gives powers of two."""
     if line.category == OPTIMIZER:
         return line
-    parts = setting.sharing.shards_of_weights if setting.sharing is not None and line.category == WEIGHTS else 1
+    parts = setting.shards_of_weights if line.category == WEIGHTS else 1
     sizes = (1 << (-(-size // parts) - 1).bit_length() for size in line.tensor_bytes)
     return replace(line, what=f"{line.what}, page-locked in powers of two", tensor_bytes=tuple(sizes))
 
@@ -140,14 +139,14 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
 
     On a GPU, a sharded tensor counts with an equal part: uneven divisions are ignored.
     """
-    shapes, cuda = model_shapes(config, setting.tensor_parallel), target.foreach
+    shapes, cuda = model_shapes(config, setting.layout.tensor), target.foreach
     on_device = state_lines(shapes, setting, cuda=cuda)
     outside = paged_lines(shapes, setting, cuda=cuda)
     if setting.train.offload != "none":
         outside = (*host_lines(shapes, setting), *disk_lines(shapes, setting))
     for line in (*on_device, *outside):
         category = OPTIMIZER if line in outside else line.category
-        parts = setting.sharing.shards_of(category) if setting.sharing and line.divides else 1
+        parts = setting.shards_of(category) if line.divides else 1
         why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
         size = line.total_bytes(target.granularity_bytes, 1 if line.category in (ON_HOST, ON_DISK) else parts)
         yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
@@ -155,12 +154,12 @@ def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> I
 
 def host_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Host memory that train.offload takes in one process."""
-    return offloaded_state_bytes(model_shapes(config, setting.tensor_parallel), setting)[0]
+    return offloaded_state_bytes(model_shapes(config, setting.layout.tensor), setting)[0]
 
 
 def disk_state_bytes(config: PretrainedConfig, setting: Setting) -> int:
     """Disk space that train.offload_to=disk takes in one process."""
-    return disk_bytes(model_shapes(config, setting.tensor_parallel), setting)
+    return disk_bytes(model_shapes(config, setting.layout.tensor), setting)
 
 
 def offloaded_state_bytes(shapes: ModelShapes, setting: Setting) -> tuple[int, int]:
@@ -233,7 +232,7 @@ def on_host(
     figures["process"] = Figure(bytes=IMPORTS_BYTES, margin_bytes=CUDA_HOST_MARGIN_BYTES, basis="measured", why=why)
     why = f"{threads} weight(s) on their way, as stored and converted; the largest has {largest} values"
     figures["loading"] = _derived(threads * largest * (stored.itemsize + base_dtype(train).itemsize), why)
-    if setting.sharing is not None and (setting.sharing.shards_of_weights > 1 or setting.tensor_parallel > 1):
+    if setting.shards_of_weights > 1 or setting.layout.tensor > 1:
         # One process reads the model on its host and sends it to the GPUs layer by layer.
         model_bytes = sum(line.total_bytes(1) for line in weight_lines(shapes, train))
         if train.adapted:
@@ -246,9 +245,8 @@ def on_host(
 
 def as_json(device: Device, setting: Setting, host: Mapping[str, Figure]) -> dict[str, Any]:
     """Content of process.json; `host` is that of `on_host`."""
-    gpus = 1 if setting.sharing is None else setting.sharing.gpus
     return {
-        "device": {name: asdict(figure) for name, figure in on_device(device, gpus).items()},
+        "device": {name: asdict(figure) for name, figure in on_device(device, setting.gpus).items()},
         "host": {name: asdict(figure) for name, figure in host.items()},
         "host_of_process": of_process(host),
         "processes_per_host": processes_per_host(setting),
@@ -265,8 +263,7 @@ def of_process(host: Mapping[str, Figure]) -> dict[str, int]:
 
 def processes_per_host(setting: Setting, nodes: int = 1) -> int:
     """GPUs of each of `nodes` hosts; 1 is the number that stage estimate takes, as it does not know them."""
-    gpus = 1 if setting.sharing is None else setting.sharing.gpus
-    return gpus // nodes if nodes > 1 else min(gpus, GPUS_OF_A_NODE)
+    return setting.gpus // nodes if nodes > 1 else min(setting.gpus, GPUS_OF_A_NODE)
 
 
 def needed_bytes(setting: Setting, host: Mapping[str, Figure], nodes: int = 1) -> int:

@@ -14,8 +14,8 @@ from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.tensor_shards import divided_shapes
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
 from lean_finetune.model.empty_model import kept_in_fp32, meta_model
 from lean_finetune.model.experts.experts_forward import (

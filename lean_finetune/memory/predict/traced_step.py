@@ -3,23 +3,21 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from cuda_memory.units import MIB
-from lean_finetune.config.field_types import Precision
-from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
-from lean_finetune.memory.trace.fake_distributed import Sharing, register_rng_states, register_state, shared
+from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.precision import autocast_dtype, resolved
+from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
@@ -27,74 +25,6 @@ from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
-
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Params
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How a model is trained, as far as memory is concerned."""
-
-    train: Train
-    """Section `train`, with the precision on the device."""
-    offload_buffer_bytes: int = 0
-    """run.offload_buffer_mib: host memory that state on disk passes through."""
-    sharing: Sharing | None = None
-    """How several GPUs share the run; None = one GPU."""
-
-    @classmethod
-    def from_params(cls, params: "Params", precision: Precision, *, accumulates_gradients: bool) -> "Setting":
-        """The setting of a run whose train.precision resolves to `precision` on the device.
-
-        `accumulates_gradients`: over several micro-batches on one GPU.
-        """
-        return cls(
-            train=resolved(params, precision),
-            offload_buffer_bytes=params.run.offload_buffer_mib * MIB,
-            sharing=Sharing.from_params(params, accumulates_gradients=accumulates_gradients),
-        )
-
-    def with_train(self, **changes: Any) -> "Setting":
-        """The setting with other values of parameters of section `train`."""
-        return replace(self, train=self.train.model_copy(update=changes))
-
-    def shards_of(self, category: str) -> int:
-        """Number of GPUs that divide a category of state after backward; 1 for one GPU."""
-        return 1 if self.sharing is None else self.sharing.shards_of(category)
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Number of GPUs of tensor parallelism."""
-        return 1 if self.sharing is None else self.sharing.layout.tensor
-
-    @property
-    def context(self) -> int:
-        """Number of GPUs of context parallelism."""
-        return 1 if self.sharing is None else self.sharing.layout.context
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Number of stages of a pipeline; 1 without one."""
-        return 1 if self.sharing is None else self.sharing.layout.pipeline
-
-    @property
-    def all_layers_reason(self) -> str | None:
-        """Why extrapolation from fewer layers is impossible for any model; None where it is possible."""
-        frees = self.train.master_weights or self.train.offload != "none"
-        if self.sharing is None or self.sharing.spec.mode != "zero1" or not frees:
-            return None
-        return "zero1's update frees the gradients of its own shard one by one"
-
-    def for_fewer_layers(self, config: PretrainedConfig) -> "Setting":
-        """The setting for traces of this model with fewer layers than `config` has.
-
-        Raises:
-            UserError: the GPUs cannot share the model so.
-        """
-        sharing = self.sharing and self.sharing.for_fewer_layers(config, self.train)
-        return replace(self, sharing=sharing)
-
 
 # Choose the micro-batches to trace: the worst of the plan, in their positions within a step.
 
@@ -211,7 +141,7 @@ def trace_steps(
         CachedFakeMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.train, CPU), setting.sharing, trace, CPU) as parallel,
+        shared(fake_model(config, setting.train, CPU), setting, trace, CPU) as parallel,
     ):
         return trace, _run_steps(parallel, trace, setting, steps, target)
 
@@ -238,8 +168,8 @@ def _run_steps(
         )
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and autocast_dtype(train) is not None
-    parts, sharing = setting.context, setting.sharing
-    accumulates_gradients = sharing is not None and sharing.accumulates_gradients and sharing.stage is None
+    parts = setting.layout.context
+    accumulates_gradients = setting.distributed and setting.accumulates_gradients and setting.stage is None
 
     def batches(step: int) -> Iterator[Batch]:
         nonlocal highest_bytes, position

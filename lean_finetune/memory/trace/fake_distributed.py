@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes.nn.modules as bnb_modules
@@ -19,13 +19,11 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Train
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.distributed.sharding_modes import ShardSpec, make_exchange, make_parallel
+from lean_finetune.distributed.sharding_modes import make_exchange, make_parallel
 from lean_finetune.memory.trace.memory_trace import (
     ACTIVATIONS,
     ADAPTERS,
@@ -36,128 +34,78 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     MemoryTrace,
 )
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
 from lean_finetune.step.run_optimizer import device_state
-
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Params
-
 
 # Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
 #
 # PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private
 # PyTorch functions.
 
-SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
-"""Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
 GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
 """FSDP2's functions that gather a layer; it reduces gradients by `foreach_reduce`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """How a run is distributed over several GPUs."""
+def for_fewer_layers(setting: Setting, config: PretrainedConfig) -> Setting:
+    """The setting for traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
 
-    spec: ShardSpec
-    gpus: int
-    accumulates_gradients: bool
-    """Whether a GPU accumulates gradients over several micro-batches."""
-    stage: int | None = None
-    """The stage of a pipeline that is traced; None for all."""
-    local_shapes: tuple[tuple[torch.Size, torch.dtype], ...] | None = None
-    """Mode zero1, for traces of fewer layers: shapes and types that the fullest GPU of the whole model updates."""
-
-    @classmethod
-    def from_params(cls, params: "Params", *, accumulates_gradients: bool) -> "Sharing | None":
-        """Read hardware.num_gpus and train.sharding; None for one GPU that stores all weights."""
-        found = cls(
-            spec=ShardSpec.from_params(params),
-            gpus=params.hardware.num_gpus,
-            accumulates_gradients=accumulates_gradients,
-        )
-        return found if found.gpus > 1 or found.spec.offload_weights else None
-
-    def shards_of(self, category: str) -> int:
-        """Number of GPUs that divide a category of state after backward; of a pipeline, not equally."""
-        if self.spec.pipeline_stages > 1:
-            return self.gpus
-        if self.spec.mode == "zero1":
-            return self.gpus if category == OPTIMIZER else 1
-        return self.shards_of_weights if category in SHARDED else 1
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """What the GPUs divide among them."""
-        return self.spec.layout or ParallelLayout(data=self.gpus)
-
-    @property
-    def shards_of_weights(self) -> int:
-        """Number of GPUs that together hold one copy of the weights."""
-        if self.spec.pipeline_stages > 1:
-            return self.gpus
-        sharing = self.spec.layout.sharing if self.spec.layout else self.gpus
-        return self.spec.group_gpus or sharing if self.spec.mode in SPLIT_WEIGHTS else 1
-
-    def for_fewer_layers(self, config: PretrainedConfig, train: Train) -> "Sharing":
-        """For traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
-
-        Raises:
-            UserError: there are fewer tensors than GPUs.
-        """
-        if self.spec.mode != "zero1":
-            return self
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            trained = [parameter for _, parameter in named_trained(fake_model(config, train, torch.device("cpu")))]
-        rank, owners = _fullest_owner(trained, self.gpus)
-        mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
-        return replace(self, local_shapes=tuple((parameter.shape, parameter.dtype) for parameter in mine))
+    Raises:
+        UserError: there are fewer tensors than GPUs.
+    """
+    if setting.mode != "zero1":
+        return setting
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config, setting.train, torch.device("cpu"))
+        trained = [parameter for _, parameter in named_trained(model)]
+    rank, owners = _fullest_owner(trained, setting.gpus)
+    mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
+    return replace(setting, local_shapes=tuple((parameter.shape, parameter.dtype) for parameter in mine))
 
 
 @contextmanager
-def shared(
-    model: nn.Module, sharing: Sharing | None, trace: MemoryTrace, device: torch.device
-) -> Iterator[DataParallelModel]:
+def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch.device) -> Iterator[DataParallelModel]:
     """Distribute the model, as the process with the highest memory use sees it.
 
     Call under an active FakeTensorMode, before anything is registered.
 
     Args:
         model: on fake tensors.
-        sharing: None for one GPU.
+        setting: how many GPUs share the run, and how.
         trace: counts what sharing allocates.
         device: of the fake tensors.
 
     Raises:
         UserError: the GPUs cannot be divided so.
     """
-    if sharing is None:
+    if not setting.distributed:
         yield DataParallelModel(model)
         return
-    world = _fullest(model, sharing)
+    world = _fullest(model, setting)
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
         with ExitStack() as stack:
-            away = sharing.spec.offload_weights
+            away = setting.train.offload == "parameters"
             _patch(stack, trace, away=away)
             with trace, trace.on_host() if away else trace.allocating_as(SHARDING):
-                if sharing.local_shapes is None:
-                    parallel = make_parallel(model, world, sharing.spec, device)
+                if setting.local_shapes is None:
+                    parallel = make_parallel(model, setting.train, world, device, stage_layers=setting.stage_layers)
                 else:
-                    parallel = _ShallowOwner(model, world, device, sharing.local_shapes, trace)
-                    parallel.exchange = make_exchange(sharing.spec.layout_of(world), None)
+                    parallel = _ShallowOwner(model, world, device, setting.local_shapes, trace)
+                    parallel.exchange = make_exchange(setting.layout, None)
             yield parallel
     finally:
         dist.destroy_process_group()
 
 
-def _fullest(model: nn.Module, sharing: Sharing) -> World:
+def _fullest(model: nn.Module, setting: Setting) -> World:
     """The rank with the highest memory use: 0 gets the larger part of uneven shards; in zero1, the largest owner."""
-    rank = sharing.stage or 0
-    if sharing.spec.mode == "zero1" and sharing.local_shapes is None:
-        rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], sharing.gpus)
-    return World(rank=rank, size=sharing.gpus, local_rank=rank, local_size=sharing.gpus)
+    rank, gpus = setting.stage or 0, setting.gpus
+    if setting.mode == "zero1" and setting.local_shapes is None:
+        rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], gpus)
+    return World(rank=rank, size=gpus, local_rank=rank, local_size=gpus)
 
 
 def _fullest_owner(trained: Sequence[torch.Tensor], gpus: int) -> tuple[int, list[int]]:

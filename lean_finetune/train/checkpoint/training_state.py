@@ -71,7 +71,7 @@ class TrainingRun:
     """One row for each finished step."""
     device: torch.device
     sharding: str = "none"
-    """How weights are sharded, `ShardSpec.division`."""
+    """How weights are sharded, `sharding_modes.division`."""
 
     @property
     def model(self) -> nn.Module:

@@ -10,7 +10,6 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import TRAIN_RULES, Rule
 from lean_finetune.core.errors import UserError
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.search_space import Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
@@ -23,8 +22,7 @@ from lean_finetune.memory.advice.switches import (
     with_precision,
 )
 from lean_finetune.memory.advice.what_fits import single_changes
-from lean_finetune.memory.predict.traced_step import Setting
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 from tests.conftest import ROOT
 from tests.memory.common import setting_of
 from tests.memory.workloads import workload
@@ -119,14 +117,13 @@ def test_adapters_of_experts_are_made_smaller_then_left_out():
 )
 def test_tensor_parallelism_of_some_gpus_or_all(mode: Any, method: str, expected: list[int]):
     """Of eight GPUs; a setting with other numbers of rows and parts than its GPUs, or a mode without GPUs to share."""
-    spec = ShardSpec(mode=mode, layout=ParallelLayout(data=8))
-    setting = setting_of(method=method, sharing=Sharing(spec=spec, gpus=8, accumulates_gradients=False))
+    setting = setting_of(method=method, sharding=mode, gpus=8)
     alone = {8: ("train.sharding=none",)}
     found = [(f"train.tensor_parallel={size}", *alone.get(size, ())) for size in expected]
     assert lighter("tensor_parallel", setting) == found
     for size in expected:
-        changed = setting_with(setting, {"train.tensor_parallel": size}).sharing
-        assert changed is not None and changed.spec.layout == ParallelLayout(data=8 // size, tensor=size)
+        changed = setting_with(setting, {"train.tensor_parallel": size})
+        assert changed.layout == ParallelLayout(data=8 // size, tensor=size)
 
 
 def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_can_update():

@@ -7,7 +7,6 @@ import pytest
 
 from cuda_memory.gpus import context_of
 from cuda_memory.units import GIB, MIB, readable_size
-from lean_finetune.distributed.sharding_modes import ShardSpec
 from lean_finetune.memory.advice.plan_memory import (
     MAX_MICRO_BATCHES,
     MIN_MICRO_BATCHES,
@@ -20,7 +19,6 @@ from lean_finetune.memory.advice.plan_memory import (
 from lean_finetune.memory.advice.verdict import judge, other_segments
 from lean_finetune.memory.predict.peak import predict, trace_origins
 from lean_finetune.memory.predict.traced_step import traced_steps
-from lean_finetune.memory.trace.fake_distributed import Sharing
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape
 from tests.plan.common import batch_settings_of, index_of
@@ -180,8 +178,7 @@ def test_a_sample_of_a_long_plan_has_its_first_micro_batch_and_the_peak(layers, 
 
 def test_several_gpus_are_not_replayed_and_say_so(prediction):
     """Reserved memory of a few micro-batches reported as that of the plan."""
-    sharing = Sharing(spec=ShardSpec(mode="ddp"), gpus=2, accumulates_gradients=False)
-    found, description = replayed(prediction, setting=replace(SETTING, sharing=sharing))
+    found, description = replayed(prediction, setting=replace(SETTING.with_train(sharding="ddp"), gpus=2))
     assert found is None and description.startswith("worst micro-batches only: several GPUs share the steps")
 
 

@@ -170,7 +170,7 @@ def test_a_row_that_does_not_fit_alone_is_divided_among_gpus():
     found = advice_for(run, int(divided + 0.05 * (complete - divided)))
     remedy = next(one for one in found if "train.context_parallel=4" in one.flags)
     assert remedy.effect == EFFECTS[SAME] and remedy.slowdown > 1
-    assert full_rows_run(with_flags(p, remedy.flags), CONFIG, H100).setting.context == 4
+    assert full_rows_run(with_flags(p, remedy.flags), CONFIG, H100).setting.layout.context == 4
 
 
 @pytest.mark.slow

@@ -7,13 +7,10 @@ from transformers import LlamaConfig
 
 from benchmarks.specs import llama
 from cuda_memory.units import GIB
-from lean_finetune.distributed.sharding_modes import ShardSpec
-from lean_finetune.memory.advice.switches import weights_on_host
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.process_memory import host_state_bytes
-from lean_finetune.memory.predict.traced_step import Setting
-from lean_finetune.memory.trace.fake_distributed import Sharing
+from lean_finetune.memory.trace.setting import Setting
 from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, setting_of, shape
 
 LLAMA_2_7B = llama(4096, 11008, layers=32, heads=32, kv_heads=32, vocabulary=32000)
@@ -22,7 +19,6 @@ COPIES = {**FULL, "master_weights": True}
 IN_4_BITS: dict[str, Any] = {"method": "qlora", "lora_rank": 16, "loss_chunk": 512}
 QLORA = {**IN_4_BITS, "grad_ckpt": True, "optimizer": "adamw_8bit"}
 IN_BACKWARD = {**COPIES, "max_grad_norm": None, "optimizer_in_backward": True, "offload": "optimizer"}
-SHARING = Sharing(spec=ShardSpec(mode="zero3"), gpus=8, accumulates_gradients=False)
 
 
 def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> float:
@@ -34,7 +30,7 @@ def memory_gib(gpu: str) -> float:
     return resolve_gpu(gpu)[0].memory_bytes / GIB
 
 
-SHARDS = {**FULL, "sharing": SHARING}
+SHARDS = {**FULL, "sharding": "zero3", "gpus": 8, "offload": "parameters"}
 UNCHUNKED = {"method": "full", "loss_chunk": None}
 # Model, GPU, tokens of the row, GiB, whether they fit, setting.
 CASES: list[tuple[LlamaConfig, str, int, float, bool, dict[str, Any]]] = [
@@ -64,8 +60,7 @@ SLOW_CASES: list[tuple[LlamaConfig, str, int, float, bool, dict[str, Any]]] = [
 )
 def test_a_published_case_is_predicted(config, gpu, length, gib, fits, changes):
     """A run predicted to fit that runs out of memory, or the reverse."""
-    setting = setting_of(**changes)
-    peak = peak_gib(config, weights_on_host(setting) if setting.sharing else setting, gpu, length)
+    peak = peak_gib(config, setting_of(**changes), gpu, length)
     assert peak == pytest.approx(gib, abs=0.06) and (peak < memory_gib(gpu)) is fits
 
 

@@ -29,9 +29,9 @@ from lean_finetune.memory.advice.what_fits import sweep_switches
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.cached_fake_mode import UNREAD_LAYERDROP
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config, refuse_packed_rows
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape

@@ -14,9 +14,10 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import host_lines
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace import fake_distributed
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.run_optimizer import device_state

@@ -20,8 +20,8 @@ from lean_finetune.memory.predict.other_phases import (
     loading_note,
     other_phases,
 )
-from lean_finetune.memory.predict.traced_step import Setting
 from lean_finetune.memory.trace.memory_trace import Peak
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape

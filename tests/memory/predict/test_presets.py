@@ -9,7 +9,8 @@ import torch
 from benchmarks.estimate_cpu import count, without_onednn
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import Setting, TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, shape
@@ -37,7 +38,7 @@ def setting_of_flags(flags: list[str]) -> Setting:
     """The shipped params.yaml with `-S` flags."""
     params = with_flags(load_params(ROOT / "params.yaml"), flags)
     assert params.train.precision != "auto"
-    return Setting.from_params(params, params.train.precision, accumulates_gradients=False)
+    return Setting(train=params.train)
 
 
 def on_a_cpu(flags: list[str]) -> list[str]:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.estimate_cpu import save_small
-from lean_finetune.memory.advice.switches import weights_on_host
-from lean_finetune.memory.predict.depth_extrapolation import of_stage
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import closed_form
 from lean_finetune.memory.predict.state_formulas import model_shapes
@@ -135,7 +133,7 @@ def test_every_stage_of_a_pipeline_counts_what_is_predicted(request, tmp_path, p
     config = read_config(directory)
     counted = request.getfixturevalue(processes).ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
     for stage, found in enumerate(counted):
-        own = of_stage(setting, stage, layers)
+        own = setting.of_stage(stage, layers)
         predicted = trace_steps(MemoryTrace, config, own, IN_FLIGHT, CPU_TARGET)[0].peaks()
         for phase, peak in predicted.items():
             allowed = max(TOLERATED_SHARE * found[phase], TOLERATED_BYTES)
@@ -276,7 +274,7 @@ def test_shards_on_the_host_take_no_device_memory(mode, method):
     """Shards, gradients or state counted on the device; or a shard's copy on its way counted nowhere."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
     here = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET).by_phase
-    there = predict(DEEP, weights_on_host(setting), STEPS["two turns"], CPU_TARGET).by_phase
+    there = predict(DEEP, setting.with_train(offload="parameters"), STEPS["two turns"], CPU_TARGET).by_phase
     stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
     for phase in ("forward", "clip", "optimizer"):
         traced, left = here[phase].by_category, there[phase].by_category
