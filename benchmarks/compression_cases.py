@@ -21,7 +21,7 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import traced_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, traced_steps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
@@ -121,7 +121,7 @@ class Rows:
         plan, lengths = settings.plan(read_index(path, settings.weights)), read_lengths(path)
         setting = Setting(train=p.train)
         steps = traced_steps(plan, lengths, tiled=False, windowed=False, chunked=False)
-        peak = predict(read_config(MODEL), setting, steps, CPU_TARGET).peak
+        peak = predict(TracedModel(read_config(MODEL), setting, CPU_TARGET), steps).peak
         return Planned(case=case, setting=setting, plan=plan, predicted_bytes=peak.bytes)
 
     def tokens_of_steps(self, plan: Plan) -> list[int]:

@@ -42,7 +42,7 @@ from benchmarks.specs import Trainer, joined, padded, random_batch, train_of
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Prediction, predict
-from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
@@ -203,7 +203,7 @@ def compare(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
 def compare_prediction(case: Case, directory: Path) -> tuple[Prediction, dict[str, tuple[int, int]]]:
     """The prediction, and bytes predicted and measured, by phase and for the run."""
     steps = LAYOUTS[case.layout]
-    predicted = predict(read_config(directory), case.setting, steps, CPU_TARGET)
+    predicted = predict(TracedModel(read_config(directory), case.setting, CPU_TARGET), steps)
     make_code_books()
     with without_onednn() if case.precision == "bf16" else nullcontext():
         counted = count(directory, case.setting, steps)

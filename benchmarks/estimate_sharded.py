@@ -16,6 +16,7 @@ from lean_finetune.config.field_types import Method, OffloadState, Precision, Sh
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 
@@ -103,7 +104,9 @@ def predicted(case: Case) -> Row:
     device, _ = resolve_gpu(case.card)
     batch = padded(1, TOKENS, TOKENS // 2)
     start = time.process_time()
-    found = predict(MODEL, case.setting, ((batch,) * (TURNS + case.layout.pipeline - 1),), target_of(device))
+    found = predict(
+        TracedModel(MODEL, case.setting, target_of(device)), ((batch,) * (TURNS + case.layout.pipeline - 1),)
+    )
     cpu_s = time.process_time() - start
     parts = found.peak.by_category
     return {

@@ -22,6 +22,7 @@ from lean_finetune.memory.advice.search import advise
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict, predict_explained
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
@@ -75,7 +76,7 @@ def answer(case: Case) -> Row:
     found: dict[str, Any] = {"found": None, "replayed": None}
     start, cpu = time.perf_counter(), time.process_time()
     if case.advice:
-        prediction = predict(config, setting, steps, target)
+        prediction = predict(TracedModel(config, setting, target), steps)
         run = Run(
             params=with_flags(p, ["run.progress=false"]),
             device=device,
@@ -90,9 +91,15 @@ def answer(case: Case) -> Row:
         )
         found["found"] = len(advise(run, Costs(run), peak=prediction.peak, usable_bytes=device.usable_bytes(8.0)))
     else:  # As stage estimate does: with the peak's breakdown and the plan's reserved memory.
-        prediction, _ = predict_explained(config, setting, steps, target)
+        model = TracedModel(config, setting, target)
+        prediction, _ = predict_explained(model, steps)
         memory, found["replayed"] = replay_plan(
-            _plan(), np.full(MAX_TOKENS, 8), config, setting, target, prediction, expandable=True, device=device
+            _plan(),
+            np.full(MAX_TOKENS, 8),
+            TracedModel(config, setting, target),
+            prediction,
+            expandable=True,
+            device=device,
         )
         assert memory is not None, found["replayed"]
     return {

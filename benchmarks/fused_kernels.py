@@ -21,7 +21,7 @@ from benchmarks.specs import changed, padded, random_batch, train_of
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import load_model
@@ -133,7 +133,7 @@ def difference(found: Gradients, expected: Gradients) -> float:
 def peaks(directory: Path, spec: Train) -> Row:
     """Peaks of a few steps, predicted and counted by PyTorch's allocator."""
     setting = Setting(train=changed(spec, optimizer="adamw", loss_chunk=8, max_grad_norm=1.0))
-    predicted = predict(read_config(directory), setting, STEPS, CPU_TARGET)
+    predicted = predict(TracedModel(read_config(directory), setting, CPU_TARGET), STEPS)
     counted = count(directory, setting, STEPS).peak_bytes_by_phase
     errors = {phase: abs(peak.bytes - counted[phase]) for phase, peak in predicted.by_phase.items()}
     return {

@@ -17,6 +17,7 @@ from cuda_memory.units import GIB
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import trace_origins
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
@@ -55,7 +56,7 @@ def staircase() -> dict[tuple[str, str], Replay]:
     target = target_of(resolve_gpu(GPU)[0])
     found = {}
     for order, steps in orders().items():
-        trace = trace_origins(CONFIG, SETTING, steps, target)
+        trace = trace_origins(TracedModel(CONFIG, SETTING, target), steps)
         for kind, expandable in ALLOCATORS.items():
             found[order, kind] = replay(trace, steps, expandable=expandable, capacity_bytes=None)
     return found

@@ -20,6 +20,7 @@ from benchmarks.specs import Trainer, random_batch
 from cuda_memory.gpus import Device
 from lean_finetune.memory.advice.plan_memory import replay
 from lean_finetune.memory.predict.peak import predict, trace_origins
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.train.monitor.measured_peak import CudaMeter, Meter
@@ -35,13 +36,13 @@ MAX_EVENTS = 200_000
 def predicted(case: MemoryCase, gpu: Device) -> Row:
     """The predicted peaks, of the run and by phase; needs no GPU."""
     target, config, steps = target_of(gpu), MODELS[case.model], LAYOUTS[case.layout]
-    peaks = predict(config, case.setting, steps, target)
+    peaks = predict(TracedModel(config, case.setting, target), steps)
     phases = {phase: {"tensors_predicted_bytes": peak.bytes} for phase, peak in peaks.by_phase.items()}
     row = {"tensors_predicted_bytes": peaks.peak.bytes, "phases": phases}
     if peaks.peak.bytes > (1 - SPARE_SHARE) * gpu.memory_bytes:
         return {**row, "skipped": "predicted not to fit this device"}
     if gpu.kind == "cuda":
-        trace = trace_origins(config, case.setting, steps, target)
+        trace = trace_origins(TracedModel(config, case.setting, target), steps)
         replayed = replay(trace, steps, expandable=case.expandable, capacity_bytes=None)
         row["reserved_predicted_bytes"] = replayed.reserved_peak_bytes
         for phase, size in replayed.reserved_by_phase.items():

@@ -18,7 +18,7 @@ from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
@@ -90,19 +90,19 @@ def _checks(directory: Path) -> Mapping[str, Callable[[], None]]:
         return loaded
 
     def train(method: Method, *, grad_ckpt: bool = False) -> None:
-        predict(read_config(directory), _setting(method, grad_ckpt=grad_ckpt), PADDED, TARGET)
+        predict(TracedModel(read_config(directory), _setting(method, grad_ckpt=grad_ckpt), TARGET), PADDED)
         model()
 
     def packed() -> None:
         config = read_config(directory)
         refuse_packed_rows(config, LENGTH // 2)
-        predict(config, _setting("full"), JOINED, TARGET)
+        predict(TracedModel(config, _setting("full"), TARGET), JOINED)
         if (loaded := model()) is not None:
             check_packed_rows(loaded, CPU)
 
     def zero3() -> None:
         for method in METHODS[::2]:
-            predict(read_config(directory), _setting(method, gpus=2, sharding="zero3"), PADDED, TARGET)
+            predict(TracedModel(read_config(directory), _setting(method, gpus=2, sharding="zero3"), TARGET), PADDED)
 
     def merge(method: Method) -> None:
         if model() is not None:

@@ -37,6 +37,7 @@ from cuda_memory.units import GIB
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.train.monitor.measured_peak import CpuMeter, CudaMeter
 from tests.conftest import ROOT
@@ -206,7 +207,7 @@ def test_the_whole_command_runs_on_a_cpu_without_packages_that_a_gpu_machine_lac
 def error_percent(number: int) -> float:
     """The error of the prediction of a small case for this CPU."""
     case = list(small_cases())[number]
-    peak = predict(MODELS[case.model], case.setting, LAYOUTS[case.layout], CPU_TARGET).peak.bytes
+    peak = predict(TracedModel(MODELS[case.model], case.setting, CPU_TARGET), LAYOUTS[case.layout]).peak.bytes
     measured = memory.measured(case, CPU, CpuMeter())
     return memory.compared({"tensors_predicted_bytes": peak}, measured)["tensors_error_percent"]
 
@@ -240,7 +241,7 @@ def test_flops_of_a_token_are_those_counted_by_hand():
 @pytest.mark.slow
 def test_the_least_case_is_predicted_within_its_bar():
     case = next(case for case in SPEED_CASES if case.name == QLORA_LEAST)
-    peak = predict(case.config, case.setting, ((case.shape,),), gpu_target("H100")).peak.bytes
+    peak = predict(TracedModel(case.config, case.setting, gpu_target("H100")), ((case.shape,),)).peak.bytes
     assert peak / GIB < 7.4
     weights = model_shapes(case.config).values
     assert 30e9 < 4 * (weights - 128256 * 4096) < 34e9, "4 FLOP for each frozen weight of an 8B"

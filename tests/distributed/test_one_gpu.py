@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from lean_finetune.distributed.processes import SINGLE_PROCESS, process_group
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from tests.distributed.cases import Case, learn
@@ -68,7 +69,7 @@ def test_the_prediction_is_what_the_allocator_counted_beside_the_host_memory(sma
         optimizer_in_backward=True,
     )
     config = read_config(small_llama)
-    predicted = predict(config, setting, STEPS["one turn"], CPU_TARGET).by_phase
+    predicted = predict(TracedModel(config, setting, CPU_TARGET), STEPS["one turn"]).by_phase
     with process_group(SINGLE_PROCESS, CPU, 60.0, alone=True):
         counted = count(SINGLE_PROCESS, small_llama, setting, STEPS["one turn"])
     on_host = 3 * 4 * model_shapes(config).values  # Weights and two moments.

@@ -15,6 +15,7 @@ from benchmarks.estimate_cpu import LAYOUTS, SMALL, count, make_code_books, with
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.fused_kernels import refuse_fused
@@ -102,12 +103,15 @@ def test_the_prediction_equals_what_the_allocator_counted(tmp_path: Path, change
     setting, steps = setting_of(**changes, fused_kernels="liger"), LAYOUTS[layout]
     if setting.train.optimizer_in_backward:
         steps = tuple(step[:1] for step in steps)
-    predicted = predict(read_config(tmp_path), setting, steps, CPU_TARGET)
+    predicted = predict(TracedModel(read_config(tmp_path), setting, CPU_TARGET), steps)
     with without_onednn(), without_launches("liger", 1):
         counted = count(tmp_path, setting, steps).peak_bytes_by_phase
     for phase, peak in predicted.by_phase.items():
         assert peak.bytes == pytest.approx(counted[phase], abs=128), phase
-    assert predicted.peak.bytes < predict(read_config(tmp_path), setting_of(**changes), steps, CPU_TARGET).peak.bytes
+    assert (
+        predicted.peak.bytes
+        < predict(TracedModel(read_config(tmp_path), setting_of(**changes), CPU_TARGET), steps).peak.bytes
+    )
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.base_and_tuned import generation_attention
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.empty_model import left_out, left_out_text, meta_model, stored_left_out
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.grouped_matmul import packing_of
@@ -165,7 +166,7 @@ def test_answers_are_those_of_the_complete_model(family, saved):
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))
     shape = GenerationShape(rows=2, prompt_tokens=60, new_tokens=8)
-    assert peak_of_answers(config, setting_of(method="lora"), shape, CPU_TARGET).bytes > 0
+    assert peak_of_answers(TracedModel(config, setting_of(method="lora"), CPU_TARGET), shape).bytes > 0
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, largest_fitting
 from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
@@ -132,7 +133,7 @@ class TunedModel:
         """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens."""
         device, _ = resolve_gpu("auto")
         shape = GenerationShape(rows=rows, prompt_tokens=max(1, tokens - new_tokens), new_tokens=new_tokens)
-        return peak_of_answers(self.config, self._setting(), shape, target_of(device)).bytes
+        return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device)), shape).bytes
 
     def longest_that_fits(self, wanted: int, new_tokens: int) -> int:
         """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.

@@ -64,7 +64,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         tokens = round(int(plan.padded_tokens.sum()) / steps)
         click.echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
     found = answer(run, prediction, memory, partial(confirmed_peak, run))
-    states = list(closed_form(run.config, fullest.setting, run.target))
+    states = list(closed_form(fullest.model))
     documents = {
         "verdict.json": {**found.verdict.as_json(precision), **_stage_layers(prediction)},
         "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
@@ -132,7 +132,7 @@ def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:
         merged=p.evaluate.merged,
     )
     training = prediction.by_phase
-    phases = {**training, **other_phases(run.config, run.setting, around, run.target, training["optimizer"])}
+    phases = {**training, **other_phases(run.model, around, training["optimizer"])}
     peak_bytes = prediction.peak.bytes
     notes = (
         loading_note(phases[LOAD].bytes, peak_bytes),
@@ -149,7 +149,7 @@ def _tiers(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[
         return None
     if memory is None:
         steps = prediction.steps_of_peak
-        trace = trace_origins(run.config, run.setting, steps, run.target)
+        trace = trace_origins(run.model, steps)
         memory = replay_steps(trace, steps, expandable=run.expandable, device=run.device)
     return memory.tiers()
 

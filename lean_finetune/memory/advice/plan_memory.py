@@ -15,16 +15,13 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from cuda_memory.allocator import CachingAllocator, OutOfMemory
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
 from lean_finetune.memory.predict.peak import Prediction, trace_origins
-from lean_finetune.memory.predict.traced_step import TracedSteps
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.memory_trace import OriginTrace
-from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import BatchShape
 
@@ -214,9 +211,7 @@ class PlanMemory:
 def replay_plan(
     plan: Plan,
     lengths: np.ndarray,
-    config: PretrainedConfig,
-    setting: Setting,
-    target: Target,
+    model: TracedModel,
     prediction: Prediction,
     *,
     expandable: bool,
@@ -226,15 +221,15 @@ def replay_plan(
 
     `lengths` are the tokens of every training row, `prediction` is of the same run. The memory of `device` limits it.
     """
-    if setting.distributed:
+    if model.setting.distributed:
         return (
             None,
             "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",
         )
-    layers = config.get_text_config().num_hidden_layers
+    layers = model.config.get_text_config().num_hidden_layers
     sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers)
     steps = tuple(sampled.values())
-    trace = trace_origins(config, setting, steps, target)
+    trace = trace_origins(model, steps)
     memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
     replayed, planned = sum(map(len, steps)), len(plan)
     if replayed == planned:

@@ -21,7 +21,13 @@ from lean_finetune.memory.devices import attention_on, experts_on, precision_on,
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
-from lean_finetune.memory.predict.traced_step import TracedSteps, longest_row, steps_in_flight, traced_steps
+from lean_finetune.memory.predict.traced_step import (
+    TracedModel,
+    TracedSteps,
+    longest_row,
+    steps_in_flight,
+    traced_steps,
+)
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
@@ -108,6 +114,11 @@ class Run:
         return target_of(self.device)
 
     @property
+    def model(self) -> TracedModel:
+        """What is traced."""
+        return TracedModel(self.config, self.setting, self.target)
+
+    @property
     def usable_bytes(self) -> int:
         """Memory of the device for tensors."""
         return self.device.usable_bytes(self.params.estimate.headroom_percent)
@@ -176,16 +187,16 @@ class Run:
 
     def predict(self) -> Prediction:
         """Peaks by phase. Takes several seconds."""
-        return predict(self.config, self.setting, self.steps, self.target)
+        return predict(self.model, self.steps)
 
     def explain(self) -> tuple[Prediction, Explanation]:
         """`predict`, with what the peak consists of."""
-        return predict_explained(self.config, self.setting, self.steps, self.target)
+        return predict_explained(self.model, self.steps)
 
     def load_bytes(self, prediction: Prediction) -> int:
         """Peak of loading the weights on the device."""
         update = prediction.by_phase["optimizer"]
-        return load_and_save(self.config, self.setting, self.stored, self.target, update)[0].bytes
+        return load_and_save(self.model, self.stored, update)[0].bytes
 
     def host_bytes(self, prediction: Prediction) -> Iterator[tuple[str, str, int]]:
         """What the run stores outside of the device: (what, where, bytes)."""
@@ -219,9 +230,7 @@ class Run:
         return replay_plan(
             self.planned.own_plan,
             self.planned.lengths,
-            self.config,
-            self.setting,
-            self.target,
+            self.model,
             prediction,
             expandable=self.expandable,
             device=self.device,

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
-from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.data_parallel import OtherStage
@@ -123,20 +123,19 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
-def stage_in_shallow_model(
-    config: PretrainedConfig, setting: Setting, stage: int, layers: int, period: int
-) -> tuple[PretrainedConfig, Setting]:
-    """The model and setting for a trace of a stage with a number of layers: other stages have as few as they can.
+def stage_in_shallow_model(model: TracedModel, stage: int, layers: int, period: int) -> TracedModel:
+    """The model for a trace of a stage with a number of layers: other stages have as few as they can.
 
     A stage begins where layers begin to repeat, so before it is a period of them.
     """
-    counts = [0] * setting.layout.pipeline
+    counts = [0] * model.setting.layout.pipeline
     counts[stage] = layers
     if stage > 0:
         counts[stage - 1] = period
     if stage < len(counts) - 1:
         counts[stage + 1] = 1
-    return with_layers(config, sum(counts)), setting.of_stage(stage, tuple(counts))
+    shallow = model.with_config(with_layers(model.config, sum(counts)))
+    return shallow.with_setting(model.setting.of_stage(stage, tuple(counts)))
 
 
 def divide_layers(layers: int, stages: int, period: int, peak_of: PeakOf) -> tuple[int, ...]:

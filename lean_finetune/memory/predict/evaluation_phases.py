@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lean_finetune.core.errors import UserError
@@ -21,12 +21,11 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     find_repetition,
     with_layers,
 )
-from lean_finetune.memory.predict.traced_step import CPU, Trace, new_trace
+from lean_finetune.memory.predict.traced_step import CPU, Trace, TracedModel, new_trace
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
-from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
+from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
-from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
@@ -52,51 +51,46 @@ class GenerationShape:
 
 
 def peak_of_loss(
-    config: PretrainedConfig,
-    setting: Setting,
-    shape: BatchShape,
-    target: Target,
-    loss: Callable[[nn.Module, Batch, TokenExchange | None], torch.Tensor],
+    model: TracedModel, shape: BatchShape, loss: Callable[[nn.Module, Batch, TokenExchange | None], torch.Tensor]
 ) -> Peak:
     """Peak of computing the loss of one batch in evaluation mode."""
 
     def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
             parts = parallel.layout.context
-            parallel.run(lambda model: loss(model, empty_batch(shape, CPU, parts), parallel.exchange))
+            parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts), parallel.exchange))
 
-    return _peak_of_use(config, setting, target, use)
+    return _peak_of_use(model, use)
 
 
-def peak_of_answers(config: PretrainedConfig, setting: Setting, shape: GenerationShape, target: Target) -> Peak:
+def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
     """Peak of greedy decoding: at the prefill, or at the last token, when the KV cache is longest.
 
     Raises:
         UserError: PyTorch cannot trace an operation.
     """
     try:
-        return _peak_of_use(
-            config, setting, target, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace)
-        )
+        return _peak_of_use(model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace))
     except UNTRACEABLE as error:
         raise UserError(
-            f"evaluate.generate_rows: answers of {config.model_type} cannot be traced ({type(error).__name__}: {error}"
-            "), so their memory is not known; set evaluate.generate_rows=0"
+            f"evaluate.generate_rows: answers of {model.config.model_type} cannot be traced ({type(error).__name__}: "
+            f"{error}), so their memory is not known; set evaluate.generate_rows=0"
         ) from None
 
 
-def _peak_of_use(config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Peak:
+def _peak_of_use(model: TracedModel, use: Use) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
-    repetition, _ = find_repetition(config, setting.train)
-    if repetition is not None and setting.layout.pipeline == 1:
+    repetition, _ = find_repetition(model.config, model.setting.train)
+    granularity_bytes = model.target.granularity_bytes
+    if repetition is not None and model.setting.layout.pipeline == 1:
         try:
-            shallow = (with_layers(config, depth) for depth in repetition.depths)
-            traces = [_traced(WindowTrace, each, setting, target, use) for each in shallow]
-            windows = deep_windows(traces, repetition, target.granularity_bytes)
-            return highest(deep_peaks(windows, target.granularity_bytes)[0].values())
+            shallow = (model.with_config(with_layers(model.config, depth)) for depth in repetition.depths)
+            traces = [_traced(WindowTrace, each, use) for each in shallow]
+            windows = deep_windows(traces, repetition, granularity_bytes)
+            return highest(deep_peaks(windows, granularity_bytes)[0].values())
         except NotRepeated:
             pass  # Trace all layers: slower, same result.
-    return highest(_traced(MemoryTrace, config, setting, target, use).peaks().values())
+    return highest(_traced(MemoryTrace, model, use).peaks().values())
 
 
 def peak_of(by_category: Mapping[str, int]) -> Peak:
@@ -109,21 +103,21 @@ def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def _traced(kind: type[Trace], config: PretrainedConfig, setting: Setting, target: Target, use: Use) -> Trace:
+def _traced(kind: type[Trace], model: TracedModel, use: Use) -> Trace:
     """Trace `use` of a model in evaluation mode."""
-    trace = new_trace(kind, config, target)
+    trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         CachedFakeMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.train, CPU), setting, trace, CPU) as parallel,
+        shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
     ):
-        model = parallel.model.eval()
-        trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
-        trace.register(quantisation_tensors(model), QUANTISATION_STATE)
+        module = parallel.model.eval()
+        trace.register([local(tensor) for tensor in (*module.parameters(), *module.buffers())], WEIGHTS)
+        trace.register(quantisation_tensors(module), QUANTISATION_STATE)
         if setting.train.method != "full":
-            trace.register([local(tensor) for _, tensor in named_trained(model)], ADAPTERS)
-        trace.begin_steps(model)
+            trace.register([local(tensor) for _, tensor in named_trained(module)], ADAPTERS)
+        trace.begin_steps(module)
         with trace.recording(), torch.no_grad(), autocast(setting.train, "cpu"):
             use(parallel, trace)
     return trace

@@ -31,7 +31,7 @@ from lean_finetune.memory.predict.state_formulas import (
     state_lines,
     weight_lines,
 )
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import (
     ADAPTERS,
     GRADIENTS,
@@ -41,7 +41,6 @@ from lean_finetune.memory.trace.memory_trace import (
     WEIGHTS,
     Peak,
 )
-from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.files.quantized_checkpoint import (
@@ -71,19 +70,14 @@ MXFP4_VALUE_BYTES = 4 + 7 / 32
 
 
 def load_peak(
-    config: PretrainedConfig,
-    shapes: ModelShapes,
-    train: Train,
-    stored: torch.dtype,
-    target: Target,
-    states: Mapping[str, int],
-    end: Peak,
+    model: TracedModel, shapes: ModelShapes, stored: torch.dtype, states: Mapping[str, int], end: Peak
 ) -> Peak:
     """Peak of loading: while weights are read, or at the `end` with the optimizer's state.
 
     Weights are read, converted and quantised one at a time, in the order of their names. A GPU gets each in its final
     type, or in 16 or 32 bits if it quantises it there. Weights in MXFP4 or FP8 are unpacked on the host first.
     """
+    config, train, target = model.config, model.setting.train, model.target
     placed, moments = 0, [end]
     on_cpu, as_stored = target.capability is None, stored_format(config) in BITSANDBYTES
 
@@ -272,28 +266,24 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     return torch.float32 if stored_format(config) is None else UNPACKED
 
 
-def other_phases(
-    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, update: Peak
-) -> Mapping[str, Peak]:
+def other_phases(model: TracedModel, around: OtherPhases, update: Peak) -> Mapping[str, Peak]:
     """Peaks of load, heldout (during training), evaluate, generate and save on the device.
 
     Call after `predict`, which refuses untraceable models. `update` is the predicted peak of the optimizer's phase: in
     runs on several GPUs it gives the state of one GPU. Stage evaluate always runs on one GPU.
     """
-    load, save = load_and_save(config, setting, around.stored_dtype, target, update)
+    load, save = load_and_save(model, around.stored_dtype, update)
     return {
         LOAD: load,
-        HELDOUT: _heldout(config, setting, around, target, save.by_category.get(OPTIMIZER, 0)),
-        **_evaluation(config, setting.on_one_gpu, around, target),
+        HELDOUT: _heldout(model, around, save.by_category.get(OPTIMIZER, 0)),
+        **_evaluation(model.with_setting(model.setting.on_one_gpu), around),
         SAVE: save,
     }
 
 
-def load_and_save(
-    config: PretrainedConfig, setting: Setting, stored: torch.dtype, target: Target, update: Peak
-) -> tuple[Peak, Peak]:
+def load_and_save(model: TracedModel, stored: torch.dtype, update: Peak) -> tuple[Peak, Peak]:
     """Peaks of loading and of saving; `stored` is the type of the weights in their files, `update` as above."""
-    shapes = model_shapes(config)
+    setting, target, shapes = model.setting, model.target, model_shapes(model.config)
     if not setting.distributed:
         on_device = setting.with_train(optimizer_in_backward=False)
         lines = state_lines(shapes, on_device, cuda=target.foreach)
@@ -301,49 +291,48 @@ def load_and_save(
         states.pop(GRADIENTS)
         optimizer_bytes = states.pop(OPTIMIZER, 0)
         end = peak_of({**states, OPTIMIZER: optimizer_bytes})
-        return load_peak(config, shapes, setting.train, stored, target, states, end), end
+        return load_peak(model, shapes, stored, states, end), end
     states = {category: update.by_category.get(category, 0) for category in (*STATES, SHARDING)}
     largest = max(parameter.values for parameter in shapes.parameters) * base_dtype(setting.train).itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
     unsharded = largest if setting.mode in SPLIT_WEIGHTS or setting.layout.tensor > 1 else 0
-    loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if config.get_text_config().tie_word_embeddings else 2)}
+    tied = model.config.get_text_config().tie_word_embeddings
+    loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if tied else 2)}
     return highest((peak_of(states), peak_of(loaded))), peak_of({**states, UNSHARDED: unsharded})
 
 
-def _heldout(
-    config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target, optimizer_bytes: int
-) -> Peak:
+def _heldout(model: TracedModel, around: OtherPhases, optimizer_bytes: int) -> Peak:
     """Peak of held-out losses during training."""
     shape = around.in_training
-    chunk = setting.train.loss_chunk or shape.rows * shape.length  # As in the training loop.
+    chunk = model.setting.train.loss_chunk or shape.rows * shape.length  # As in the training loop.
 
-    def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
-        return summed_loss(model, batch, chunk, exchange=exchange)
+    def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
+        return summed_loss(module, batch, chunk, exchange=exchange)
 
-    loss = highest(peak_of_loss(config, each, shape, target, loss_of) for each in setting.stages)
+    loss = highest(peak_of_loss(model.with_setting(each), shape, loss_of) for each in model.setting.stages)
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 
-def _evaluation(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
+def _evaluation(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     """Peaks of stage evaluate, with the merged model if requested."""
-    found = _evaluation_of(config, setting, around, target)
+    found = _evaluation_of(model, around)
     if around.merged:
-        merged = setting.with_train(method="full")
-        plain = without_quantisation(deepcopy(config))
-        found[EVALUATE_MERGED] = highest(_evaluation_of(plain, merged, around, target).values())
+        plain = model.with_config(without_quantisation(deepcopy(model.config)))
+        merged = plain.with_setting(model.setting.with_train(method="full"))
+        found[EVALUATE_MERGED] = highest(_evaluation_of(merged, around).values())
     return found
 
 
-def _evaluation_of(config: PretrainedConfig, setting: Setting, around: OtherPhases, target: Target) -> dict[str, Peak]:
+def _evaluation_of(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
     # As in stage evaluate.
-    plain = setting.with_train(attention="auto", fused_kernels="none")
+    plain = model.with_setting(model.setting.with_train(attention="auto", fused_kernels="none"))
 
-    def loss_of(model: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
-        return token_losses(model, batch, around.logits_chunk)
+    def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
+        return token_losses(module, batch, around.logits_chunk)
 
-    loss = peak_of_loss(config, plain, around.evaluation, target, loss_of)
-    answers = [peak_of_answers(config, plain, shape, target) for shape in around.generation]
+    loss = peak_of_loss(plain, around.evaluation, loss_of)
+    answers = [peak_of_answers(plain, shape) for shape in around.generation]
     return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from cuda_memory.units import GIB
 from lean_finetune.memory.predict.depth_extrapolation import (
@@ -28,8 +27,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     stage_in_shallow_model,
     with_layers,
 )
-from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedSteps, only, trace_steps
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedModel, TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import (
     CATEGORIES,
@@ -76,30 +74,31 @@ Extrapolation = tuple[Mapping[Place, Window], Repetition]
 """Windows of a deep model, extrapolated from shallow ones (see `depth_extrapolation`), and how its layers repeat."""
 
 
-def predict(config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target) -> Prediction:
+def predict(model: TracedModel, steps: TracedSteps) -> Prediction:
     """Predict the peak of optimizer steps with these micro-batch shapes, without weights.
 
     Raises:
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
-    return predict_from(WindowTrace, config, setting, steps, target)[0]
+    return predict_from(WindowTrace, model, steps)[0]
 
 
 def predict_from(
-    kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps
 ) -> tuple[Prediction, Extrapolation | None]:
     """`predict`, with shallow models traced by `kind`; and their extrapolation, None if all layers were traced."""
+    setting = model.setting
     if setting.is_pipeline:
-        return _of_pipeline(kind, config, setting, steps, target)
-    repetition, reason = find_repetition(config, setting.train, setting.all_layers_reason)
+        return _of_pipeline(kind, model, steps)
+    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
     if repetition is not None:
         try:
-            return _extrapolated(kind, config, setting, steps, target, repetition, reason)
+            return _extrapolated(kind, model, steps, repetition, reason)
         except NotRepeated as error:
             if kind is not WindowTrace:  # Perhaps only what `kind` distinguishes does not repeat.
-                return predict(config, setting, steps, target), None
+                return predict(model, steps), None
             reason = f"all {repetition.layers} layers: {error}"
-    trace, position = trace_steps(MemoryTrace, config, setting, steps, target)
+    trace, position = trace_steps(MemoryTrace, model, steps)
     return _of_all_layers(trace, setting, only(steps, *position), reason), None
 
 
@@ -115,34 +114,25 @@ def _of_all_layers(trace: MemoryTrace, setting: Setting, steps_of_peak: TracedSt
 
 
 def _extrapolated(
-    kind: type[WindowTrace],
-    config: PretrainedConfig,
-    setting: Setting,
-    steps: TracedSteps,
-    target: Target,
-    repetition: Repetition,
-    reason: str,
+    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
-    shallow = for_fewer_layers(setting, config)
-    traces = [trace_steps(kind, with_layers(config, depth), shallow, steps, target)[0] for depth in repetition.depths]
-    return _from_shallow(traces, setting, steps, target, repetition, reason)
+    shallow = model.with_setting(for_fewer_layers(model.setting, model.config))
+    of_depths = [shallow.with_config(with_layers(model.config, depth)) for depth in repetition.depths]
+    traces = [trace_steps(kind, one, steps)[0] for one in of_depths]
+    return _from_shallow(traces, model, steps, repetition, reason)
 
 
 def _from_shallow(
-    traces: Sequence[WindowTrace],
-    setting: Setting,
-    steps: TracedSteps,
-    target: Target,
-    repetition: Repetition,
-    reason: str,
+    traces: Sequence[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces at `repetition.depths`."""
-    windows = deep_windows(traces, repetition, target.granularity_bytes)
-    by_phase, micro_batch = deep_peaks(windows, target.granularity_bytes)
+    granularity_bytes = model.target.granularity_bytes
+    windows = deep_windows(traces, repetition, granularity_bytes)
+    by_phase, micro_batch = deep_peaks(windows, granularity_bytes)
     positions = [(step, number) for step, shapes in enumerate(steps) for number in range(len(shapes))]
     prediction = Prediction(
-        setting=setting,
+        setting=model.setting,
         by_phase=by_phase,
         steps_of_peak=only(steps, *positions[micro_batch]),
         layers_traced=reason,
@@ -152,11 +142,11 @@ def _from_shallow(
 
 
 def _of_pipeline(
-    kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
+    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps
 ) -> tuple[Prediction, Extrapolation | None]:
     """The prediction of the fullest stage; layers are divided here unless they are already."""
-    layers = config.get_text_config().num_hidden_layers
-    traces = _StageTraces(kind, config, setting, steps, target)
+    setting, layers = model.setting, model.config.get_text_config().num_hidden_layers
+    traces = _StageTraces(kind, model, steps)
     counts = setting.stage_layers or divide_layers(layers, setting.layout.pipeline, traces.period, traces.peak_bytes)
     found = [traces.predict(stage, counts) for stage in range(len(counts))]
     stages = tuple((count, prediction.peak.bytes) for count, (prediction, _) in zip(counts, found, strict=True))
@@ -167,21 +157,19 @@ def _of_pipeline(
 class _StageTraces:
     """Traces of the stages of a pipeline."""
 
-    def __init__(
-        self, kind: type[WindowTrace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
-    ):
-        self._kind, self._config, self._setting, self._steps, self._target = kind, config, setting, steps, target
-        self._repetition, self._reason = find_repetition(config, setting.train)
+    def __init__(self, kind: type[WindowTrace], model: TracedModel, steps: TracedSteps):
+        self._kind, self._model, self._steps = kind, model, steps
+        self._repetition, self._reason = find_repetition(model.config, model.setting.train)
         self._traces: dict[tuple[int, int], WindowTrace] = {}
         self.period = 1 if self._repetition is None else self._repetition.period
 
     def peak_bytes(self, stage: int, count: int) -> int:
         """Peak of a stage with a number of layers, to divide them: layers that do not repeat count as the first do."""
-        own = self._setting.of_stage(stage, ())
+        own = self._of_stage(stage, ())
         if self._repetition is not None:
             deep = self._extrapolated(own, stage, replace(self._repetition, layers=count))
             return deep[0].peak.bytes if deep else self._traced_bytes(stage, count)
-        known = self._config.get_text_config().num_hidden_layers // own.layout.pipeline
+        known = own.config.get_text_config().num_hidden_layers // own.setting.layout.pipeline
         if count <= known:
             return self._traced_bytes(stage, count)
         layer_bytes = self._traced_bytes(stage, known) - self._traced_bytes(stage, max(1, known - 1))
@@ -189,24 +177,27 @@ class _StageTraces:
 
     def predict(self, stage: int, counts: tuple[int, ...]) -> tuple[Prediction, Extrapolation | None]:
         """The prediction of a stage."""
-        own = self._setting.of_stage(stage, counts)
+        own = self._of_stage(stage, counts)
         # Where a stage begins within a period, its first layers differ from the model's first layers.
         repetition = self._repetition if sum(counts[:stage]) % self.period == 0 else None
         deep = repetition and self._extrapolated(own, stage, replace(repetition, layers=counts[stage]))
         if deep:
             return deep
-        trace = trace_steps(MemoryTrace, self._config, own, self._steps, self._target)[0]
-        return _of_all_layers(trace, own, self._steps, f"all {counts[stage]} of the stage"), None
+        trace = trace_steps(MemoryTrace, own, self._steps)[0]
+        return _of_all_layers(trace, own.setting, self._steps, f"all {counts[stage]} of the stage"), None
+
+    def _of_stage(self, stage: int, counts: tuple[int, ...]) -> TracedModel:
+        return self._model.with_setting(self._model.setting.of_stage(stage, counts))
 
     def _extrapolated(
-        self, setting: Setting, stage: int, repetition: Repetition
+        self, own: TracedModel, stage: int, repetition: Repetition
     ) -> tuple[Prediction, Extrapolation] | None:
         """The prediction from shallow traces; None if it has few layers, or memory is not linear in them."""
         if repetition.layers <= repetition.depths[-1]:
             return None
         traces = [self._trace(stage, depth) for depth in repetition.depths]
         try:
-            found, deep = _from_shallow(traces, setting, self._steps, self._target, repetition, self._reason)
+            found, deep = _from_shallow(traces, own, self._steps, repetition, self._reason)
         except NotRepeated:
             return None
         return replace(found, steps_of_peak=self._steps), deep  # Which micro-batches are in flight matters.
@@ -217,8 +208,8 @@ class _StageTraces:
     def _trace(self, stage: int, count: int) -> WindowTrace:
         """A trace of a stage with the first layers of the model."""
         if (stage, count) not in self._traces:
-            model = stage_in_shallow_model(self._config, self._setting, stage, count, self.period)
-            self._traces[stage, count] = trace_steps(self._kind, *model, self._steps, self._target)[0]
+            shallow = stage_in_shallow_model(self._model, stage, count, self.period)
+            self._traces[stage, count] = trace_steps(self._kind, shallow, self._steps)[0]
         return self._traces[stage, count]
 
 
@@ -263,23 +254,22 @@ class OriginWindowTrace(WindowTrace, OriginTrace):
         return self.kind(storage_id)
 
 
-def predict_explained(
-    config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
-) -> tuple[Prediction, Explanation]:
+def predict_explained(model: TracedModel, steps: TracedSteps) -> tuple[Prediction, Explanation]:
     """`predict`, with an explanation of the peak.
 
     Raises:
         UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
     """
-    prediction, deep = predict_from(OriginWindowTrace, config, setting, steps, target)
+    prediction, deep = predict_from(OriginWindowTrace, model, steps)
     if deep is None:
-        return prediction, explain(trace_origins(config, prediction.setting, prediction.steps_of_peak, target))
-    return prediction, _explain_extrapolation(deep, prediction, steps, target.granularity_bytes)
+        fullest = model.with_setting(prediction.setting)
+        return prediction, explain(trace_origins(fullest, prediction.steps_of_peak))
+    return prediction, _explain_extrapolation(deep, prediction, steps, model.target.granularity_bytes)
 
 
-def trace_origins(config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target) -> OriginTrace:
+def trace_origins(model: TracedModel, steps: TracedSteps) -> OriginTrace:
     """Trace steps of the whole model, recording the origin of every allocation."""
-    return trace_steps(OriginTrace, config, setting, steps, target)[0]
+    return trace_steps(OriginTrace, model, steps)[0]
 
 
 def explain(trace: OriginTrace) -> Explanation:

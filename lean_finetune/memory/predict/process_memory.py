@@ -28,7 +28,8 @@ from lean_finetune.memory.predict.state_formulas import (
     updated_tensors,
     weight_lines,
 )
-from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, Target, target_of
+from lean_finetune.memory.predict.traced_step import TracedModel
+from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.precision import adapter_dtype, base_dtype
@@ -134,12 +135,13 @@ def _total_bytes(lines: Iterable[Line]) -> int:
     return sum(sum(line.tensor_bytes) for line in lines)
 
 
-def closed_form(config: PretrainedConfig, setting: Setting, target: Target) -> Iterator[dict[str, Any]]:
+def closed_form(model: TracedModel) -> Iterator[dict[str, Any]]:
     """State on a GPU from step to step: category, why, number of tensors, bytes; host and disk are last.
 
     On a GPU, a sharded tensor counts with an equal part: uneven divisions are ignored.
     """
-    shapes, cuda = model_shapes(config, setting.layout.tensor), target.foreach
+    setting, target = model.setting, model.target
+    shapes, cuda = model_shapes(model.config, setting.layout.tensor), target.foreach
     on_device = state_lines(shapes, setting, cuda=cuda)
     outside = paged_lines(shapes, setting, cuda=cuda)
     if setting.train.offload != "none":

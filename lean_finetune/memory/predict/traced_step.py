@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +25,24 @@ from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart
 from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel:
+    """What is traced: a model, how it is trained, and the device whose rules apply."""
+
+    config: PretrainedConfig
+    setting: Setting
+    target: Target
+
+    def with_setting(self, setting: Setting) -> "TracedModel":
+        """The same model on the same device, trained otherwise."""
+        return replace(self, setting=setting)
+
+    def with_config(self, config: PretrainedConfig) -> "TracedModel":
+        """Another model, trained so on the same device."""
+        return replace(self, config=config)
+
 
 # Choose the micro-batches to trace: the worst of the plan, in their positions within a step.
 
@@ -118,15 +136,13 @@ UPDATE_PHASES = ("clip", "optimizer")
 Trace = TypeVar("Trace", bound=MemoryTrace)
 
 
-def new_trace(kind: type[Trace], config: PretrainedConfig, target: Target) -> Trace:
+def new_trace(kind: type[Trace], model: TracedModel) -> Trace:
     """An empty trace of class `kind` for this model and device."""
-    vocabulary = config.get_text_config().vocab_size
+    target, vocabulary = model.target, model.config.get_text_config().vocab_size
     return kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
 
 
-def trace_steps(
-    kind: type[Trace], config: PretrainedConfig, setting: Setting, steps: TracedSteps, target: Target
-) -> tuple[Trace, tuple[int, int]]:
+def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tuple[Trace, tuple[int, int]]:
     """Build model and optimizer without weights, and trace optimizer steps of these micro-batch shapes.
 
     Returns:
@@ -135,21 +151,22 @@ def trace_steps(
     Raises:
         UserError: PyTorch cannot trace an operation of the step.
     """
-    trace = new_trace(kind, config, target)
+    trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
-        refuse_untraceable(config),
+        refuse_untraceable(model.config),
         CachedFakeMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
-        shared(fake_model(config, setting.train, CPU), setting, trace, CPU) as parallel,
+        shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
     ):
-        return trace, _run_steps(parallel, trace, setting, steps, target)
+        return trace, _run_steps(parallel, trace, model, steps)
 
 
 def _run_steps(
-    parallel: DataParallelModel, trace: MemoryTrace, setting: Setting, steps: TracedSteps, target: Target
+    parallel: DataParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
+    setting, target = model.setting, model.target
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
     train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
     optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)

@@ -18,7 +18,7 @@ from lean_finetune.memory.advice.plan_memory import (
 )
 from lean_finetune.memory.advice.verdict import judge, other_segments
 from lean_finetune.memory.predict.peak import predict, trace_origins
-from lean_finetune.memory.predict.traced_step import traced_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, traced_steps
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape
 from tests.plan.common import batch_settings_of, index_of
@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(scope="module")
 def prediction():
     steps = traced_steps(PLAN, LENGTHS, tiled=True, windowed=False)
-    return predict(CONFIG, SETTING, steps, H100)
+    return predict(TracedModel(CONFIG, SETTING, H100), steps)
 
 
 CONTEXT = context_of((8, 0))
@@ -43,7 +43,7 @@ CONTEXT = context_of((8, 0))
 
 def replayed(prediction, *, setting=SETTING, capacity_bytes=80 * GIB) -> tuple[PlanMemory | None, str]:
     device = card(capacity_bytes)
-    return replay_plan(PLAN, LENGTHS, CONFIG, setting, H100, prediction, expandable=False, device=device)
+    return replay_plan(PLAN, LENGTHS, TracedModel(CONFIG, setting, H100), prediction, expandable=False, device=device)
 
 
 def reserved_bytes(memory: PlanMemory, kind: str) -> int:
@@ -69,7 +69,7 @@ STEPS = ((shape(2, 240, 300), shape(2, 256, 300)), (shape(4, 512, 1400),), (shap
 
 @pytest.fixture(scope="module")
 def trace():
-    return trace_origins(CONFIG, SETTING, STEPS, H100)
+    return trace_origins(TracedModel(CONFIG, SETTING, H100), STEPS)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -82,7 +82,7 @@ def test_every_step_has_its_own_peaks(trace, expandable):
     assert reserved[0] < reserved[1] == reserved[2] == replayed.reserved_peak_bytes
     assert replayed.out_of_memory is None and replayed.retries == 0 and replayed.settled_step == 1
     assert max(replayed.reserved_by_phase.values()) == replayed.reserved_peak_bytes
-    for phase, peak in predict(CONFIG, SETTING, STEPS, H100).by_phase.items():
+    for phase, peak in predict(TracedModel(CONFIG, SETTING, H100), STEPS).by_phase.items():
         assert peak.bytes <= replayed.reserved_by_phase[phase]
 
 
@@ -190,9 +190,9 @@ def test_reserved_memory_of_a_plan_settles_in_its_first_step(rows, mode):
     """Memory that grows during a run, which then fails hours after its start."""
     plan, lengths = random_plan(rows, mode=mode)
     steps = traced_steps(plan, lengths, tiled=True, windowed=False)
-    predicted = predict(CONFIG, SETTING, steps, H100)
+    predicted = predict(TracedModel(CONFIG, SETTING, H100), steps)
     found, description = replay_plan(
-        plan, lengths, CONFIG, SETTING, H100, predicted, expandable=True, device=card(80 * GIB)
+        plan, lengths, TracedModel(CONFIG, SETTING, H100), predicted, expandable=True, device=card(80 * GIB)
     )
     assert found is not None and len(found.steps) >= 3, description
     sampled = f" of {len(plan)} micro-batches in {len(found.steps)} of {len(plan.steps)} steps replayed: "

@@ -10,6 +10,7 @@ from cuda_memory.units import GIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.process_memory import host_state_bytes
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.setting import Setting
 from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, setting_of, shape
 
@@ -23,7 +24,7 @@ IN_BACKWARD = {**COPIES, "max_grad_norm": None, "optimizer_in_backward": True, "
 
 def peak_gib(config: LlamaConfig, setting: Setting, gpu: str, length: int) -> float:
     """The predicted peak of tensors for one row of a length, half of it trained."""
-    return predict(config, setting, ((shape(1, length, length // 2),),), gpu_target(gpu)).peak.bytes / GIB
+    return predict(TracedModel(config, setting, gpu_target(gpu)), ((shape(1, length, length // 2),),)).peak.bytes / GIB
 
 
 def memory_gib(gpu: str) -> float:
@@ -80,7 +81,7 @@ def test_qlora_70b_fits_one_48_gb_card_up_to_a_length():
 def predicted(**changes: Any) -> Prediction:
     """LoRA in bf16 on one H100, one row of 2048 tokens."""
     setting = setting_of(precision="bf16", loss_chunk=512, **changes)
-    return predict(LLAMA_3_1_8B, setting, ((shape(1, 2048, 2047),),), gpu_target("H100"))
+    return predict(TracedModel(LLAMA_3_1_8B, setting, gpu_target("H100")), ((shape(1, 2048, 2047),),))
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2C
 
 from lean_finetune.memory.predict.depth_extrapolation import Repetition, find_repetition, with_layers
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import TracedSteps, only, trace_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of
@@ -65,8 +65,8 @@ def test_peaks_from_shallow_models_equal_those_of_all_layers_to_the_byte(case):
     """A peak that moves to another instant with depth, or a list of all layers whose size is rounded."""
     make, steps, target, changes = CASES[case]
     config, setting = make(), setting_of(**changes)
-    found = predict(config, setting, steps, target)
-    complete, position = trace_steps(MemoryTrace, config, setting, steps, target)
+    found = predict(TracedModel(config, setting, target), steps)
+    complete, position = trace_steps(MemoryTrace, TracedModel(config, setting, target), steps)
     assert found.layers_traced.startswith("models of ")
     assert found.by_phase == complete.peaks() and found.steps_of_peak == only(steps, *position)
 
@@ -107,6 +107,7 @@ def test_traces_that_contradict_each_other_are_replaced_by_one_of_all_layers(mon
         return shallow
 
     monkeypatch.setattr("lean_finetune.memory.predict.peak.with_layers", other)
-    found = predict(llama(13), setting_of(), WINDOWED, CPU_TARGET)
+    model = TracedModel(llama(13), setting_of(), CPU_TARGET)
+    found = predict(model, WINDOWED)
     assert found.layers_traced.startswith("all 13 layers: tensors of ")
-    assert found.by_phase == trace_steps(MemoryTrace, llama(13), setting_of(), WINDOWED, CPU_TARGET)[0].peaks()
+    assert found.by_phase == trace_steps(MemoryTrace, model, WINDOWED)[0].peaks()

@@ -29,6 +29,7 @@ from lean_finetune.memory.advice.what_fits import sweep_switches
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.state_formulas import model_shapes, state_bytes, state_lines
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cached_fake_mode import UNREAD_LAYERDROP
 from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.memory.trace.setting import Setting
@@ -111,7 +112,7 @@ def test_an_adapter_of_the_head_alone_is_counted(changes):
 def check_adapters(config: PretrainedConfig, setting: Setting) -> None:
     """The adapters in the closed form are those that the trace counts."""
     lines = state_lines(model_shapes(config), setting, cuda=False)
-    traced = predict(config, setting, STEPS, CPU_TARGET).peak.by_category[ADAPTERS]
+    traced = predict(TracedModel(config, setting, CPU_TARGET), STEPS).peak.by_category[ADAPTERS]
     assert traced == state_bytes(lines, granularity_bytes=1)[ADAPTERS] > 0
 
 
@@ -119,7 +120,7 @@ def test_a_model_without_checkpointing_is_refused():
     """GPT-NeoX-Japanese, whose refusal would be a traceback."""
     config = GPTNeoXJapaneseConfig(**JAPANESE, num_hidden_layers=2)
     with pytest.raises(UserError, match=r"^train\.grad_ckpt: gpt_neox_japanese .*; set it to false"):
-        predict(config, setting_of(method="full", grad_ckpt=True), STEPS, CPU_TARGET)
+        predict(TracedModel(config, setting_of(method="full", grad_ckpt=True), CPU_TARGET), STEPS)
 
 
 def test_a_switch_that_a_model_cannot_have_is_left_out_of_the_sweep():
@@ -136,14 +137,14 @@ def test_rows_that_would_see_each_other_are_refused_by_the_prediction(family):
     config = tiny_config(family)
     with pytest.raises(UserError, match=rf"^bucket\.mode: packed needs .* {family} .*; set bucket\.mode=bucketed"):
         refuse_packed_rows(config, 16)
-        predict(config, setting_of(method="full"), ((joined((16, 16), 30),),), CPU_TARGET)
+        predict(TracedModel(config, setting_of(method="full"), CPU_TARGET), ((joined((16, 16), 30),),))
 
 
 def test_experts_that_are_called_one_by_one_are_refused():
     """DBRX loops over the experts that have tokens, so the step depends on the routing and cannot be traced."""
     config = DbrxConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, ffn_config={"ffn_hidden_size": 32})
     with pytest.raises(UserError, match=r"^model\.name: .*dbrx.*") as caught:
-        predict(config, setting_of(), STEPS, CPU_TARGET)
+        predict(TracedModel(config, setting_of(), CPU_TARGET), STEPS)
     assert "\n" not in str(caught.value)
 
 
@@ -214,7 +215,7 @@ def test_the_closed_form_of_a_mixture_equals_the_trace(family, changes):
     """State of experts, of their adapters and of frozen routers."""
     setting = setting_of(**changes)
     lines = state_lines(model_shapes(FAMILIES[family]), setting, cuda=False)
-    traced = predict(FAMILIES[family], setting, STEPS, CPU_TARGET).by_phase["optimizer"].by_category
+    traced = predict(TracedModel(FAMILIES[family], setting, CPU_TARGET), STEPS).by_phase["optimizer"].by_category
     for category, size in state_bytes(lines, granularity_bytes=1).items():
         if category != "gradients":
             assert traced[category] == size, category
@@ -268,7 +269,7 @@ def test_refusals_of_other_libraries_are_one_line(family, values, method, messag
     """A traceback of transformers, of PEFT or in torch's log; or a loss that passes over the layers before the head."""
     config = AutoConfig.for_model(family, **{**SMALL, **values})
     with pytest.raises(UserError, match=message) as caught:
-        predict(config, setting_of(method=method), STEPS, CPU_TARGET)
+        predict(TracedModel(config, setting_of(method=method), CPU_TARGET), STEPS)
     assert "\n" not in str(caught.value) and "Traceback" not in capfd.readouterr().err
 
 

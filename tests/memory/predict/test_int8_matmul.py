@@ -3,6 +3,7 @@
 import pytest
 
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from tests.memory.common import gpu_target, llama, setting_of, shape
 
 SIZES = llama(hidden_size=264, intermediate_size=520, num_hidden_layers=3, vocab_size=1000)
@@ -10,7 +11,7 @@ STEPS = ((shape(16, 256, 100),),)
 
 
 def peak(*, gpu: str = "H100", **model) -> int:
-    return predict(SIZES, setting_of(precision="bf16", **model), STEPS, gpu_target(gpu)).peak.bytes
+    return predict(TracedModel(SIZES, setting_of(precision="bf16", **model), gpu_target(gpu)), STEPS).peak.bytes
 
 
 @pytest.mark.parametrize("grad_ckpt", [False, True])

@@ -14,7 +14,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import host_lines
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace import fake_distributed
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.memory.trace.setting import Setting
@@ -31,7 +31,7 @@ ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in PADDED_STEPS)
 
 
 def check(directory: Path, setting: Setting, steps: TracedSteps = PADDED_STEPS) -> None:
-    predicted = predict(read_config(directory), setting, steps, CPU_TARGET)
+    predicted = predict(TracedModel(read_config(directory), setting, CPU_TARGET), steps)
     measured = count(directory, setting, steps)
     assert measured.peak_bytes is not None
     expected = {**measured.peak_bytes_by_phase, "whole run": measured.peak_bytes}
@@ -138,7 +138,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
     """A tensor of the update that neither side counts: on a CPU the two are one, and the allocator sees their sum."""
     setting = setting_of(offload="optimizer", **changes)
     config = read_config(small_llama)
-    apart = predict(config, setting, PADDED_STEPS, CPU_TARGET).by_phase["forward"]
+    apart = predict(TracedModel(config, setting, CPU_TARGET), PADDED_STEPS).by_phase["forward"]
     lines = host_lines(model_shapes(config), setting)
     host_bytes = sum(line.total_bytes(1) for line in lines)
 
@@ -150,7 +150,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
 
     monkeypatch.setattr(MemoryTrace, "on_host", lambda trace: nullcontext())
     monkeypatch.setattr(fake_distributed, "device_state", all_state)
-    together = predict(config, setting, PADDED_STEPS, CPU_TARGET).by_phase["forward"]
+    together = predict(TracedModel(config, setting, CPU_TARGET), PADDED_STEPS).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes
     with without_onednn():
         check(small_llama, setting)

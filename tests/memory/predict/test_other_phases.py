@@ -20,6 +20,7 @@ from lean_finetune.memory.predict.other_phases import (
     loading_note,
     other_phases,
 )
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
@@ -59,7 +60,7 @@ def batch_of(wanted: BatchShape) -> Batch:
 def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     """Activations counted as saved for a backward pass that never runs, or the optimizer forgotten."""
     setting = setting_of(method=method)
-    predicted = other_phases(read_config(small_llama), setting, AROUND, CPU_TARGET, NOTHING)
+    predicted = other_phases(TracedModel(read_config(small_llama), setting, CPU_TARGET), AROUND, NOTHING)
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("all"):
@@ -95,7 +96,7 @@ def test_answers_take_what_is_predicted(family, method, new_tokens, prompt_token
     save_small(family, tmp_path)
     setting, limits = setting_of(method=method), limits_of(1024, new_tokens, rows)
     shape = GenerationShape(rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    predicted = peak_of_answers(read_config(tmp_path), setting, shape, CPU_TARGET)
+    predicted = peak_of_answers(TracedModel(read_config(tmp_path), setting, CPU_TARGET), shape)
     prompts = [Prompt(family="all", ids=[7] * (prompt_tokens - row), answer_ids=[]) for row in range(rows)]
     gc.collect()
     meter = make_meter(CPU)
@@ -174,7 +175,7 @@ def test_the_initialisation_from_weights_is_predicted(small_llama, method, init)
 def check_load(model: Path, setting: Setting, rel: float = 0.005) -> None:
     """Load the model, and compare the prediction with what the allocator counted."""
     around = replace(AROUND, generation=())
-    predicted = other_phases(read_config(model), setting, around, CPU_TARGET, NOTHING)["load"]
+    predicted = other_phases(TracedModel(read_config(model), setting, CPU_TARGET), around, NOTHING)["load"]
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
@@ -186,7 +187,7 @@ def check_load(model: Path, setting: Setting, rel: float = 0.005) -> None:
 def test_a_gpu_has_one_full_size_weight_while_it_packs(small_llama):
     """4-bit loading planned as if all of the full-size weights were on the GPU at once, or none."""
     setting = setting_of(method="qlora", precision="bf16", optimizer="sgd", lora_targets=("v_proj",), lora_rank=1)
-    found = other_phases(read_config(small_llama), setting, AROUND, gpu_target("H100"), NOTHING)
+    found = other_phases(TracedModel(read_config(small_llama), setting, gpu_target("H100")), AROUND, NOTHING)
     # A layer's larger weights are loaded before attention's, while less memory is in use.
     assert found["load"].by_category["loading"] == 64 * 64 * 2
     assert found["save"].bytes < found["load"].bytes

@@ -4,6 +4,7 @@ import pytest
 
 from cuda_memory.units import GIB
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, explain, predict, predict_explained, trace_origins
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import CATEGORIES, EXISTING
 from tests.memory.common import CPU_TARGET, gpu_target, llama, setting_of, shape
 from tests.memory.predict.test_depth_extrapolation import CASES
@@ -13,7 +14,7 @@ STEPS = ((shape(2, 96, 100), shape(3, 80, 90)),)
 
 
 def explained(setting, target):
-    return explain(trace_origins(CONFIG, setting, STEPS, target))
+    return explain(trace_origins(TracedModel(CONFIG, setting, target), STEPS))
 
 
 def test_the_peak_is_the_predicted_one():
@@ -22,7 +23,7 @@ def test_the_peak_is_the_predicted_one():
         (setting_of(method="full", loss_chunk=None), CPU_TARGET),
         (setting_of(method="qlora", precision="bf16", grad_ckpt=True), gpu_target("H100")),
     ):
-        prediction = predict(CONFIG, setting, STEPS, target)
+        prediction = predict(TracedModel(CONFIG, setting, target), STEPS)
         found = explained(setting, target)
         assert (found.peak_bytes, found.phase) == (prediction.peak.bytes, prediction.worst_phase)
         by_category: dict[str, int] = {}
@@ -47,7 +48,7 @@ def test_logits_are_named_with_their_shape_and_the_head():
 def test_layers_that_are_alike_are_one_line():
     """Ten lines for ten layers, so that everything else is left out."""
     config = llama(num_hidden_layers=3, vocab_size=96)
-    top = explain(trace_origins(config, setting_of(method="full"), STEPS, CPU_TARGET)).top
+    top = explain(trace_origins(TracedModel(config, setting_of(method="full"), CPU_TARGET), STEPS)).top
     products = next(group for group in top if group["module"] == "model.layers.*.mlp.gate_proj")
     assert (products["category"], products["operation"], products["phase"]) == ("activations", "mm", "forward")
     assert products["shape"] == (240, 128) and products["count"] == 3 and products["bytes"] == 3 * 240 * 128 * 4
@@ -74,10 +75,10 @@ def test_an_extrapolated_explanation_is_that_of_all_layers(case):
     """Allocations of a shallow model shown for a deep one, or layers of two kinds taken for one."""
     make, steps, target, changes = CASES[case]
     config, setting = make(), setting_of(**changes)
-    prediction, found = predict_explained(config, setting, steps, target)
-    assert prediction == predict(config, setting, steps, target)
+    prediction, found = predict_explained(TracedModel(config, setting, target), steps)
+    assert prediction == predict(TracedModel(config, setting, target), steps)
     assert prediction.layers_traced.startswith("models of ")
-    complete = explain(trace_origins(config, setting, prediction.steps_of_peak, target))
+    complete = explain(trace_origins(TracedModel(config, setting, target), prediction.steps_of_peak))
     assert (found.peak_bytes, found.phase, found.top) == (complete.peak_bytes, complete.phase, complete.top)
 
 
@@ -85,7 +86,7 @@ def test_an_extrapolated_explanation_is_that_of_all_layers(case):
 def test_the_timeline_climbs_layer_by_layer_to_the_peak():
     """Layers out of order, the middle ones left out, or micro-batches that have nothing to do with the peak."""
     config, setting = llama(num_hidden_layers=14), setting_of(method="full", loss_chunk=None)
-    prediction, found = predict_explained(config, setting, DEEP_STEPS, CPU_TARGET)
+    prediction, found = predict_explained(TracedModel(config, setting, CPU_TARGET), DEEP_STEPS)
     assert len(prediction.steps_of_peak[0]) == 2  # The second micro-batch of the first step runs while gradients exist.
     assert all(tuple(row) == TIMELINE_COLUMNS for row in found.timeline)
     assert [row["event"] for row in found.timeline] == list(range(len(found.timeline)))

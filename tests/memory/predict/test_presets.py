@@ -9,7 +9,7 @@ import torch
 from benchmarks.estimate_cpu import count, without_onednn
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
@@ -62,7 +62,7 @@ def one_thread():
 def test_the_shipped_model_takes_what_the_table_says(name: str, one_thread: None):
     """A preset that is refused, or whose figure is that of an older step."""
     flags, (_, mib, _) = documented(name)
-    peak = predict(read_config(TINY), setting_of_flags(on_a_cpu(flags)), ON_TINY, CPU_TARGET).peak
+    peak = predict(TracedModel(read_config(TINY), setting_of_flags(on_a_cpu(flags)), CPU_TARGET), ON_TINY).peak
     assert peak.bytes / 2**20 == pytest.approx(mib, abs=ROUNDING)
 
 
@@ -82,5 +82,5 @@ def test_the_allocator_counts_what_the_table_says(name: str, one_thread: None, t
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_8b_is_predicted_to_take_what_the_table_says(name: str):
     flags, (gib, _, _) = documented(name)
-    peak = predict(LLAMA_3_1_8B, setting_of_flags(flags), ON_8B, gpu_target("H100")).peak
+    peak = predict(TracedModel(LLAMA_3_1_8B, setting_of_flags(flags), gpu_target("H100")), ON_8B).peak
     assert peak.bytes / 2**30 == pytest.approx(gib, abs=ROUNDING)

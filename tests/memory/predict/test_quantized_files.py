@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.model_config import read_config
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.predict.test_measured import PADDED_STEPS, check
@@ -62,5 +63,7 @@ def test_layers_left_in_16_bits_count(saved: Any):
     """The prediction of a file whose layers are not all packed, equal to that of one where all are."""
     setting = setting_of(**PACKED)
     configs = [read_config(saved(name)) for name in ("nf4", "part of nf4")]
-    all_packed, part = (predict(config, setting, PADDED_STEPS, CPU_TARGET).peak.bytes for config in configs)
+    all_packed, part = (
+        predict(TracedModel(config, setting, CPU_TARGET), PADDED_STEPS).peak.bytes for config in configs
+    )
     assert all_packed < part

@@ -11,7 +11,7 @@ from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import closed_form
 from lean_finetune.memory.predict.state_formulas import model_shapes
-from lean_finetune.memory.predict.traced_step import trace_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
@@ -40,7 +40,7 @@ def four() -> Iterator[Group]:
 def check(group: Group, size: int, directory: Path, mode: str, steps: str, **changes: Any) -> None:
     """Every phase of the step, within the bound of one process."""
     setting = shared_setting(mode, size, steps, **changes)
-    predicted = predict(read_config(directory), setting, STEPS[steps], CPU_TARGET)
+    predicted = predict(TracedModel(read_config(directory), setting, CPU_TARGET), STEPS[steps])
     counted = group.ask(do_peaks, directory, setting, STEPS[steps])
     for phase, peak in predicted.by_phase.items():
         allowed = max(TOLERATED_SHARE * counted[phase], TOLERATED_BYTES)
@@ -134,11 +134,11 @@ def test_every_stage_of_a_pipeline_counts_what_is_predicted(request, tmp_path, p
     counted = request.getfixturevalue(processes).ask(do_peaks_by_rank, directory, setting, IN_FLIGHT)
     for stage, found in enumerate(counted):
         own = setting.of_stage(stage, layers)
-        predicted = trace_steps(MemoryTrace, config, own, IN_FLIGHT, CPU_TARGET)[0].peaks()
+        predicted = trace_steps(MemoryTrace, TracedModel(config, own, CPU_TARGET), IN_FLIGHT)[0].peaks()
         for phase, peak in predicted.items():
             allowed = max(TOLERATED_SHARE * found[phase], TOLERATED_BYTES)
             assert abs(peak.bytes - found[phase]) <= allowed, (stage, phase, peak.bytes - found[phase], peak)
-    prediction = predict(config, setting, IN_FLIGHT, CPU_TARGET)
+    prediction = predict(TracedModel(config, setting, CPU_TARGET), IN_FLIGHT)
     assert max(found["backward"] for found in counted) == pytest.approx(prediction.by_phase["backward"].bytes, rel=1e-3)
 
 
@@ -230,9 +230,9 @@ def test_the_prediction_holds_where_products_are_divided(request, tmp_path, mode
         check(request.getfixturevalue({2: "pair", 4: "four"}[gpus]), gpus, directory, mode, steps, **changes)
     setting = shared_setting(mode, gpus, "one turn", **changes)
     config = read_config(directory)
-    traced = predict(config, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    traced = predict(TracedModel(config, setting, CPU_TARGET), STEPS["one turn"]).by_phase["clip"].by_category
     closed: dict[str, int] = {}
-    for line in closed_form(config, setting, CPU_TARGET):
+    for line in closed_form(TracedModel(config, setting, CPU_TARGET)):
         closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
     for category in ("weights", "adapters", "optimizer", "quantisation_state"):
         assert closed.get(category, 0) == traced.get(category, 0), category
@@ -247,18 +247,21 @@ DEEP = llama(num_hidden_layers=14)
 def test_a_few_layers_represent_all(mode, method):
     """Gathers that a layer's window does not see, or differ with depth; owners by the few layers alone."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
-    found = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET)
+    found = predict(TracedModel(DEEP, setting, CPU_TARGET), STEPS["two turns"])
     assert found.layers_traced.startswith("models of 3, 4, 5 layers")
-    assert found.by_phase == trace_steps(MemoryTrace, DEEP, setting, STEPS["two turns"], CPU_TARGET)[0].peaks()
+    assert (
+        found.by_phase
+        == trace_steps(MemoryTrace, TracedModel(DEEP, setting, CPU_TARGET), STEPS["two turns"])[0].peaks()
+    )
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
 def test_the_closed_form_is_that_of_one_gpu(mode):
     """State of the full model reported for a GPU that has a shard of it."""
     setting = shared_setting(mode, 4, "one turn", method="full", grad_ckpt=True)
-    traced = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["clip"].by_category
+    traced = predict(TracedModel(DEEP, setting, CPU_TARGET), STEPS["one turn"]).by_phase["clip"].by_category
     closed: dict[str, int] = {}
-    for line in closed_form(DEEP, setting, CPU_TARGET):
+    for line in closed_form(TracedModel(DEEP, setting, CPU_TARGET)):
         closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
         divided = line["category"] == "optimizer" or (mode != "zero1" and line["why"] != "buffers")
         assert ("divided among 4 GPUs" in line["why"]) == divided
@@ -273,8 +276,10 @@ def test_the_closed_form_is_that_of_one_gpu(mode):
 def test_shards_on_the_host_take_no_device_memory(mode, method):
     """Shards, gradients or state counted on the device; or a shard's copy on its way counted nowhere."""
     setting = shared_setting(mode, 4, "two turns", method=method, grad_ckpt=True)
-    here = predict(DEEP, setting, STEPS["two turns"], CPU_TARGET).by_phase
-    there = predict(DEEP, setting.with_train(offload="parameters"), STEPS["two turns"], CPU_TARGET).by_phase
+    here = predict(TracedModel(DEEP, setting, CPU_TARGET), STEPS["two turns"]).by_phase
+    there = predict(
+        TracedModel(DEEP, setting.with_train(offload="parameters"), CPU_TARGET), STEPS["two turns"]
+    ).by_phase
     stay = ("activations", "inputs", "logits", "quantisation_state", "sharding")
     for phase in ("forward", "clip", "optimizer"):
         traced, left = here[phase].by_category, there[phase].by_category
@@ -287,7 +292,7 @@ def test_shards_on_the_host_take_no_device_memory(mode, method):
 def states(mode: str, gpus: int, steps: str = "one turn") -> dict[str, int]:
     """Bytes by category during the update."""
     setting = shared_setting(mode, gpus, steps, method="full", grad_ckpt=True)
-    return dict(predict(DEEP, setting, STEPS[steps], CPU_TARGET).by_phase["clip"].by_category)
+    return dict(predict(TracedModel(DEEP, setting, CPU_TARGET), STEPS[steps]).by_phase["clip"].by_category)
 
 
 @pytest.mark.slow
@@ -309,7 +314,7 @@ def test_states_of_a_gpu_fall_as_published():
 def test_the_model_is_never_whole_on_a_gpu_under_zero3():
     """ZeRO-3 has 1/n of the weights, one or two gathered layers, and embedding and head."""
     setting = shared_setting("zero3", 64, "one turn", method="full", grad_ckpt=True)
-    peak = predict(DEEP, setting, STEPS["one turn"], CPU_TARGET).by_phase["forward"].by_category
+    peak = predict(TracedModel(DEEP, setting, CPU_TARGET), STEPS["one turn"]).by_phase["forward"].by_category
     shapes = model_shapes(DEEP).parameters
     ends = sum(p.values for p in shapes if ".layers." not in p.name) * 4
     layer = sum(p.values for p in shapes if ".layers.0." in p.name) * 4

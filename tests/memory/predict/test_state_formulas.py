@@ -18,6 +18,7 @@ from lean_finetune.memory.predict.state_formulas import (
     state_bytes,
     state_lines,
 )
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.load_model import fake_model, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
@@ -78,7 +79,7 @@ def test_the_closed_form_is_what_the_trace_counts(changes, gpu):
 def check_closed_form(config: PretrainedConfig, changes: dict[str, Any], gpu: str | None = None) -> None:
     """Every category of state."""
     setting, target = setting_of(**changes), CPU_TARGET if gpu is None else gpu_target(gpu)
-    traced = predict(config, setting, ((shape(2, 32, 40),),), target).by_phase["clip"].by_category
+    traced = predict(TracedModel(config, setting, target), ((shape(2, 32, 40),),)).by_phase["clip"].by_category
     lines = state_lines(model_shapes(config), setting, cuda=target.foreach)
     closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
     assert closed == {category: traced[category] for category in STATES if category in traced}

@@ -7,7 +7,7 @@ from transformers import MistralConfig
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import halved, longest_row, traced_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, halved, longest_row, traced_steps
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches, worst_steps
@@ -74,7 +74,7 @@ def test_no_other_micro_batch_needs_more_than_the_traced_ones(small_llama, setti
     """A run that is predicted to fit and fails: every micro-batch of a plan, in its position, is traced."""
     everything = tuple(tuple(map(shape_of, step)) for step in PLAN.steps)
     worst, traced = (
-        predict(read_config(small_llama), setting_of(**setting), steps, CPU_TARGET).peak.bytes
+        predict(TracedModel(read_config(small_llama), setting_of(**setting), CPU_TARGET), steps).peak.bytes
         for steps in (everything, traced_steps(PLAN, LENGTHS, tiled=False, windowed=False))
     )
     assert traced == pytest.approx(worst, rel=1e-3)
@@ -139,7 +139,7 @@ def test_under_a_sliding_window_a_longer_micro_batch_can_be_the_worst(tmp_path):
     traced = traced_steps(plan, LENGTHS, tiled=False, windowed=True)
     blind = traced_steps(plan, LENGTHS, tiled=False, windowed=False)
     worst, seen, missed = (
-        predict(read_config(tmp_path), setting_of(method="full"), steps, CPU_TARGET).peak.bytes
+        predict(TracedModel(read_config(tmp_path), setting_of(method="full"), CPU_TARGET), steps).peak.bytes
         for steps in (everything, traced, blind)
     )
     assert seen == worst > missed
@@ -152,6 +152,7 @@ def test_with_layers_in_chunks_more_rows_of_fewer_tokens_can_be_the_worst():
     traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunked=True)
     blind = traced_steps(plan, LENGTHS, tiled=False, windowed=False)
     seen, missed = (
-        predict(config, setting_of(method="lora"), steps, CPU_TARGET).peak.bytes for steps in (traced, blind)
+        predict(TracedModel(config, setting_of(method="lora"), CPU_TARGET), steps).peak.bytes
+        for steps in (traced, blind)
     )
     assert seen > missed

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import Prediction, predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import LOGITS, WORKSPACE, MemoryTrace, OpRules
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import summed_loss
@@ -18,7 +19,7 @@ WIDE = llama(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_
 
 
 def predicted(target=CPU_TARGET, **setting) -> Prediction:
-    return predict(WIDE, setting_of(**setting), ONE_STEP, target)
+    return predict(TracedModel(WIDE, setting_of(**setting), target), ONE_STEP)
 
 
 def test_categories_sum_to_the_peak_of_every_phase():
@@ -45,18 +46,18 @@ def test_switches_lower_the_peak_in_the_known_order():
 def test_the_micro_batch_that_sets_the_peak_is_found():
     """Switches compared over shapes that do not matter."""
     steps = ((shape(1, 64, 20), shape(4, 128, 200), shape(1, 8, 4)), (shape(1, 16, 8),))
-    found = predict(WIDE, setting_of(), steps, CPU_TARGET)
+    found = predict(TracedModel(WIDE, setting_of(), CPU_TARGET), steps)
     assert found.steps_of_peak == ((shape(1, 64, 20), shape(4, 128, 200)),)
-    again = predict(WIDE, setting_of(), found.steps_of_peak, CPU_TARGET)
+    again = predict(TracedModel(WIDE, setting_of(), CPU_TARGET), found.steps_of_peak)
     assert again.peak.bytes == found.peak.bytes
 
 
 def test_the_trace_is_the_same_every_time(small_llama):
     """Sizes that depend on collection of garbage or on what was traced before."""
     config = read_config(small_llama)
-    first = predict(config, setting_of(method="qlora", optimizer="adamw_8bit"), ONE_STEP, CPU_TARGET)
+    first = predict(TracedModel(config, setting_of(method="qlora", optimizer="adamw_8bit"), CPU_TARGET), ONE_STEP)
     gc.collect()
-    second = predict(config, setting_of(method="qlora", optimizer="adamw_8bit"), ONE_STEP, CPU_TARGET)
+    second = predict(TracedModel(config, setting_of(method="qlora", optimizer="adamw_8bit"), CPU_TARGET), ONE_STEP)
     assert first == second
 
 
@@ -65,7 +66,7 @@ def test_cuda_blocks_are_rounded_and_attention_keeps_no_score_matrix():
     on_gpu = predicted(gpu_target("H100"), method="full", precision="bf16")
     assert all(size % 512 == 0 for size in on_gpu.peak.by_category.values())
     assert on_gpu.peak.by_category[WORKSPACE] >= 2 * 32 * 2**20
-    long = predict(WIDE, setting_of(), ((shape(1, 4096, 64),),), gpu_target("T4"))
+    long = predict(TracedModel(WIDE, setting_of(), gpu_target("T4")), ((shape(1, 4096, 64),),))
     scores = WIDE.num_attention_heads * 4096 * 4096 * 4
     assert long.peak.bytes < scores
 
@@ -73,7 +74,7 @@ def test_cuda_blocks_are_rounded_and_attention_keeps_no_score_matrix():
 def test_joined_rows_on_a_gpu_need_no_more_than_one_long_row_but_for_tiles():
     """A mask of all tokens by all tokens, 64 MiB here, or keys and values spread over the heads of each row."""
     packed_rows, one_row = (
-        predict(WIDE, setting_of(method="full", precision="bf16"), ((wanted,),), gpu_target("H100"))
+        predict(TracedModel(WIDE, setting_of(method="full", precision="bf16"), gpu_target("H100")), ((wanted,),))
         for wanted in (joined((64,) * 64, 64), shape(1, 4096, 64))
     )
     tiles = WIDE.num_attention_heads * 64 * 128 * (64 + 1) * 4
@@ -119,5 +120,5 @@ def test_a_step_that_reads_values_is_refused_in_one_line(monkeypatch):
 def test_llama_8b_takes_what_an_independent_prototype_found(setting, gib):
     """The step drifting from the figures this project was designed with, which have no cuBLAS workspaces."""
     setting = setting_of(precision="bf16", loss_chunk=None, **setting)
-    found = predict(LLAMA_3_1_8B, setting, ((shape(1, 2048, 2047),),), gpu_target("H100"))
+    found = predict(TracedModel(LLAMA_3_1_8B, setting, gpu_target("H100")), ((shape(1, 2048, 2047),),))
     assert (found.peak.bytes - 2 * 32 * 2**20) / 2**30 == pytest.approx(gib, abs=0.01)

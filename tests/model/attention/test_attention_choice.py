@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks.estimate_cpu import FAMILIES, SMALL
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.attention.kernels import ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION, attention_kernel
 from lean_finetune.model.attention_choice import choose_attention, materializes_scores, training_attention
@@ -91,9 +92,9 @@ def test_scores_are_the_square_of_the_length_and_flash_is_not(monkeypatch):
     peaks, target = {}, gpu_target("H100")
     for name in ("auto", "flash_attention_2", "eager"):
         ran.clear()
-        setting = setting_of(precision="bf16", attention=name)
+        model = TracedModel(LLAMA, setting_of(precision="bf16", attention=name), target)
         steps = [((shape(1, length, length - 1),),) for length in (512, 1024)]
-        peaks[name] = [predict(LLAMA, setting, step, target).peak.bytes - target.constant_bytes for step in steps]
+        peaks[name] = [predict(model, step).peak.bytes - target.constant_bytes for step in steps]
         assert ("_scaled_dot_product_flash_attention" in ran) is (name != "eager")
     assert peaks["auto"] == peaks["flash_attention_2"]
     assert peaks["auto"][1] < 2.1 * peaks["auto"][0] and peaks["eager"][1] > 3 * peaks["eager"][0]
