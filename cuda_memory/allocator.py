@@ -110,7 +110,7 @@ UNLIMITED_SPACE_UNITS = 1 << 36
 """Address range of an expandable segment if there is no capacity: 32 TiB."""
 
 
-class OutOfMemory(Exception):
+class CapacityExceeded(Exception):
     """The device cannot serve a request, even after the allocator released every cached block."""
 
 
@@ -195,7 +195,7 @@ class CachingAllocator:
         """Serve a request of at least one byte and return a handle for `free`: its address in units.
 
         Raises:
-            OutOfMemory: the capacity is exhausted, even after cached blocks were released.
+            CapacityExceeded: the capacity is exhausted, even after cached blocks were released.
             ValueError: the request is empty.
         """
         if count_bytes < 1:
@@ -292,7 +292,7 @@ class CachingAllocator:
         """Reserve a block of at least `wanted` units from the driver; return its start and size.
 
         Raises:
-            OutOfMemory: see `allocate`.
+            CapacityExceeded: see `allocate`.
         """
         grow = self._grow_expandable if self.expandable else self._new_segment
         collect_garbage(self)
@@ -305,7 +305,7 @@ class CachingAllocator:
             start = grow(pool, wanted)
         if start is None:
             assert self.capacity_bytes is not None
-            raise OutOfMemory(
+            raise CapacityExceeded(
                 f"{readable_size(wanted * UNIT_BYTES)} requested with {readable_size(self.allocated_bytes)} allocated "
                 f"and {readable_size(self.reserved_bytes)} reserved of {readable_size(self.capacity_bytes)}"
             )

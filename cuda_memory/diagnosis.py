@@ -20,7 +20,7 @@ MOST_FAILURES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailedRequest:
     """A request that PyTorch answered with OutOfMemoryError."""
 
     event: int
@@ -56,17 +56,17 @@ class Failure:
         return "a request of 0 B failed" if self.requested_bytes == 0 else None
 
 
-def failures_of(timeline: Timeline) -> tuple[Failure, ...]:
+def failures_of(timeline: Timeline) -> tuple[FailedRequest, ...]:
     """The last failed requests of a recording, in order."""
     failed = [number for number, event in enumerate(timeline.recording.events) if event.action == "oom"]
     return tuple(_failure(timeline, number) for number in failed[-MOST_FAILURES:])
 
 
-def _failure(timeline: Timeline, number: int) -> Failure:
+def _failure(timeline: Timeline, number: int) -> FailedRequest:
     recording = timeline.recording
     event = recording.events[number]
     unused, new = max(unused_ranges(recording, number), default=0), _new_bytes(recording, event.bytes)
-    return Failure(
+    return FailedRequest(
         event=number,
         requested_bytes=event.bytes,
         device_free_bytes=event.address,
@@ -143,7 +143,7 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class CodeLine:
     """Live blocks from one line of code, of all its operations and categories."""
 
     where: str
@@ -169,7 +169,7 @@ class Instant:
     """By place and category, largest first."""
     largest: Sequence[tuple[str, Category, int, int]]
     """The largest tensors, equal ones together: where, category, bytes of each, number."""
-    lines: Sequence[Line]
+    lines: Sequence[CodeLine]
     """By line of code, largest first."""
     by_inference: Mapping[str, int]
     """Bytes whose category does not come from their stack alone: how it was found."""
@@ -182,7 +182,7 @@ class Analysis:
     timeline: Timeline
     peak: Instant
     reserved_peak_bytes: int
-    failures: Sequence[Failure]
+    failures: Sequence[FailedRequest]
     steps: RecordedSteps
     remedies: list[Advice]
     """For the largest categories of the peak; what saves most first."""
@@ -279,7 +279,7 @@ def instant_of(timeline: Timeline, event: int) -> Instant:
     )
 
 
-def _by_line(holdings: Sequence[Holding]) -> list[Line]:
+def _by_line(holdings: Sequence[Holding]) -> list[CodeLine]:
     """Holdings with the same line of code as one."""
     by_line: dict[str, list[Holding]] = {}
     for each in holdings:
@@ -288,7 +288,7 @@ def _by_line(holdings: Sequence[Holding]) -> list[Line]:
     for line, own in by_line.items():
         operations = dict.fromkeys(found[1] for each in own if (found := OPERATION.search(each.where)))
         lines.append(
-            Line(
+            CodeLine(
                 where=f"{line} ({', '.join(operations)})" if operations else line,
                 categories=list(dict.fromkeys(each.category for each in own)),
                 bytes=sum(each.bytes for each in own),

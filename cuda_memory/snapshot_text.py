@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from cuda_memory.diagnosis import Analysis, Failure
+from cuda_memory.diagnosis import Analysis, FailedRequest
 from cuda_memory.gpus import Device
 from cuda_memory.growth import LEAST_STEPS, LIVE, PEAK, Cause
 from cuda_memory.recording import Recording
@@ -113,7 +113,7 @@ def verdict_text(analysis: Analysis) -> str:
     )
 
 
-def why_it_failed(failure: Failure, count: int) -> str:
+def why_it_failed(failure: FailedRequest, count: int) -> str:
     """What was free when a request failed, and what would have been enough."""
     if failure.impossible is not None:
         return f"unknown: {failure.impossible}, by the recording"

@@ -71,7 +71,7 @@ def _ends_by_stacks(recording: Recording) -> list[int]:
 
 Key = tuple[int, int]
 """Size and stream of a block."""
-Blocks = dict[Key, list[int]]
+LiveAddresses = dict[Key, list[int]]
 """Addresses of live blocks in the order of their allocation."""
 
 
@@ -153,13 +153,13 @@ def _part(events: Sequence[Event], left: _Left) -> _Part:
     return _Part(events=events, peak_bytes=peak, taken_over=taken_over)
 
 
-def _joined(parts: Sequence[_Part], begun: Blocks) -> Iterator[Event]:
+def _joined(parts: Sequence[_Part], begun: LiveAddresses) -> Iterator[Event]:
     """Join parts in a new order, with addresses that match again.
 
     Raises:
         NoSteps: a part frees a block of which no live one has the size.
     """
-    left: Blocks = defaultdict(list, begun)
+    left: LiveAddresses = defaultdict(list, begun)
     for turn, part in enumerate(parts):
         own: dict[int, Event] = {}
         for number, event in enumerate(part.events):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, CapacityExceeded
 from cuda_memory.errors import UserError
 from cuda_memory.gpus import GPUS, Device
 from cuda_memory.recorded_state import RELEASES, RESERVES, expands, put_initial_state, settings_of
@@ -148,7 +148,7 @@ def replay_requests(
                     allocator.free(handle)
             elif event.action == "oom":
                 allocator.free(allocator.allocate(max(event.bytes, 1), Arena(event.stream)))
-    except OutOfMemory as error:
+    except CapacityExceeded as error:
         return _outcome(name, allocator, failed_event=place, why=str(error))
     return _outcome(name, allocator)
 

@@ -54,7 +54,7 @@ class _NoGradientsOfIntegers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
+def layers_to_shard(model: nn.Module) -> list[nn.Module]:
     """The layers that are sharded one by one.
 
     Raises:
@@ -115,7 +115,7 @@ class ShardedModel(DataParallelModel):
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_micro_batch = sum_every_micro_batch
-        layers = decoder_layers(model)
+        layers = layers_to_shard(model)
         check_same_shapes(model, world, device)
         pinned = device.type == "cuda"
         policy = CPUOffloadPolicy(pin_memory=pinned) if offload_weights else OffloadPolicy()

@@ -16,7 +16,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.context_parallel import HeadExchange
-from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, decoder_layers
+from lean_finetune.distributed.fsdp import REPLICATE, SHARD, ShardedModel, layers_to_shard
 from lean_finetune.distributed.pipeline import PipelineModel
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
@@ -134,7 +134,7 @@ def _replicated(
     layout = train.layout(world.size)
     check_same_shapes(model, world, device)
     if shards is not None:
-        for layer in decoder_layers(model):
+        for layer in layers_to_shard(model):
             shards.divide(broadcast_weights(layer, device))
     broadcast_weights(model, device)
     if shards is not None:

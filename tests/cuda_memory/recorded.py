@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import cast
 
-from cuda_memory.allocator import UNIT_BYTES, Arena, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, Arena, CachingAllocator, CapacityExceeded
 from cuda_memory.recording import Action, Event, Frame, LiveBlock, Recording, Segment
 
 
@@ -58,11 +58,11 @@ class Recorder:
         )
 
     def allocate(self, count_bytes: int, stream: int = 0, stack: int | None = None) -> int:
-        """Allocate. Where memory runs out, that is recorded, and OutOfMemory raised."""
+        """Allocate. Where memory runs out, that is recorded, and CapacityExceeded raised."""
         self.allocator.driver_calls.clear()
         try:
             handle = self.allocator.allocate(count_bytes, Arena(stream))
-        except OutOfMemory:
+        except CapacityExceeded:
             self._record_calls(stream, stack)
             free = (self.allocator.capacity_bytes or 0) - self.allocator.reserved_bytes
             self._event("oom", free, count_bytes, stream, stack)

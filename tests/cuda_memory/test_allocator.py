@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, OutOfMemory
+from cuda_memory.allocator import UNIT_BYTES, AllocatorSettings, Arena, CachingAllocator, CapacityExceeded
 from cuda_memory.units import GIB, MIB
 from lean_finetune.core.errors import UserError
 
@@ -105,7 +105,9 @@ def test_a_segment_with_a_live_block_is_not_released():
     """Fragmentation overlooked: 40 MiB are free inside a segment, and the request still fails."""
     allocator = CachingAllocator(expandable=False, capacity_bytes=100 * MIB)
     play(allocator, 60, "-0", 20)
-    with pytest.raises(OutOfMemory, match=r"60 MiB requested with 20 MiB allocated and 60 MiB reserved of 100 MiB"):
+    with pytest.raises(
+        CapacityExceeded, match=r"60 MiB requested with 20 MiB allocated and 60 MiB reserved of 100 MiB"
+    ):
         allocator.allocate(60 * MIB)
     assert allocator.retries == 1 and allocator.allocated_bytes == 20 * MIB
 
@@ -126,7 +128,7 @@ def test_invariants_after_every_event_of_a_random_sequence(expandable, seed):
         size = rng.choice([rng.randint(1, 2 * MIB), rng.randint(1, 90 * MIB), rng.choice([MIB, 10 * MIB, 20 * MIB])])
         try:
             live.append(allocator.allocate(size))
-        except OutOfMemory:
+        except CapacityExceeded:
             refused += 1
         else:
             assert allocator._live[live[-1]] * UNIT_BYTES >= size
@@ -270,6 +272,6 @@ def test_memory_still_runs_out_with_partial_releases():
     found = allocator(100, max_split_bytes=32 * MIB)
     found.allocate(60 * MIB)
     found.free(found.allocate(35 * MIB))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CapacityExceeded):
         found.allocate(50 * MIB)
     assert found.retries == 1 and found.reserved_bytes == 60 * MIB

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_memory.allocator import OutOfMemory
+from cuda_memory.allocator import CapacityExceeded
 from cuda_memory.recording import ACTIONS, Event, LiveBlock, Recording, Segment, read_table
 from cuda_memory.replay import replay_exactly
 from cuda_memory.units import MIB
@@ -65,7 +65,7 @@ def test_memory_that_ran_short_is_replayed():
         first, second = recorder.allocate(60 * MIB), recorder.allocate(10 * MIB)
         recorder.free(first)
         third = recorder.allocate(30 * MIB)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(CapacityExceeded):
             recorder.allocate(70 * MIB)
         recorder.free(second)
         recorder.free(third)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_memory.allocator import CachingAllocator, OutOfMemory
+from cuda_memory.allocator import CachingAllocator, CapacityExceeded
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
 from lean_finetune.memory.predict.peak import Prediction, trace_origins
@@ -76,7 +76,7 @@ class Replay:
     """The steps that were finished."""
     reserved_by_phase: Mapping[str, int]
     """The most bytes reserved in each phase. Later phases keep what an earlier one reserved."""
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: CapacityExceeded | None = None
     """Why the step after them failed; None if all were finished."""
     failed_phase: str | None = None
     """The phase in which it failed; None between two phases or if all were finished."""
@@ -125,7 +125,7 @@ def replay(trace: OriginTrace, steps: TracedSteps, *, expandable: bool, capacity
                     handles[storage] = allocator.allocate(trace.exact_bytes[storage])
                 else:
                     allocator.free(handles.pop(storage))
-            except OutOfMemory as error:
+            except CapacityExceeded as error:
                 return Replay(
                     steps=tuple(finished), reserved_by_phase=by_phase, out_of_memory=error, failed_phase=phase
                 )

@@ -17,6 +17,7 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.predict.process_memory import disk_bytes, offloaded_state_bytes, processes_per_host
 from lean_finetune.memory.predict.state_formulas import (
+    FP32_BYTES,
     ModelShapes,
     model_shapes,
     state_bytes,
@@ -55,7 +56,6 @@ DURATION_RANGE = (0.5, 2.0)
 """Assumed range of a real duration, as multiples of the computed one: all of the arithmetic rate, or a quarter of it.
 By torchtune's published speeds of Llama-3.1-8B on an RTX-4090: 0.74 (full), 0.55 (LoRA), 0.69 (QLoRA)."""
 
-FP32_BYTES = 4
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
 """Products with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
 parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""

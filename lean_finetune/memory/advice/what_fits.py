@@ -117,7 +117,7 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
     near = {0: Costs(run).least_bytes(run.setting), shape.rows * shape.length: peak_bytes}
     return Limits(
         smallest_gpu=smallest_gpu(run, {_generation(run.device): peak_bytes}),
-        longest_row=longest_row(run, run.usable_bytes, near),
+        longest_row=longest_fitting_row(run, run.usable_bytes, near),
         largest_max_tokens=largest_micro_batch(run, run.usable_bytes, near),
     )
 
@@ -141,7 +141,7 @@ def smallest_gpu(run: Run, known: Mapping[tuple[bool, bool], int]) -> str | None
     return None
 
 
-def longest_row(run: Run, usable: int, near: Mapping[int, int]) -> Largest:
+def longest_fitting_row(run: Run, usable: int, near: Mapping[int, int]) -> Largest:
     """The longest row that fits alone in a micro-batch. `near` as for `largest_micro_batch`."""
     tried, positions = MOST_TOKENS[row_loop(run.config)], max_positions(run.config)
     most = min(positions or tried, tried) // LENGTH_STEP

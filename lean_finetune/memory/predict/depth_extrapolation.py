@@ -184,7 +184,7 @@ Label = tuple[Any, ...]
 """Distinguishes tensors of the same size; the category comes first."""
 Contents = Counter[tuple[Label, int]]
 """Number of live tensors by label and bytes, before the allocator's rounding."""
-Place = tuple[int, str, int]
+WindowKey = tuple[int, str, int]
 """Index of the phase in the run; end of the model; layer counted from that end."""
 
 
@@ -315,7 +315,9 @@ class WindowTrace(MemoryTrace):
         }
 
 
-def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int) -> dict[Place, Window]:
+def deep_windows(
+    traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int
+) -> dict[WindowKey, Window]:
     """Windows near both ends of a model of `repetition.layers` layers, from traces at `repetition.depths`.
 
     Raises:
@@ -334,12 +336,12 @@ def deep_windows(traces: Sequence[WindowTrace], repetition: Repetition, granular
     }
 
 
-def deep_peaks(windows: Mapping[Place, Window], granularity_bytes: int) -> tuple[dict[str, Peak], int]:
+def deep_peaks(windows: Mapping[WindowKey, Window], granularity_bytes: int) -> tuple[dict[str, Peak], int]:
     """Peaks of a deep model's phases; and the number of the micro-batch with the highest forward or backward peak."""
     by_phase: dict[str, Peak] = {}
     fullest, micro_batch = -1, 0
     for window in windows.values():
-        peak = peak_of(window.contents, granularity_bytes)
+        peak = peak_of_contents(window.contents, granularity_bytes)
         if window.phase not in by_phase or peak.bytes > by_phase[window.phase].bytes:
             by_phase[window.phase] = peak
         if window.phase in ("forward", "backward") and peak.bytes > fullest:
@@ -359,7 +361,7 @@ def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> in
     return third + (third - second) * ((repetition.layers - repetition.depths[-1]) // repetition.period)
 
 
-def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[Place, Window]]:
+def _placed(windows: Mapping[tuple[int, int], Window], depth: int, period: int) -> Iterator[tuple[WindowKey, Window]]:
     """Windows by place; a layer near both ends of a shallow model has two places."""
     for (visit, layer), window in windows.items():
         if layer in (BEFORE, AFTER, INSIDE):
@@ -377,7 +379,7 @@ def _check_middle(windows: Mapping[tuple[int, int], Window], repetition: Repetit
         NotRepeated: they are not.
     """
     period, depth = repetition.period, repetition.depths[-1]
-    sizes = {key: peak_of(window.contents, granularity_bytes).bytes for key, window in windows.items()}
+    sizes = {key: peak_of_contents(window.contents, granularity_bytes).bytes for key, window in windows.items()}
     for visit, layer in windows:
         if layer < 1 or layer + 2 * period > depth - 2:
             continue
@@ -416,7 +418,7 @@ def _extended(depths: Sequence[Contents], more: int) -> Contents:
     return result
 
 
-def peak_of(contents: Contents, granularity_bytes: int) -> Peak:
+def peak_of_contents(contents: Contents, granularity_bytes: int) -> Peak:
     """Bytes of live tensors, each rounded up by the allocator."""
     by_category: Counter[str] = Counter()
     for ((category, *_), size), count in contents.items():

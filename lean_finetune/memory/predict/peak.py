@@ -14,16 +14,16 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     INSIDE,
     Label,
     NotRepeated,
-    Place,
     Repetition,
     Window,
+    WindowKey,
     WindowTrace,
     deep_peaks,
     deep_windows,
     divide_layers,
     find_repetition,
     offloaded_bytes,
-    peak_of,
+    peak_of_contents,
     stage_in_shallow_model,
     with_layers,
 )
@@ -70,7 +70,7 @@ class Prediction:
         return self.by_phase[self.worst_phase]
 
 
-Extrapolation = tuple[Mapping[Place, Window], Repetition]
+Extrapolation = tuple[Mapping[WindowKey, Window], Repetition]
 """Windows of a deep model, extrapolated from shallow ones (see `depth_extrapolation`), and how its layers repeat."""
 
 
@@ -337,7 +337,7 @@ def _explain_extrapolation(
     """Explain the peak of a model that was extrapolated from shallow ones."""
     phase, windows = prediction.worst_phase, deep[0]
     in_phase = [window.contents for window in windows.values() if window.phase == phase]
-    fullest = max(in_phase, key=lambda contents: peak_of(contents, granularity_bytes).bytes)
+    fullest = max(in_phase, key=lambda contents: peak_of_contents(contents, granularity_bytes).bytes)
     allocations = (
         (label, count, count * (-(-size // granularity_bytes) * granularity_bytes))
         for (label, size), count in fullest.items()
@@ -361,7 +361,9 @@ def _timeline_of_windows(
         phase, micro_batch = next((window.phase, window.micro_batch) for window in of_visit.values())
         if not shown[phase in UPDATE_PHASES, micro_batch]:
             continue
-        sizes = {end: peak_of(window.contents, granularity_bytes).by_category for end, window in of_visit.items()}
+        sizes = {
+            end: peak_of_contents(window.contents, granularity_bytes).by_category for end, window in of_visit.items()
+        }
         for by_category in _in_order(sizes, repetition, backward=phase == "backward"):
             yield phase, by_category
 

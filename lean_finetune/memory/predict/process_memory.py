@@ -15,8 +15,8 @@ from lean_finetune.distributed.replicated import assign_owners, layer_of
 from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.predict.state_formulas import (
     IN_RAM,
-    Line,
     ModelShapes,
+    StateLine,
     Trained,
     by_type,
     model_shapes,
@@ -43,12 +43,12 @@ ON_DISK = "disk_optimizer"
 """Category of optimizer state and copies of weights in a file (train.offload_to=disk)."""
 
 
-def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
+def host_lines(shapes: ModelShapes, setting: Setting) -> tuple[StateLine, ...]:
     """What train.offload moves to the host's memory, and what it needs there; of the process that needs most."""
     return max((_host_lines(shapes, setting, own) for own in _of_processes(shapes, setting)), key=_total_bytes)
 
 
-def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[Line, ...]:
+def disk_lines(shapes: ModelShapes, setting: Setting) -> tuple[StateLine, ...]:
     """The file of train.offload_to=disk: whole blocks for each tensor; of the process that needs most."""
     return max((_disk_lines(setting, own) for own in _of_processes(shapes, setting)), key=_total_bytes)
 
@@ -84,7 +84,7 @@ def _of_stages(shapes: ModelShapes, trained: Sequence[Trained], setting: Setting
     return found
 
 
-def _host_lines(shapes: ModelShapes, setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
+def _host_lines(shapes: ModelShapes, setting: Setting, trained: list[Trained]) -> tuple[StateLine, ...]:
     """`host_lines` of a process that updates `trained`."""
     largest = max(tensor.bytes for tensor in trained)
     on_disk, lines = setting.train.offload_to == "disk", []
@@ -94,20 +94,20 @@ def _host_lines(shapes: ModelShapes, setting: Setting, trained: list[Trained]) -
         moved = (line for line in everything if line not in on_device and not (on_disk and line.category == OPTIMIZER))
         lines = [_page_locked(line, setting) for line in moved]
         if setting.train.optimizer_in_backward:
-            lines.append(Line.of(ON_HOST, "the largest gradient", (largest,)))
+            lines.append(StateLine.of(ON_HOST, "the largest gradient", (largest,)))
     else:
-        lines.append(Line.of(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, largest),)))
+        lines.append(StateLine.of(ON_HOST, "buffer on the way, page-locked", (min(STAGING_BYTES, largest),)))
     if on_disk:
         buffer = min(setting.offload_buffer_bytes, _total_bytes(_disk_lines(setting, trained)))
-        lines.append(Line.of(ON_HOST, "buffer of state on disk", (buffer,)))
+        lines.append(StateLine.of(ON_HOST, "buffer of state on disk", (buffer,)))
     elif setting.train.offload == "optimizer":
         copies, states = _copies_and_states(setting, trained)
-        room = Line.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),))
+        room = StateLine.of(ON_HOST, "room for the largest gradient", (max(tensor.bytes for tensor in copies),))
         lines = [*by_type(ON_HOST, "copies of the weights, {type}", copies), *states, room, *lines]
     return tuple(replace(line, category=ON_HOST) for line in lines if line.tensor_bytes)
 
 
-def _page_locked(line: Line, setting: Setting) -> Line:
+def _page_locked(line: StateLine, setting: Setting) -> StateLine:
     """Shards and gradients in page-locked memory: PyTorch's CachingHostAllocator gives powers of two."""
     if line.category == OPTIMIZER:
         return line
@@ -116,7 +116,7 @@ def _page_locked(line: Line, setting: Setting) -> Line:
     return replace(line, what=f"{line.what}, page-locked in powers of two", tensor_bytes=tuple(sizes))
 
 
-def _disk_lines(setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
+def _disk_lines(setting: Setting, trained: list[Trained]) -> tuple[StateLine, ...]:
     """`disk_lines` of a process that updates `trained`."""
     if setting.train.offload_to != "disk":
         return ()
@@ -125,13 +125,13 @@ def _disk_lines(setting: Setting, trained: list[Trained]) -> tuple[Line, ...]:
     return tuple(replace(line, category=ON_DISK) for line in lines if line.tensor_bytes and line.what not in IN_RAM)
 
 
-def _copies_and_states(setting: Setting, trained: list[Trained]) -> tuple[Sequence[Trained], list[Line]]:
+def _copies_and_states(setting: Setting, trained: list[Trained]) -> tuple[Sequence[Trained], list[StateLine]]:
     """Copies of the weights that are updated, and their state."""
     copies = updated_tensors(trained, masters=setting.train.master_weights)
     return copies, list(optimizer_tensors(copies, setting.train.optimizer, cuda=False))
 
 
-def _total_bytes(lines: Iterable[Line]) -> int:
+def _total_bytes(lines: Iterable[StateLine]) -> int:
     return sum(sum(line.tensor_bytes) for line in lines)
 
 

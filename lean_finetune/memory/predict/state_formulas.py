@@ -49,7 +49,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class StateLine:
     """Tensors of one kind and category."""
 
     category: str
@@ -61,7 +61,7 @@ class Line:
     """Whether sharding divides these tensors among GPUs; else every GPU has all of them."""
 
     @classmethod
-    def of(cls, category: str, what: str, sizes: Iterable[int]) -> "Line":
+    def of(cls, category: str, what: str, sizes: Iterable[int]) -> "StateLine":
         """Tensors of these sizes."""
         return cls(category=category, what=what, tensor_bytes=tuple(sizes))
 
@@ -100,14 +100,16 @@ def updated_tensors(trained: Sequence[Trained], *, masters: bool) -> Sequence[Tr
     return [replace(tensor, value_bytes=FP32_BYTES) for tensor in trained] if masters else trained
 
 
-def by_type(category: str, what: str, tensors: Sequence[Trained], times: Sequence[int] = (1,)) -> Iterator[Line]:
+def by_type(category: str, what: str, tensors: Sequence[Trained], times: Sequence[int] = (1,)) -> Iterator[StateLine]:
     """A line for each type of these tensors: tensors of `times` as many values. `what` may have {type} and {size}."""
     for size, name in ((FP32_BYTES, "fp32"), (FP32_BYTES // 2, "bf16")):
         if chosen := [tensor.bytes for tensor in tensors if tensor.value_bytes == size]:
-            yield Line.of(category, what.format(type=name, size=size), (n * part for n in chosen for part in times))
+            yield StateLine.of(
+                category, what.format(type=name, size=size), (n * part for n in chosen for part in times)
+            )
 
 
-def optimizer_tensors(trained: Sequence[Trained], name: OptimizerName, *, cuda: bool) -> Iterator[Line]:
+def optimizer_tensors(trained: Sequence[Trained], name: OptimizerName, *, cuda: bool) -> Iterator[StateLine]:
     """State tensors, by category OPTIMIZER or PAGED, for parameters of these shapes and types."""
     kind = OPTIMIZERS[name]
     if kind.factored:
@@ -118,7 +120,7 @@ def optimizer_tensors(trained: Sequence[Trained], name: OptimizerName, *, cuda: 
         yield from _moments(trained, kind, name, cuda)
 
 
-def _moments(trained: Sequence[Trained], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:
+def _moments(trained: Sequence[Trained], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[StateLine]:
     """Moments in fp32 or in the parameter's own type, and PyTorch's fp32 count of steps per tensor."""
     if kind.state_bits is not None:
         trained = [replace(tensor, value_bytes=kind.state_bits // 8) for tensor in trained]
@@ -127,10 +129,10 @@ def _moments(trained: Sequence[Trained], kind: OptimizerEntry, name: OptimizerNa
         chosen = [one for one in trained if is_paged(name, one.values, cuda=cuda) == (category == PAGED)]
         yield from by_type(category, what, chosen, tuple(kind.state.values()))
     if kind.step_count == "device" or (kind.step_count == "host" and not cuda):
-        yield Line.of(OPTIMIZER, STEP_COUNTS, (FP32_BYTES for _ in trained))
+        yield StateLine.of(OPTIMIZER, STEP_COUNTS, (FP32_BYTES for _ in trained))
 
 
-def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[Line]:
+def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerName, cuda: bool) -> Iterator[StateLine]:
     """Moments of one byte with block scales (Dettmers et al. 2021, arXiv 2110.02861); small tensors have fp32."""
     large = [n for n in values if n >= SMALLEST_8BIT_VALUES]
     small = [n for n in values if n < SMALLEST_8BIT_VALUES]
@@ -138,24 +140,24 @@ def _moments_8bit(values: Sequence[int], kind: OptimizerEntry, name: OptimizerNa
     what = f"{_count(kind)}, a byte each per trained value"
     for category in (OPTIMIZER, PAGED):
         chosen = [n for n in large if is_paged(name, n, cuda=cuda) == (category == PAGED)]
-        yield Line.of(category, what, (n * part for n in chosen for part in parts))
+        yield StateLine.of(category, what, (n * part for n in chosen for part in parts))
     scales = (-(-n // STATE_BLOCK_VALUES) * FP32_BYTES * part for n in large for part in parts)
-    yield Line.of(OPTIMIZER, f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
+    yield StateLine.of(OPTIMIZER, f"their scales, fp32 per {STATE_BLOCK_VALUES} values", scales)
     tensors = f"{_count(kind)}, fp32, of tensors below {SMALLEST_8BIT_VALUES} values"
-    yield Line.of(OPTIMIZER, tensors, (n * FP32_BYTES * part for n in small for part in parts))
+    yield StateLine.of(OPTIMIZER, tensors, (n * FP32_BYTES * part for n in small for part in parts))
     books = min(CODE_BOOKS, len(parts)) * bool(large) if cuda else CODE_BOOKS
-    yield Line.of(OPTIMIZER, CODE_BOOK_TABLES, (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
+    yield StateLine.of(OPTIMIZER, CODE_BOOK_TABLES, (BYTE_LEVELS * FP32_BYTES for _ in range(books)))
 
 
-def _factored(trained: Sequence[Shape]) -> Iterator[Line]:
+def _factored(trained: Sequence[Shape]) -> Iterator[StateLine]:
     """Adafactor: a value per row and one per column of a matrix, one per value of a vector."""
     matrices = [shape for shape in trained if len(shape) >= 2]
     sums = (n * FP32_BYTES for shape in matrices for n in (math.prod(shape[:-1]), math.prod(shape[:-2] + shape[-1:])))
-    yield Line.of(OPTIMIZER, "mean squares of rows and of columns, fp32", sums)
-    yield Line.of(
+    yield StateLine.of(OPTIMIZER, "mean squares of rows and of columns, fp32", sums)
+    yield StateLine.of(
         OPTIMIZER, "mean squares of vectors, fp32", (shape[0] * FP32_BYTES for shape in trained if len(shape) < 2)
     )
-    yield Line.of(OPTIMIZER, "a size per tensor", (FP32_BYTES for _ in trained))
+    yield StateLine.of(OPTIMIZER, "a size per tensor", (FP32_BYTES for _ in trained))
 
 
 def _count(kind: OptimizerEntry) -> str:
@@ -279,7 +281,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
 
 def state_lines(
     shapes: ModelShapes, setting: Setting, *, cuda: bool, trained: Sequence[Trained] | None = None
-) -> tuple[Line, ...]:
+) -> tuple[StateLine, ...]:
     """What the device's allocator holds at the end of backward, without activations; lines without tensors left out.
 
     Paged optimizer state is in `paged_lines`, what train.offload moves is in `process_memory.py`. `trained` are the
@@ -295,7 +297,9 @@ def state_lines(
         kind = "DoRA" if train.lora.dora else "LoRA"
         lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
-            lines.append(Line.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained)))
+            lines.append(
+                StateLine.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained))
+            )
     if not setting.train.optimizer_in_backward:
         lines += by_type(GRADIENTS, "one per trained value, {size} bytes", trained)
     if setting.train.offload == "none":
@@ -306,7 +310,7 @@ def state_lines(
     return tuple(line for line in lines if line.tensor_bytes)
 
 
-def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[Line, ...]:
+def paged_lines(shapes: ModelShapes, setting: Setting, *, cuda: bool) -> tuple[StateLine, ...]:
     """Optimizer state in managed memory: on the device while there is room, else on the host."""
     updated = updated_tensors(trained_tensors(shapes, setting.train), masters=setting.train.master_weights)
     states = optimizer_tensors(updated, setting.train.optimizer, cuda=cuda)
@@ -328,7 +332,7 @@ def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
     return [Trained(name=p.name, shape=p.shape, value_bytes=size) for p, size in sizes]
 
 
-def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str, int]:
+def state_bytes(lines: Iterable[StateLine], *, granularity_bytes: int) -> Mapping[str, int]:
     """Bytes of each category."""
     totals: dict[str, int] = {}
     for line in lines:
@@ -336,33 +340,33 @@ def state_bytes(lines: Iterable[Line], *, granularity_bytes: int) -> Mapping[str
     return totals
 
 
-def _buffers(shapes: ModelShapes) -> Line:
-    return Line(category=WEIGHTS, what="buffers", tensor_bytes=shapes.buffer_bytes, divides=False)
+def _buffers(shapes: ModelShapes) -> StateLine:
+    return StateLine(category=WEIGHTS, what="buffers", tensor_bytes=shapes.buffer_bytes, divides=False)
 
 
-def weight_lines(shapes: ModelShapes, train: Train) -> list[Line]:
+def weight_lines(shapes: ModelShapes, train: Train) -> list[StateLine]:
     """Parameters in the type of `train.precision`, quantised ones with their scales, and buffers; without adapters."""
     bits = PACKED_BITS.get(train.method)
     plain = [p for p in shapes.parameters if bits is None or not p.packable]
     kept = [p.values * FP32_BYTES for p in plain if base_dtype(train) in p.fp32_in]
     others = [p.values * base_dtype(train).itemsize for p in plain if base_dtype(train) not in p.fp32_in]
     lines = [
-        Line.of(WEIGHTS, f"{DTYPE_NAMES[base_dtype(train)]}, {base_dtype(train).itemsize} bytes a value", others),
-        Line.of(WEIGHTS, "fp32, as the model's code keeps them", kept),
+        StateLine.of(WEIGHTS, f"{DTYPE_NAMES[base_dtype(train)]}, {base_dtype(train).itemsize} bytes a value", others),
+        StateLine.of(WEIGHTS, "fp32, as the model's code keeps them", kept),
     ]
     if bits is not None:
         packed = [p for p in shapes.parameters if p.packable]
         what = f"{train.quant.type.upper()}, half a byte a value" if train.method == "qlora" else "int8, a byte a value"
-        lines.append(Line.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
+        lines.append(StateLine.of(WEIGHTS, what, (-(-p.values * bits // 8) for p in packed)))
     return [*lines, _buffers(shapes), *_quantisation_lines(shapes, train)]
 
 
-def _quantisation_lines(shapes: ModelShapes, train: Train) -> Iterator[Line]:
+def _quantisation_lines(shapes: ModelShapes, train: Train) -> Iterator[StateLine]:
     """Scales of 4-bit weights (Dettmers 2023, arXiv 2305.14314, section 3) and 8-bit ones (2022, arXiv 2208.07339)."""
     if train.method == "int8_lora":
         packable = (p for p in shapes.parameters if p.packable)
         rows = (math.prod(p.shape[:-1] if p.experts else p.shape[:1]) * FP32_BYTES for p in packable)
-        yield Line.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
+        yield StateLine.of(QUANTISATION_STATE, "scales, fp32 per row of a weight", rows)
     if train.method != "qlora":
         return
     # (weights in a tensor, blocks of each, shape): all experts of a projection are in one.
@@ -372,18 +376,18 @@ def _quantisation_lines(shapes: ModelShapes, train: Train) -> Iterator[Line]:
     linear = [p for _, _, p in packed if p.linear]
     if not train.quant.double or shapes.in_parts:
         scales = f"scales, fp32 per {BLOCK_WEIGHTS} values"
-        yield Line.of(QUANTISATION_STATE, scales, (count * blocks * FP32_BYTES for count, blocks, _ in packed))
-        yield Line.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in linear))
+        yield StateLine.of(QUANTISATION_STATE, scales, (count * blocks * FP32_BYTES for count, blocks, _ in packed))
+        yield StateLine.of(QUANTISATION_STATE, "code books, fp32", (LEVELS_4BIT * FP32_BYTES for _ in linear))
         return
-    yield Line.of(
+    yield StateLine.of(
         QUANTISATION_STATE, f"scales, a byte per {BLOCK_WEIGHTS} values", (n * blocks for n, blocks, _ in packed)
     )
     scales = f"scales of scales, fp32 per {NESTED_BLOCK_VALUES} scales"
     nested = (count * -(-blocks // NESTED_BLOCK_VALUES) * FP32_BYTES for count, blocks, _ in packed)
-    yield Line.of(QUANTISATION_STATE, scales, nested)
+    yield StateLine.of(QUANTISATION_STATE, scales, nested)
     books = [LEVELS_4BIT * FP32_BYTES for _ in linear] + [BYTE_LEVELS * FP32_BYTES for _ in packed]
     offsets = (count * FP32_BYTES for count, _, _ in packed)
-    yield Line.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
+    yield StateLine.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
 
 
 def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tuple[int, ...]]]:

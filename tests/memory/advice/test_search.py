@@ -19,7 +19,7 @@ from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SAME, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
 from lean_finetune.memory.advice.verdict import answer
-from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_row, smallest_gpu
+from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_fitting_row, smallest_gpu
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
 from tests.memory.workloads import CONFIG, H100, peak_of, workload
@@ -275,9 +275,9 @@ def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():
     assert smallest_gpu(workload(precision="bf16"), {}) == "RTX-3070"
     run = workload(method="lora", loss_chunk=None)
     usable = int(peak_of(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
-    found = longest_row(run, usable, {})
+    found = longest_fitting_row(run, usable, {})
     assert 512 <= found.value < 640 and found.limit is None
-    assert longest_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1024 positions")
+    assert longest_fitting_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1024 positions")
 
 
 @pytest.mark.slow
@@ -291,5 +291,7 @@ def test_gpus_that_divide_rows_take_longer_ones():
     )
     usable = peak_of(whole)
     near = [{0: Costs(run).least_bytes(run.setting), 1024: peak_of(run)} for run in (whole, parts)]
-    of_one, of_four = (longest_row(run, usable, known).value for run, known in zip((whole, parts), near, strict=True))
+    of_one, of_four = (
+        longest_fitting_row(run, usable, known).value for run, known in zip((whole, parts), near, strict=True)
+    )
     assert 0 < 2 * of_one < of_four
