@@ -103,6 +103,7 @@ def training_step(
         # Only after the last backward: of a sharded model this moves gradients to the local shards.
         trained = [parameter for _, parameter in parallel.trained_parameters()]
         if train.optimizer_in_backward:
+            # With train.offload=parameters, the gradients and their norms are in host memory.
             grad_norm = total_norm(trained, norms).to(losses[0].device)
         else:
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
@@ -126,7 +127,7 @@ def training_step(
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
 
 
-# Scale the loss, so that fp16 gradients neither underflow nor overflow.
+# Scale the loss, so that small fp16 gradients do not vanish, and skip updates whose gradients overflow.
 #
 # The rule and constants of torch.amp.GradScaler, which cannot be traced on fake tensors because it reads values.
 FIRST_SCALE = 2.0**16
