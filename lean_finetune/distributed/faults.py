@@ -131,11 +131,12 @@ def fault_of(endings: Mapping[int, Ending], hosts: Sequence[str], per_node: int)
         if len(hosts) > 1 and len(nodes) < len(hosts) and f"node {node} ({hosts[node]})" not in message:
             message += f" (on node {node}, {hosts[node]})"
         return UserError.of_code(ending.exit_code, message, *ending.details)
-    came = {rank for rank, other in endings.items() if other.kind in ("waited", "lost")}
-    ended = {rank for rank, other in endings.items() if other.kind == "ended"}
-    absent = ending.absent or [rank for rank in range(per_node * len(hosts)) if rank not in came | ended]
-    if not absent and ending.kind == "waited":
-        absent = sorted(ended)
+    kind_of = {rank: other.kind for rank, other in endings.items()}
+    absent = ending.absent or [
+        rank for rank in range(per_node * len(hosts)) if kind_of.get(rank) not in ("waited", "lost", "ended")
+    ]
+    if not absent and ending.kind == "waited":  # Another node's end has ended the one that hangs.
+        absent = [rank for rank in sorted(kind_of) if kind_of[rank] == "ended"]
     return UserError(message + _did_not_come(absent, hosts, per_node), *ending.details)
 
 
