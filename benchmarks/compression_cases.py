@@ -25,10 +25,9 @@ from lean_finetune.memory.predict.traced_step import TracedModel, traced_steps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.batch_plan import Plan, worst_steps
 from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.plan.worst_micro_batches import worst_steps
 from lean_finetune.step.batches import load
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows, read_lengths

@@ -11,9 +11,14 @@ from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
+from lean_finetune.config.rules import (
+    ACTIVATION_RULES,
+    SECTION_RULES,
+    SHARDING_RULES,
+    check_heldout_readers,
+    check_sources,
+)
 from lean_finetune.config.schema import TRAIN_RULES, Params, check_rules
-from lean_finetune.config.section_rules import ACTIVATION_RULES, SECTION_RULES, check_heldout_readers, check_sources
-from lean_finetune.config.sharding_rules import SHARDING_RULES
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_yaml
 

@@ -27,8 +27,7 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, ModelFault, model_directory, verify_files
-from lean_finetune.plan.batch_plan import Plan, read_plan
-from lean_finetune.plan.worst_micro_batches import worst_steps
+from lean_finetune.plan.batch_plan import Plan, read_plan, worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.data_parallel import DataParallelModel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
+from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import uses_cuda

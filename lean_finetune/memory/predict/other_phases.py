@@ -11,8 +11,8 @@ from transformers.core_model_loading import dot_natural_key
 
 from cuda_memory.units import readable_size
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.memory.predict.evaluation_phases import (
     GenerationShape,
     highest,

@@ -18,8 +18,7 @@ from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, Memo
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
-from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.plan.worst_micro_batches import memory_figures, worst_micro_batches
+from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.data_parallel import DataParallelModel

@@ -29,7 +29,7 @@ from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
 from lean_finetune.model.experts import grouped_matmul  # noqa: F401 (registers the operation named below)
 from lean_finetune.model.experts.grouped_matmul import unpacked_bytes
-from lean_finetune.plan.worst_micro_batches import ATTENTION_TILE_TOKENS
+from lean_finetune.plan.batch_plan import ATTENTION_TILE_TOKENS
 from lean_finetune.step.activation_offload import chunk_bytes
 
 

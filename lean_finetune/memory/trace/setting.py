@@ -7,8 +7,8 @@ import torch
 
 from lean_finetune.config.field_types import Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, WEIGHTS
 
 SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}

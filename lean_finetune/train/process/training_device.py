@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from cuda_memory.units import MIB, readable_size
 from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
+from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Run, Train
-from lean_finetune.config.sharding_rules import SPLIT_WEIGHTS
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.memory_limits import free_host_bytes
