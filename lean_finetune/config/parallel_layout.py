@@ -31,9 +31,14 @@ class ParallelLayout:
     context: int = 1
     """Processes that each compute a part of every row's tokens."""
     tensor: int = 1
-    """Processes that each compute a part of every matrix product."""
+    """Processes that each compute a part of every matmul."""
     pipeline: int = 1
     """Processes that each compute some of the layers, one after the other."""
+
+    @classmethod
+    def of(cls, gpus: int, context: int, tensor: int, pipeline: int) -> "ParallelLayout":
+        """The mesh of so many GPUs; dimension `data` is what the others leave."""
+        return cls(data=gpus // (context * tensor * pipeline), context=context, tensor=tensor, pipeline=pipeline)
 
     @property
     def size(self) -> int:

@@ -241,10 +241,8 @@ class Train(BaseWeights):
         return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
 
     def layout(self, gpus: int) -> ParallelLayout:
-        """What so many GPUs divide among them; dimension `data` is what the others leave."""
-        context, tensor, pipeline = self.context_parallel, self.tensor_parallel, self.pipeline_stages
-        data = gpus // (context * tensor * pipeline)
-        return ParallelLayout(data=data, context=context, tensor=tensor, pipeline=pipeline)
+        """The mesh of so many GPUs; dimension `data` is what the others leave."""
+        return ParallelLayout.of(gpus, self.context_parallel, self.tensor_parallel, self.pipeline_stages)
 
     def sharding_on(self, gpus: int) -> Sharding:
         """How so many GPUs share weights. One that fetches its layers from the host does so as zero3."""
@@ -498,5 +496,5 @@ class Params(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        """What the GPUs of the run divide among them."""
+        """The mesh of the run's GPUs."""
         return self.train.layout(self.hardware.num_gpus)
