@@ -4,9 +4,11 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from cuda_memory.units import COLUMNS, bar_line, counted, labelled, readable_size, readable_time
+from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
@@ -81,8 +83,8 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
         yield labelled("not loaded", others)
     adapters = f", rank {train.lora.rank}" if train.adapted else ""
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
-    for name, off in (("sequence_tiles", None), ("compress_activations", "none")):
-        memory += f", {name}={value}" if (value := getattr(train, name)) != off else ""
+    for name, off in SWITCHED_OFF.items():
+        memory += f", {name.partition('.')[2]}={value}" if (value := attrgetter(name)(p)) != off else ""
     yield labelled("run", f"{train.method}{adapters}, {train.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
         sizes = (f"{counted(layers, 'layer')} {readable_size(size)}" for layers, size in prediction.stages)
@@ -90,9 +92,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
         waiting = f"each waits {waits / (1 + waits):.0%} of the time"
         yield labelled("GPUs", f"stages of a pipeline: {', '.join(sizes)}; {waiting}")
     elif p.hardware.num_gpus > 1:
-        dimensions = {name: getattr(train, name) for name in ("context_parallel", "tensor_parallel")}
-        ways = "".join(f", {name} {size}" for name, size in dimensions.items() if size > 1)
-        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}{ways}; sizes are per GPU")
+        yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are per GPU")
     yield labelled("micro-batches", describe(run.steps[-1][-1]))
     if (speed := tokens_per_second(run)) is not None:
         slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)

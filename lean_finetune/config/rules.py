@@ -1,9 +1,9 @@
 """Rules between parameters of params.yaml that its sections cannot check alone."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Any
 
 from cuda_memory.units import round_up
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
@@ -12,8 +12,12 @@ from lean_finetune.config.field_types import HUB_PREFIX, Sharding
 from lean_finetune.config.schema import Params, Rule, needs
 from lean_finetune.core.errors import UserError, shortened
 
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Params
+SWITCHED_OFF: Mapping[str, Any] = {
+    **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
+    **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
+    **{"train.sequence_tiles": None, "train.offload_to": "cpu"},
+}
+"""Memory switches with the values that change nothing: what describes a run lists those with another value."""
 
 
 def padded_max_length(params: Params) -> int:

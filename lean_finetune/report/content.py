@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size
+from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
 
@@ -94,12 +95,7 @@ NONE = "–"
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision", "train.optimizer", "train.grad_ckpt")
-SHOWN_IF_SET: Mapping[str, Any] = {
-    **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
-    **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
-    **{"train.sequence_tiles": None, "train.offload_to": "cpu"},
-}
-"""Parameters in the table of the run: always, and where they have another value than this one."""
+"""Parameters in the table of the run, besides the memory switches that are on."""
 # Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
@@ -177,7 +173,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
-    names = [*SHOWN, *(name for name, off in SHOWN_IF_SET.items() if parameters[name] != off)]
+    names = [*SHOWN, *(name for name, off in SWITCHED_OFF.items() if parameters[name] != off)]
     shown = {"learning rate": f"{train['lr']:g} at its peak", **{name: parameters[name] for name in names}}
     rows = [
         ("model", describe_model(inputs.model)),
