@@ -1,7 +1,6 @@
 """A small training for a child process, which waits for signals."""
 
 import itertools
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ Mode = Literal["run", "until signal", "stuck"]
 def main(model: Path, directory: Path, mode: Mode) -> None:
     """Train or resume in `directory`; wait in a batch for a signal, or for long."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Tests that a shell runs in the background (`&`) inherit it ignored.
     between, numbers = Checkpointer.between, itertools.count(1)
     stop, run = StopRequest(), load_params(ROOT / "params.yaml").run
 
