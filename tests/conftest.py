@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Stages that a test runs are not those of a DVC run that started the tests.
 for name in ("DVC_STAGE", "DVC_ROOT"):
     os.environ.pop(name, None)
+
+# A shell ignores Ctrl-C for what it runs in the background, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC_DATA = ROOT.parent / "shared" / "data"
