@@ -297,6 +297,19 @@ def test_under_dvc_only_declared_keys_can_be_read():
             read()
 
 
+def test_a_value_derived_from_keys_reads_them():
+    """A property or a method of a section that reads past the guard."""
+    reads: set[str] = set()
+    sizes = dict.fromkeys(("context_parallel", "tensor_parallel", "pipeline_stages"), 1)
+    view: Any = Declared(PARAMS, {"train": sizes, "hardware": {"num_gpus": 1}}, "bucket", "", reads)
+    assert view.layout == view.train.layout(1) == PARAMS.layout
+    assert reads == {*(f"train.{name}" for name in sizes), "hardware.num_gpus"}
+    with pytest.raises(UserError, match=r"train\.method: stage bucket reads it but dvc.yaml does not list it"):
+        assert view.train.adapted
+    with pytest.raises(AttributeError):
+        assert view.train.model_copy
+
+
 def test_a_section_that_a_stage_passes_on_has_its_declared_keys_alone():
     """As above, for code that gets the section and not all parameters."""
     reads: set[str] = set()
