@@ -307,8 +307,7 @@ class Run:
 
 def _plan_key(run: Run) -> tuple[object, ...]:
     """What decides the rows of a GPU's micro-batches."""
-    setting = run.setting
-    return run.bucket, run.longest, setting.train.tokens_per_step, setting.layout.context, setting.layout.pipeline
+    return run.bucket, run.longest, run.setting.train.tokens_per_step, run.setting.layout
 
 
 def full_batch(bucket: Bucket, length: int) -> BatchShape:

@@ -80,6 +80,14 @@ def test_a_smaller_budget_is_judged_by_the_plan_that_it_leads_to(index, tmp_path
     assert len(made) > len(run.planned.plan)
 
 
+def test_gpus_of_tensor_parallelism_train_the_same_rows(index):
+    """A change judged by the plan of more ranks than it leaves."""
+    run = planned_run(index, memory_bytes=2**30)
+    changed = replace(run, setting=replace(run.setting.with_train(tensor_parallel=2), gpus=4))
+    replanned = run.replanned(changed).planned
+    assert replanned is not None and replanned.plan.ranks == 2
+
+
 def test_a_budget_below_the_longest_row_does_not_fit(index):
     """Advice that stage bucket refuses."""
     run = planned_run(index, memory_bytes=2**30)
