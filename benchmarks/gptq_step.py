@@ -20,7 +20,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, OPTIMIZER, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
-from lean_finetune.step.data_parallel import named_trained
+from lean_finetune.step.parallel_model import named_trained
 
 GROUP, PACKED = 128, 8
 """Rows of a weight that share scales; 4-bit values in an int32."""

@@ -22,7 +22,7 @@ from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.data_parallel import named_trained
+from lean_finetune.step.parallel_model import named_trained
 
 CPU = torch.device("cpu")
 EAGER = "variant_eager"

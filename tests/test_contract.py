@@ -1,4 +1,7 @@
-"""dvc.yaml declares exactly what the stages read. Otherwise DVC would reuse a stale result."""
+"""dvc.yaml declares the files that the stages read; else DVC would reuse a stale result.
+
+Their parameters: tests/pipeline/test_dvc_truth.py.
+"""
 
 import shlex
 import tomllib

@@ -30,7 +30,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate, part_of, token_part
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import training_step
 
@@ -85,7 +85,7 @@ def spec_of(method: Method, sharing: Sharing) -> Train:
     return train_of(method, "fp32", grad_ckpt=False, **sharing)
 
 
-def load_shared(directory: Path, train: Train, world: World) -> DataParallelModel:
+def load_shared(directory: Path, train: Train, world: World) -> ParallelModel:
     """Load a model, with equal stages where it has any."""
     stages = train.pipeline_stages
     layers = (LAYERS // stages,) * stages if stages > 1 else None

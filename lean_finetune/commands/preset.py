@@ -11,6 +11,7 @@ import click
 from cuda_memory.units import labelled
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, parse_params, with_flags
+from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
@@ -77,8 +78,8 @@ def presets() -> dict[str, Path]:
 def preset(name: str | None) -> None:
     """Write the parameters of a preset into params.yaml; without NAME, list the presets.
 
-    Parameters that the preset does not name keep their values, such as data.source. A file of your own in presets/ is a
-    preset too.
+    Parameters that the preset does not name keep their values, such as data.source; memory switches that it does not
+    name are turned off. A file of your own in presets/ is a preset too, which changes what it names alone.
     """
     if name is None:
         click.echo("\n".join(_descriptions()))
@@ -93,12 +94,17 @@ def preset(name: str | None) -> None:
 def apply_preset(file: Path, params: Path) -> dict[str, Any]:
     """Write a preset into a params.yaml, whose comments stay; return the parameters that changed by dotted key.
 
+    A shipped one turns off the memory switches that it does not name, so that nothing of an earlier preset remains.
+
     Raises:
         UserError: there is no params.yaml, or the parameters together are wrong. Nothing is written then.
     """
     values = read_yaml(file, "no such preset")
     if not isinstance(values, Mapping):
         raise UserError(f"{file}: must be a mapping of sections; got {type(values).__name__}; change it")
+    if file.parent == PRESETS:
+        off = {key.removeprefix("train."): value for key, value in SWITCHED_OFF.items()}
+        values = {**values, "train": {**off, **values["train"]}}
     return change_params(values, params, params)
 
 

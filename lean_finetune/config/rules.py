@@ -1,4 +1,4 @@
-"""Rules between parameters of params.yaml that its sections cannot check alone."""
+"""Rules between sections of params.yaml, of activations and of several GPUs; those of `train` are in schema.py."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +15,10 @@ from lean_finetune.core.errors import UserError, shortened
 SWITCHED_OFF: Mapping[str, Any] = {
     **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
     **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
-    **{"train.sequence_tiles": None, "train.offload_to": "cpu"},
+    **{"train.sequence_tiles": None, "train.offload_to": "cpu", "train.fused_kernels": "none"},
+    **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
 }
-"""Memory switches with the values that change nothing: what describes a run lists those with another value."""
+"""Memory switches with the value that turns each off. A preset sets it, and what describes a run lists other values."""
 
 
 def padded_max_length(params: Params) -> int:

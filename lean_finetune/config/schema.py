@@ -225,7 +225,7 @@ class Train(BaseWeights):
     max_grad_norm: PositiveFloat | None
     """Clip gradients to this global L2 norm. None disables clipping."""
     loss_chunk: PositiveInt | None
-    """Supervised tokens per chunk of the loss. Only one chunk's logits exist at a time. None: all tokens at once."""
+    """Supervised tokens per chunk of the loss: one chunk's logits exist at a time. None: those of all positions."""
     heldout_every_steps: PositiveInt | None
     """Optimizer steps between held-out losses. None disables them during training."""
     heldout_rows: PositiveInt
@@ -436,7 +436,7 @@ class Evaluate(Section):
 
 
 class Run(Section):
-    """Speed and safety. No stage tracks these parameters, because they never change a result."""
+    """Speed and safety. No stage tracks these parameters, because they never change what is trained."""
 
     device: DeviceChoice
     """Where train and evaluate compute. `auto`: on the CUDA device, or on the CPU unless hardware.gpu names a GPU."""

@@ -24,7 +24,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.tensor_shards import TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
-from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, Result, ShardSlice, named_trained
+from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
 """Dimensions of the mesh."""
@@ -79,8 +79,8 @@ def layers_to_shard(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-class ShardedModel(DataParallelModel):
-    """A `DataParallelModel` whose processes each keep a shard of every weight."""
+class ShardedModel(ParallelModel):
+    """A `ParallelModel` whose processes each keep a shard of every weight."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ShardedModel(DataParallelModel):
         self.local_shard = nn.ParameterList([shard for _, shard in self._local if shard.numel()])
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         result = cast(nn.Module, self._root)(compute)
         if not torch.is_grad_enabled():  # Without a backward, nothing else frees the gathered weights.
             for module in self._fsdp_modules:
@@ -150,14 +150,14 @@ class ShardedModel(DataParallelModel):
         return result
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         self._root.set_requires_gradient_sync(last or self._sum_every_micro_batch)
         # Groups with the same shards (hsdp) sum theirs once a step, at its end.
         self._root.set_requires_all_reduce(last)
         return nullcontext()
 
     def trained_parameters(self) -> NamedParameters:
-        """See DataParallelModel: gradients move to the local shards, so that clearing those frees them."""
+        """See ParallelModel: gradients move to the local shards, so that clearing those frees them."""
         for (_, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
             if dtensor.grad is not None:
                 assert isinstance(dtensor.grad, DTensor)
@@ -165,7 +165,7 @@ class ShardedModel(DataParallelModel):
         return self._local
 
     def after_gradient(self, parameter: nn.Parameter, action: Callable[[], None]) -> RemovableHandle:
-        """See DataParallelModel: FSDP2 runs these hooks when it has reduced the gradient and copied it to the host."""
+        """See ParallelModel: FSDP2 runs these hooks when it has reduced the gradient and copied it to the host."""
         dtensor = self._whole[parameter]
 
         def act(_: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class ShardedModel(DataParallelModel):
         return dtensor.register_post_accumulate_grad_hook(act)
 
     def slices(self) -> list[ShardSlice]:
-        """See DataParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""
+        """See ParallelModel: shards have equal numbers of rows; the last ones may be short or empty."""
         found = []
         for (name, dtensor), (_, shard) in zip(self._dtensors, self._local, strict=True):
             rows = -(-dtensor.shape[0] // self._shards)
@@ -189,18 +189,18 @@ class ShardedModel(DataParallelModel):
         return found
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         # Over one group of shards: the groups of hsdp all have the same gradients.
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt()
 
     def end_step(self, *, updated: bool) -> None:
-        """See DataParallelModel: shards are updated in place."""
+        """See ParallelModel: shards are updated in place."""
         for _, shard in self._local:
             shard.grad = None
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         for name, dtensor in self._dtensors:
             yield name, cast(DTensor, dtensor.detach().to(self._device)).full_tensor()

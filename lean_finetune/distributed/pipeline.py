@@ -22,19 +22,19 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes, send_weights
 from lean_finetune.model.empty_model import keep_in_fp32, meta_model
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.data_parallel import (
-    DataParallelModel,
+from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.parallel_model import (
     NamedParameters,
     OtherStage,
+    ParallelModel,
     Result,
     ShardSlice,
     named_trained,
 )
-from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.pipeline_parts import FromPrevious, Link, Received, Slot, ToNext, slots_of
 
 
-class PipelineModel(DataParallelModel):
+class PipelineModel(ParallelModel):
     """A stage of a pipeline: all processes train the same rows, each in its own layers."""
 
     def __init__(
@@ -113,7 +113,7 @@ class PipelineModel(DataParallelModel):
         return links
 
     def schedule(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
-        """See DataParallelModel: in the order 1F1B."""
+        """See ParallelModel: in the order 1F1B."""
         in_flight = 0
         for batch in batches:
             yield batch
@@ -131,7 +131,7 @@ class PipelineModel(DataParallelModel):
             dist.all_reduce(self._tied.grad, group=self._ends)
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See DataParallelModel: before the last stage, the result has no meaning."""
+        """See ParallelModel: before the last stage, the result has no meaning."""
         result = compute(self.model)
         if not torch.is_grad_enabled():
             self._wait()
@@ -143,19 +143,19 @@ class PipelineModel(DataParallelModel):
             link.wait()
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See DataParallelModel: a weight in two stages counts once."""
+        """See ParallelModel: a weight in two stages counts once."""
         if self._tied is not None and self.computes_loss:
             gradients = [gradient for gradient in gradients if gradient is not self._tied.grad]
         squared = get_total_norm(list(gradients), foreach=foreach).to(self._device, torch.float32).square()
         return self.sum_over_ranks(squared).sqrt()
 
     def trained_parameters(self) -> NamedParameters:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         own = super().trained_parameters()
         return [(self._tied_name if parameter is self._tied else name, parameter) for name, parameter in own]
 
     def slices(self) -> list[ShardSlice]:
-        """See DataParallelModel: the first stage saves a weight that is in two."""
+        """See ParallelModel: the first stage saves a weight that is in two."""
         own, last = self.trained_parameters(), self.computes_loss
         return [
             ShardSlice(first_row=0, full_shape=tuple(p.shape), saved_here=not (last and p is self._tied))
@@ -163,11 +163,11 @@ class PipelineModel(DataParallelModel):
         ]
 
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         return {name: tuple(shape) for name, _, shape, _ in self._trained}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         own = dict(self.trained_parameters())
         for name, stage, shape, dtype in self._trained:
             tensor = own[name].detach() if stage == self.rank else torch.empty(shape, dtype=dtype, device=self._device)
@@ -175,7 +175,7 @@ class PipelineModel(DataParallelModel):
             yield name, tensor
 
     def collect_weights(self) -> None:
-        """See DataParallelModel: in host memory."""
+        """See ParallelModel: in host memory."""
         lm = causal_lm(self.model)
         skeleton = meta_model(lm.config, dtype=lm.dtype)
         keep_in_fp32(skeleton, lm.dtype)

@@ -20,14 +20,14 @@ from torch import nn
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
-from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, ShardSlice, named_trained
+from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, ShardSlice, named_trained
 
 PACKED_BYTES = 2**20
 """A layer's gradients up to this size share a bucket: at 50 GB/s, 1 MiB takes about as long as the launch."""
 
 
-class ReplicatedModel(DataParallelModel):
-    """A `DataParallelModel` whose processes all have the same weights and the same summed gradients."""
+class ReplicatedModel(ParallelModel):
+    """A `ParallelModel` whose processes all have the same weights and the same summed gradients."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class ReplicatedModel(DataParallelModel):
             self.local_shard = nn.ParameterList([p for (_, p), owner in pairs if owner == world.rank])
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         # Earlier micro-batches add to the same gradients, so one sum in a step is enough.
         return self._reducer.reducing() if last else nullcontext()
 
     def slices(self) -> list[ShardSlice]:
-        """See DataParallelModel: owners save what they own; without owners, processes save tensors in turn."""
+        """See ParallelModel: owners save what they own; without owners, processes save tensors in turn."""
         index = self.place.data * self.layout.context + self.place.context
         savers = self._owners or [number % self.layout.sharing for number in range(len(self._trained))]
         return [
@@ -70,7 +70,7 @@ class ReplicatedModel(DataParallelModel):
         ]
 
     def end_step(self, *, updated: bool) -> None:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         if updated and self._owners is not None:
             pairs = zip(self._trained, self._owners, strict=True)
             sends: list[Any] = [dist.broadcast(p.detach(), src=owner, async_op=True) for (_, p), owner in pairs]

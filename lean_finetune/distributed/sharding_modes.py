@@ -25,7 +25,7 @@ from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 
 READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
 """Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
@@ -59,7 +59,7 @@ def load_parallel(
     *,
     stage_layers: tuple[int, ...] | None = None,
     timeout: timedelta | None = None,
-) -> DataParallelModel:
+) -> ParallelModel:
     """Load a model from its files and share it among the processes; arguments and errors as of `make_parallel`.
 
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
@@ -83,7 +83,7 @@ def make_parallel(
     *,
     stage_layers: tuple[int, ...] | None = None,
     timeout: timedelta | None = None,
-) -> DataParallelModel:
+) -> ParallelModel:
     """Share a loaded model among the processes, as `train` says.
 
     Args:
@@ -99,7 +99,7 @@ def make_parallel(
         UserError: the processes cannot be divided so.
     """
     if world.size == 1 and train.offload != "parameters":
-        return DataParallelModel(model)
+        return ParallelModel(model)
     layout = train.layout(world.size)
     if layout.pipeline > 1:
         if stage_layers is None or len(stage_layers) != world.size:
@@ -129,7 +129,7 @@ def _replicated(
     device: torch.device,
     shards: TensorShards | None,
     timeout: timedelta | None,
-) -> DataParallelModel:
+) -> ParallelModel:
     """The model, or this process's part of every product, with all of its weights on every process that shares it."""
     layout = train.layout(world.size)
     check_same_shapes(model, world, device)
@@ -140,7 +140,7 @@ def _replicated(
     if shards is not None:
         shards.divide(model)
     if layout.sharing == 1:
-        return DataParallelModel(model, rank=world.rank, size=world.size, layout=layout)
+        return ParallelModel(model, rank=world.rank, size=world.size, layout=layout)
     group = None if shards is None else _group(layout, timeout, "data", "context")
     return ReplicatedModel(model, world, device, owners=train.sharding == "zero1", layout=layout, group=group)
 
@@ -152,7 +152,7 @@ def _sharded(
     device: torch.device,
     shards: TensorShards | None,
     timeout: timedelta | None,
-) -> DataParallelModel:
+) -> ParallelModel:
     """The model, with a shard of each of its weights on every process."""
     return ShardedModel(
         model,

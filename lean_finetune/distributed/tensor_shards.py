@@ -20,16 +20,16 @@ from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.weight_broadcast import DIVIDED
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.model_config import layer_settings
-from lean_finetune.step.data_parallel import (
-    DataParallelModel,
+from lean_finetune.step.head_loss import VocabularyShard
+from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.parallel_model import (
     NamedParameters,
+    ParallelModel,
     Result,
     ShardSlice,
     WholeTensor,
     named_trained,
 )
-from lean_finetune.step.head_loss import VocabularyShard
-from lean_finetune.step.loss import causal_lm
 
 OUTPUTS, INPUTS = "colwise", "rowwise"
 """A process has a part of a layer's outputs (rows of its weight) or of its inputs (columns of its weight)."""
@@ -362,21 +362,21 @@ class _SumOfGradients(torch.autograd.Function):
 # Tensor parallelism (train.tensor_parallel) around any way of sharing weights (train.sharding).
 
 
-class TensorParallelModel(DataParallelModel):
-    """A `DataParallelModel` in which each process has parts of weights; `inner` shards or replicates these parts."""
+class TensorParallelModel(ParallelModel):
+    """A `ParallelModel` in which each process has parts of weights; `inner` shards or replicates these parts."""
 
-    def __init__(self, inner: DataParallelModel, shards: TensorShards):
+    def __init__(self, inner: ParallelModel, shards: TensorShards):
         """`inner` shards or replicates this process's parts among the processes that have the same parts."""
         super().__init__(inner.model, rank=inner.rank, size=inner.size, layout=inner.layout)
         self._inner, self._shards, self.local_shard = inner, shards, inner.local_shard
 
     def run(self, compute: Callable[[nn.Module], Result]) -> Result:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         return self._inner.run(compute)
 
     @contextmanager
     def gradient_sync(self, *, last: bool) -> Iterator[None]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         with self._inner.gradient_sync(last=last):
             yield
         # Once a step is enough: sums over micro-batches and over processes may be taken in either order.
@@ -385,11 +385,11 @@ class TensorParallelModel(DataParallelModel):
             sum_gradients([(n, p) for n, p in trained if n in self._shards.partial and p.numel()], self._shards.group)
 
     def trained_parameters(self) -> NamedParameters:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         return self._inner.trained_parameters()
 
     def slices(self) -> list[ShardSlice]:
-        """See DataParallelModel: a divided parameter is saved under a name of this part."""
+        """See ParallelModel: a divided parameter is saved under a name of this part."""
         first = self.place.tensor == 0
         return [
             replace(piece, part=f"@{self.place.tensor}/{self.layout.tensor}")
@@ -399,7 +399,7 @@ class TensorParallelModel(DataParallelModel):
         ]
 
     def gradient_norm(self, gradients: Iterable[torch.Tensor], *, foreach: bool) -> torch.Tensor:
-        """See DataParallelModel: gradients of undivided weights count once."""
+        """See ParallelModel: gradients of undivided weights count once."""
         own = {id(p.grad) for name, p in self.trained_parameters() if name in self._shards.parts}
         parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for gradient in gradients:
@@ -411,11 +411,11 @@ class TensorParallelModel(DataParallelModel):
         return squared.sqrt()
 
     def end_step(self, *, updated: bool) -> None:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         self._inner.end_step(updated=updated)
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor | WholeTensor:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         if (part := self._shards.parts.get(name)) is None:
             return tensor
 
@@ -425,5 +425,5 @@ class TensorParallelModel(DataParallelModel):
         return WholeTensor(dtype=tensor.dtype, shape=part.full_shape, read=read)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See DataParallelModel."""
+        """See ParallelModel."""
         return ((name, self._shards.gather(name, part)) for name, part in self._inner.full_parameters())

@@ -21,8 +21,8 @@ from lean_finetune.model.experts.experts_forward import balancing_loss
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, pack_rows
-from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.head_loss import Head, summed_head_loss
+from lean_finetune.step.parallel_model import OtherStage
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
@@ -93,7 +93,8 @@ def summed_loss(
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
-    Before the last stage of a pipeline it is 0 while gradients are enabled, and backward computes that sum's gradients.
+    In a pipeline's stage before the last the value is a placeholder: its backward propagates the gradients that the
+    next stage sends.
 
     Args (those that their types do not explain):
         chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist. With

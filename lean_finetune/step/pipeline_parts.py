@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.parallel_model import OtherStage
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
-from lean_finetune.step.data_parallel import named_trained
 from lean_finetune.step.offload.disk_weights import DiskMasterWeights, DiskPlace
 from lean_finetune.step.offload.master_weights import HostContext, HostTransfer, MasterWeights
+from lean_finetune.step.parallel_model import named_trained
 
 PAGED_VALUES = 100_000
 """Tensors with fewer values are not paged (bitsandbytes' get_state_buffer)."""
@@ -127,7 +127,7 @@ def build_optimizer(
     Args:
         model: its trained parameters are updated.
         train: with the learning rate itself, not `auto`.
-        disk: where offloaded master weights and state are; None = in host memory.
+        disk: the file of offloaded master weights and state; None = on the device, or in host memory (train.offload).
         on_host: opened around allocations on the host.
     """
     lr, trained = peak_lr(train), [parameter for _, parameter in named_trained(model)]

@@ -24,14 +24,15 @@ from lean_finetune.model.precision import autocast
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.parallel_model import ParallelModel
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named phase of the step: forward, backward, clip or optimizer."""
 
 Guard = Callable[[list[torch.Tensor], torch.Tensor], None]
-"""Called with the micro-batches' summed losses and the gradient norm before the update; raises to prevent it."""
+"""Called with the micro-batches' summed losses and the gradient norm before the update (with updates in backward:
+before and after them); raises to stop the run."""
 
 Norms = dict[torch.Tensor, torch.Tensor]
 """The gradient norm of each parameter, with updates in backward."""
@@ -61,7 +62,7 @@ def training_step(
     guard: Guard,
     scaler: "LossScaler | None" = None,
     offload: ActivationOffload | None = None,
-    parallel: DataParallelModel | None = None,
+    parallel: ParallelModel | None = None,
     micro_batches: int = 0,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches and free the gradients.
@@ -72,9 +73,9 @@ def training_step(
         foreach: compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA.
         guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
             before backward with a norm of 0, and after it.
-        micro_batches: how many `batches` has, needed with `parallel` alone.
+        micro_batches: the length of `batches`; only needed if `parallel` is given.
     """
-    parallel = DataParallelModel(model) if parallel is None else parallel
+    parallel = ParallelModel(model) if parallel is None else parallel
     pending: deque[torch.Tensor] = deque()  # Losses between forward and backward; of a pipeline, several.
     losses: list[torch.Tensor] = []
     norms: Norms = {}
@@ -182,7 +183,7 @@ class LossScaler:
 
 
 @contextmanager
-def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel: DataParallelModel) -> Iterator[None]:
+def updates_in_backward(optimizer: torch.optim.Optimizer, norms: Norms, parallel: ParallelModel) -> Iterator[None]:
     """A context in which backward updates each parameter, frees its gradient and stores the norm in `norms`."""
     groups = optimizer.param_groups
 
@@ -263,7 +264,7 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(parallel: DataParallelModel) -> None:
+def refuse_dead_adapters(parallel: ParallelModel) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
 
     Raises:
@@ -280,7 +281,7 @@ def refuse_dead_adapters(parallel: DataParallelModel) -> None:
             )
 
 
-def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
+def refuse_broken_weights(parallel: ParallelModel, steps: int) -> None:
     """Refuse to save weights that are not finite: an update can break them after its loss was checked.
 
     Raises:
@@ -299,7 +300,7 @@ def refuse_broken_weights(parallel: DataParallelModel, steps: int) -> None:
         )
 
 
-def _in_any(parallel: DataParallelModel, flags: list[bool]) -> list[bool]:
+def _in_any(parallel: ParallelModel, flags: list[bool]) -> list[bool]:
     """Return for each flag whether it is set in any process, so that all processes stop together."""
     if parallel.size == 1 or not flags or not parallel.same_parameters:  # A stage that stops ends the others too.
         return flags

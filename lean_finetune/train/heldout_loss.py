@@ -11,8 +11,8 @@ from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import Diverged
 from lean_finetune.train.job import TrainJob
@@ -31,7 +31,7 @@ class HeldoutLosses:
         every = self._job.train.heldout_every_steps
         return every is not None and ((step + 1) % every == 0 or step + 1 == self._total_steps)
 
-    def after_step(self, step: int, parallel: DataParallelModel) -> float:
+    def after_step(self, step: int, parallel: ParallelModel) -> float:
         """Compute it; raises Diverged if it is not finite. All processes call this."""
         job = self._job
         pinned = job.device.type == "cuda"
@@ -77,7 +77,7 @@ def heldout_batches(
 
 @torch.no_grad()
 def heldout_loss(
-    parallel: DataParallelModel,
+    parallel: ParallelModel,
     batches: Iterator[Batch],
     pad_id: int,
     train: Train,

@@ -30,8 +30,8 @@ from lean_finetune.pinning.locate import NO_FILES, FileVersions, ModelFault, mod
 from lean_finetune.plan.batch_plan import Plan, read_plan, worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.offload.disk_weights import DiskPlace
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_unsupported
@@ -90,7 +90,7 @@ class TrainJob:
     offload: ActivationOffload | None
     """Where activations are stored between forward and backward; None = on the device."""
     disk: DiskPlace | None = None
-    """Where offloaded master weights and optimizer state are; None = in host memory."""
+    """The file of offloaded master weights and optimizer state; None = on the device or in host memory."""
     measured_steps: frozenset[int]
     """Steps whose peak memory is measured; always includes the first."""
     loader_threads: int
@@ -127,7 +127,7 @@ class TrainJob:
 class TrainResult:
     """The trained model and the record of its training."""
 
-    parallel: DataParallelModel
+    parallel: ParallelModel
     curves: list[dict[str, Any]]
     """One row per optimizer step, keys `CURVE_COLUMNS`."""
     skipped_steps: int | None

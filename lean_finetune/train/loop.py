@@ -12,9 +12,9 @@ import torch
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch, BatchStream
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import (
     LossScaler,
@@ -42,8 +42,8 @@ def train(
 ) -> TrainResult:
     """Load the model and run every step of the plan that no earlier process has finished.
 
-    The steps that may have the highest peak are measured, each in its own window. The window of the first step,
-    which has the largest batch by plan, also includes loading.
+    The steps that may have the highest peak are measured, each in its own window. The first step has the largest
+    batch of the plan; its window also includes loading.
 
     Raises:
         UserError: the model cannot be loaded, a loss or gradient is not finite, or memory ran out.
@@ -138,7 +138,7 @@ class Trainer:
                 window = self.meter.window(f"step {step}")
             with window:
                 row = self.train_step(run, stream)
-            row |= self.monitor.step_columns()  # One is the window's peak, known at its end.
+            row |= self.monitor.step_columns()  # One of these columns is the window's peak, known at its end.
             if heldout.is_due(step):
                 with self.position.phase(HELDOUT):
                     row["heldout_loss"] = heldout.after_step(step, run.parallel)
@@ -160,7 +160,7 @@ class Trainer:
             group["lr"] = lr
         start = time.perf_counter()
         for attempt in self.oom_handler.attempts(step, stream, run.model):
-            # Several processes never split a step, and see the losses of all of them.
+            # A run of several processes never splits a step, and each process gets the losses of all.
             ran = planned if job.world.size > 1 else attempt.micro_batches
             begin = partial(self._begin, count(), len(attempt.micro_batches))
             with attempt, restored_after_fault(job.device):
@@ -194,13 +194,13 @@ class Trainer:
 
     def _guard(
         self,
-        parallel: DataParallelModel,
+        parallel: ParallelModel,
         step: int,
         micro_batches: list[MicroBatch],
         losses: list[torch.Tensor],
         norm: torch.Tensor,
     ) -> None:
-        """Prevent an update that would break the weights, or would never train an adapter."""
+        """Stop before an update that would break the weights, or if an adapter would never train."""
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
             refuse_dead_adapters(parallel)

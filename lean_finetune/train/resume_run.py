@@ -47,7 +47,7 @@ TRAINING = "lean_finetune.train.train_run"
 """The module whose imports are the code of a run."""
 LIBRARIES = ("bitsandbytes", "numpy", "peft", "safetensors", "torch", "transformers")
 KEY_DIGITS = 32
-SHARING = ("sharding", "shard_group_gpus", "context_parallel", "pipeline_stages", "offload_to")
+WHERE_STORED = ("sharding", "shard_group_gpus", "context_parallel", "pipeline_stages", "offload_to")
 """Parameters of `train` that decide where weights and state are stored."""
 MISSING = "missing"
 MOST_DIFFERENCES, MOST_DIGITS = 5, 12
@@ -72,11 +72,11 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     kernels = ("liger-kernel",) if params.train.fused_kernels == "liger" else ()
     parameters = {
         "seed": values["seed"],
-        "train": {name: value for name, value in values["train"].items() if name not in SHARING},
+        "train": {name: value for name, value in values["train"].items() if name not in WHERE_STORED},
         "bucket": plan_settings_hash(paths.plan),
         "precision": precision_of(params, paths.verdict),
     }
-    sharing = {f"train.{name}": values["train"][name] for name in SHARING if name in values["train"]}
+    sharing = {f"train.{name}": values["train"][name] for name in WHERE_STORED if name in values["train"]}
     if params.train.pipeline_stages > 1:
         sharing["stage_layers"] = read_json(paths.verdict).get("stage_layers")
     return {

@@ -27,7 +27,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
 from lean_finetune.pinning.model_source import WEIGHTS
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def save_full(
     model: PreTrainedModel,
     directory: Path,
     others: Mapping[str, FileTensor] | None = None,
-    parallel: DataParallelModel | None = None,
+    parallel: ParallelModel | None = None,
 ) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
@@ -70,10 +70,10 @@ def save_full(
     model.config.architectures = [type(model).__name__]
     without_quantisation(model.config).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
-    write_loaded(directory / WEIGHTS, _tensors_of(model, parallel or DataParallelModel(model)), others)
+    write_loaded(directory / WEIGHTS, _tensors_of(model, parallel or ParallelModel(model)), others)
 
 
-def _tensors_of(model: PreTrainedModel, parallel: DataParallelModel) -> Mapping[str, torch.Tensor | LazyTensor]:
+def _tensors_of(model: PreTrainedModel, parallel: ParallelModel) -> Mapping[str, torch.Tensor | LazyTensor]:
     """Return the tensors of a model's file by name, or this process's shards of them."""
     ignored = model._keys_to_ignore_on_save or ()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
@@ -91,7 +91,7 @@ def _tensors_of(model: PreTrainedModel, parallel: DataParallelModel) -> Mapping[
     return {name: parallel.whole(names.get(id(tensor), name), tensor) for name, tensor in saved.items()}
 
 
-def _send_shards(parallel: DataParallelModel) -> None:
+def _send_shards(parallel: ParallelModel) -> None:
     """Send this process's shards to the first process, in the order in which it collects them."""
     if isinstance(parallel.model, PeftModel):
         for _ in parallel.full_parameters():
@@ -101,7 +101,7 @@ def _send_shards(parallel: DataParallelModel) -> None:
 
 
 def save_tuned(
-    parallel: DataParallelModel, base: Base, out: Path, weights: BaseWeights, merge: Sequence[str] | None = None
+    parallel: ParallelModel, base: Base, out: Path, weights: BaseWeights, merge: Sequence[str] | None = None
 ) -> None:
     """Write safetensors, config and tokenizer to `out` atomically; equal weights give equal bytes.
 

@@ -23,7 +23,7 @@ from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.small_model import CPU, base_of, spec_of
@@ -160,7 +160,7 @@ def test_a_faulty_prompt_is_named_by_its_line_and_nothing_is_written(
 def test_the_base_is_stored_as_in_training(small_llama: Path, tmp_path: Path):
     """A base in other bits than the adapter learnt to correct, also where the run is not here."""
     spec, base = spec_of(method="int8_lora", precision="fp32"), replace(base_of(small_llama), address=str(small_llama))
-    save_tuned(DataParallelModel(load_model(small_llama, spec, CPU)), base, tmp_path / "tuned", spec)
+    save_tuned(ParallelModel(load_model(small_llama, spec, CPU)), base, tmp_path / "tuned", spec)
     tuned = tuned_model.find_tuned(tmp_path / "tuned", None)
     assert (tuned.weights.method, tuned.weights.precision, tuned.reason) == ("int8_lora", "fp32", "as in training")
     assert tuned_model.find_tuned(tmp_path / "tuned", "4").weights.method == "qlora"

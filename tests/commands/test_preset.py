@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.preset import PRESETS, preset
+from lean_finetune.commands.preset import PRESETS, change_params, preset
 from lean_finetune.config.load import load_params
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
@@ -45,6 +45,16 @@ def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
         name: {f"{section}.{key}" for section, own in preset.items() for key in own} for name, preset in given.items()
     }
     assert len(keys) == 9 and all(own == keys["tiny"] for own in keys.values())
+
+
+def test_a_preset_turns_off_the_memory_switches_that_it_does_not_name(checkout: Path):
+    """A switch of an earlier run that stays on: tensor parallelism on the one GPU of the preset."""
+    file = checkout / "params.yaml"
+    change_params({"hardware": {"num_gpus": 4}, "train": {"tensor_parallel": 4}}, file, file)
+    (checkout / "presets/mine.yaml").write_text("# Mine.\ntrain:\n  lr: 0.001\n")
+    assert invoke(preset, "mine").output == "train.lr: 0.001\n"
+    assert invoke(preset, "8b-qlora-24gb").exit_code == 0
+    assert load_params(file).train.tensor_parallel == 1
 
 
 def test_presets_are_listed_with_what_they_are_for(checkout: Path):

@@ -15,7 +15,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from tests.small_model import CPU, spec_of
@@ -68,7 +68,7 @@ class Outcome:
     norms: list[float]
     expert_loads: list[list[float]]
     """Of each step of a mixture of experts."""
-    parallel: DataParallelModel
+    parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     offloaded_bytes: int
     """Of offloaded activations."""

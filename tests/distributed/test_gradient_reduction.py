@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.replicated import PACKED_BYTES, GradientReducer
-from lean_finetune.step.data_parallel import named_trained
+from lean_finetune.step.parallel_model import named_trained
 
 LARGE = PACKED_BYTES // 4 + 1
 """Values in fp32."""

@@ -6,7 +6,7 @@ import torch
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World, check_size
 from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 
 
 def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -32,7 +32,7 @@ def test_owners_share_the_state_evenly():
         assign_owners(sizes, 8)
 
 
-class Pair(DataParallelModel):
+class Pair(ParallelModel):
     """The second of two whose other member has a loss of 5 in each turn."""
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

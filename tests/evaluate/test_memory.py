@@ -14,8 +14,8 @@ from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.step.batches import collate
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import training_step
@@ -41,7 +41,7 @@ def train_and_save(base: Path, spec: Train, chunk: int | None, rows: TokenRows, 
     meter = make_meter(CPU)
     with meter.window("training"):
         model = load_model(base, spec, CPU)
-        parallel, optimizer = DataParallelModel(model), build_optimizer(model, NUMBERS)
+        parallel, optimizer = ParallelModel(model), build_optimizer(model, NUMBERS)
         training_step(
             model,
             optimizer,

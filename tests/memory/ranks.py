@@ -23,7 +23,7 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.monitor.measured_peak import make_meter
@@ -135,7 +135,7 @@ def pipeline_setting(stage_layers: tuple[int, ...] | None, stages: int = 2, **ch
     )
 
 
-def load_shared(directory: Path, setting: Setting, world: World) -> DataParallelModel:
+def load_shared(directory: Path, setting: Setting, world: World) -> ParallelModel:
     """The model, shared among the processes."""
     model = load_model(directory, setting.train, CPU)
     return make_parallel(model, setting.train, world, CPU, stage_layers=setting.stage_layers)

@@ -23,7 +23,7 @@ from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype, resolved
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.conftest import ROOT
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
@@ -121,7 +121,7 @@ def test_a_merged_model_is_the_adapted_one(fp32_llama: Path, tmp_path: Path, for
     spec = spec_of(**FORMS[form])
     model = trained(fp32_llama, spec)
     files = [path.name for path in fp32_llama.iterdir()]
-    save_tuned(DataParallelModel(model), base_of(fp32_llama), tmp_path / "tuned", spec, files)
+    save_tuned(ParallelModel(model), base_of(fp32_llama), tmp_path / "tuned", spec, files)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned" / MERGED, dtype=torch.float32)
     assert (logits(merged) - logits(model)).abs().max().item() < MERGED_ROUNDED[form]
     assert sorted(path.name for path in (tmp_path / "tuned" / MERGED).iterdir()) == sorted(files)

@@ -27,8 +27,8 @@ from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, check_head, check_packed_rows, decoder_hidden, head_logits
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.memory.common import setting_of
 from tests.model.reload import changed_adapters
@@ -80,7 +80,7 @@ def complete(directory: Path, **options: Any) -> Any:
 def save(model: nn.Module, base: Path, out: Path, spec: BaseWeights, merge: list[str] | None = None) -> Path:
     """Save as stage train does, with a file of the processor."""
     (base / PROCESSOR).write_text("{}")
-    save_tuned(DataParallelModel(model), base_of(base, PROCESSOR), out, spec, merge)
+    save_tuned(ParallelModel(model), base_of(base, PROCESSOR), out, spec, merge)
     return out
 
 

@@ -15,7 +15,7 @@ from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.training_step import (
     _in_any,
     refuse_broken_weights,
@@ -149,22 +149,22 @@ def test_adapters_without_a_gradient_are_refused(small_llama: Path):
     model = load_model(small_llama, spec_of(method="lora"), CPU)
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    refuse_dead_adapters(DataParallelModel(model))
+    refuse_dead_adapters(ParallelModel(model))
     dead = next(p for name, p in model.named_parameters() if "lora_B" in name)
     for gradient in (torch.zeros_like(dead), None):
         dead.grad = gradient
         with pytest.raises(UserError, match=r"every adapter must receive a gradient; .*lora_B.* is zero in the first"):
-            refuse_dead_adapters(DataParallelModel(model))
+            refuse_dead_adapters(ParallelModel(model))
 
 
 def test_broken_weights_are_not_saved():
     """The last update can overflow after its loss was found finite."""
     model = torch.nn.Linear(2, 2)
-    refuse_broken_weights(DataParallelModel(model), 9)
+    refuse_broken_weights(ParallelModel(model), 9)
     with torch.no_grad():
         model.weight[0, 0] = float("inf")
     with pytest.raises(UserError, match=r"weights must be finite; weight is not, after 9 steps"):
-        refuse_broken_weights(DataParallelModel(model), 9)
+        refuse_broken_weights(ParallelModel(model), 9)
 
 
 def test_control_steps_are_measured_too():

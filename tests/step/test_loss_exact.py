@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
@@ -63,7 +63,7 @@ def test_held_out_losses_never_have_the_logits_of_a_batch(small_llama, tmp_path)
     def largest_allocation(chunk: int | None) -> int:
         """Bytes of the largest block that PyTorch's allocator returned."""
         with memory_profile() as profiler:
-            heldout_loss(DataParallelModel(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
+            heldout_loss(ParallelModel(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
         events = profiler.profiler.kineto_results.events()
         return max(event.nbytes() for event in events if event.name() == MEMORY_EVENT)
 

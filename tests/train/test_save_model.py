@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, FileVersions, model_address
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
@@ -33,7 +33,7 @@ def test_full_disk_while_saving_is_one_line_and_leaves_no_partial_output(small_l
             spec = spec_of(method=method, lora_rank=64)
             model = load_model(small_llama, spec, CPU)
             with pytest.raises(UserError, match=r"tuned: cannot be written .*[Nn]o space left"):
-                save_tuned(DataParallelModel(model), base_of(small_llama), disk / "tuned", spec)
+                save_tuned(ParallelModel(model), base_of(small_llama), disk / "tuned", spec)
             assert list(disk.iterdir()) == []
     finally:
         run_bounded(["umount", disk], check=True)
@@ -44,7 +44,7 @@ def test_a_full_model_reloads_in_plain_transformers(small_llama: Path, tmp_path:
     model, spec = load_model(small_llama, spec_of(method="full"), CPU), spec_of(method="full")
     shutil.copytree(small_llama, tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    save_tuned(DataParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned", spec)
+    save_tuned(ParallelModel(model), base_of(tmp_path / "base", "tokenizer.json"), tmp_path / "tuned", spec)
     config = (tmp_path / "tuned/config.json").read_text()
     assert "lean_sdpa" not in config and '"use_cache": true' in config and (tmp_path / "tuned/tokenizer.json").exists()
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
@@ -58,7 +58,7 @@ def test_saving_twice_gives_the_same_bytes(small_llama: Path, tmp_path: Path):
         spec = spec_of(method=method)
         model = load_model(small_llama, spec, CPU)
         for name in ("a", "b"):
-            save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / method / name, spec)
+            save_tuned(ParallelModel(model), base_of(small_llama), tmp_path / method / name, spec)
         files = sorted(p.name for p in (tmp_path / method / "a").iterdir())
         assert any(name.endswith(".safetensors") for name in files) and not any(n.endswith(".bin") for n in files)
         for name in files:
@@ -74,7 +74,7 @@ def test_other_users_may_read_an_adapter_as_its_neighbours(small_llama: Path, tm
     """Safetensors' writer makes files of mode 0600, which a server of another user cannot read."""
     spec = spec_of(method="lora", lora_init=start)
     model = load_model(small_llama, spec, CPU)
-    save_tuned(DataParallelModel(model), base_of(small_llama), tmp_path / "tuned", spec)
+    save_tuned(ParallelModel(model), base_of(small_llama), tmp_path / "tuned", spec)
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "tuned").iterdir()}
     (tmp_path / "plain").touch()
     assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode & 0o777}, modes
@@ -116,9 +116,9 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
         merge = ["config.json", "model.safetensors"] if method == "lora" else None
         changed = FileVersions({TINY_DIRECTORY / "tokenizer.json": (0,)})
         with pytest.raises(UserError, match="tokenizer.json changed while it was read"):
-            save_tuned(DataParallelModel(model), replace(base, read=changed), tmp_path / name, spec, merge)
+            save_tuned(ParallelModel(model), replace(base, read=changed), tmp_path / name, spec, merge)
         assert not (tmp_path / name).exists()
-        save_tuned(DataParallelModel(model), base, tmp_path / name, spec, merge)
+        save_tuned(ParallelModel(model), base, tmp_path / name, spec, merge)
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path / "elsewhere")
             auto: Any = AutoPeftModelForCausalLM if method == "lora" else AutoModelForCausalLM
@@ -142,6 +142,6 @@ def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tm
     address = model_address({"kind": "hub", "name": "org/model"})
     hub = replace(base_of(small_llama), address=address, revision="0123abcd")
     spec = spec_of(method="lora")
-    save_tuned(DataParallelModel(load_model(small_llama, spec, CPU)), hub, tmp_path / "tuned", spec)
+    save_tuned(ParallelModel(load_model(small_llama, spec, CPU)), hub, tmp_path / "tuned", spec)
     config = json.loads((tmp_path / "tuned/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abcd")

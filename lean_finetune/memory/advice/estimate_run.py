@@ -18,7 +18,7 @@ from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
@@ -94,7 +94,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
     write_json(metrics, {name: figures[name] for name in RESULTS})
     if found.verdict.refusal is not None:
-        click.echo(f"does not fit: {found.verdict.refusal}", err=True)
+        click.echo(f"{found.verdict.state}: {found.verdict.refusal}", err=True)
 
 
 def _echo_choices(run: Run) -> None:
@@ -109,12 +109,12 @@ def _echo_choices(run: Run) -> None:
 
 def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -> None:
     """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
-    of_params = run.params.estimate
-    headroom, enforce = of_params.headroom_percent, of_params.enforce
-    if not judge(prediction, run.device, (), headroom_percent=headroom, enforce=enforce, memory=memory).fits:
+    verdict = judge_run(run, prediction, memory)
+    if not verdict.fits:
         usable = readable_size(run.usable_bytes)
         peak = readable_size(prediction.peak.bytes)
-        click.echo(f"does not fit {run.device.name}: {peak} of {usable} usable; searching for what would", err=True)
+        line = f"{verdict.state} on {run.device.name}: {peak} of {usable} usable; searching for what would"
+        click.echo(line, err=True)
 
 
 def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:

@@ -245,12 +245,12 @@ def replay_steps(
 
     `numbers` are those of the optimizer steps; None = 0, 1, …
     """
-    usable_bytes = device.memory_bytes - device.context.max_bytes
+    limit_bytes = device.memory_bytes - device.context.max_bytes
     unlimited, limited = {}, {}
     for kind, expands in ALLOCATORS.items():
         unlimited[kind] = limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=None)
-        if unlimited[kind].reserved_peak_bytes > usable_bytes:
-            limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=usable_bytes)
+        if unlimited[kind].reserved_peak_bytes > limit_bytes:
+            limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=limit_bytes)
     return PlanMemory(
         steps=numbers or tuple(range(len(steps))),
         chosen=segments_of(expandable),

@@ -48,7 +48,7 @@ class Switch:
 
     name: str
     parameters: tuple[str, ...]
-    """Dotted keys that it varies: `("train.method",)`."""
+    """Dotted keys that it owns: `("train.method",)`. Its variants may reset keys of other switches too."""
     lighter: Variants
     """Variants for advice, each with less memory than the one before."""
     shown: Variants = lambda setting, support: ()
@@ -56,7 +56,7 @@ class Switch:
     effect: int
     """Index in EFFECTS."""
     ease: int
-    """Rank from easy to hard of the first variant. It decides between candidates of equal speed."""
+    """Rank of the first variant, 1 is the easiest. It decides between candidates of equal speed."""
     excludes: frozenset[str] = frozenset()
     """Names of switches that it is not combined with."""
     one_micro_batch: bool = False
@@ -87,7 +87,7 @@ def set_options(flags: Iterable[str]) -> str:
 # Memory switches of activations and logits.
 
 DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
-"""Switches that divide tokens or products among GPUs: not tried together with switches of saved activations."""
+"""Context and tensor parallelism: not tried together with switches of saved activations."""
 TILES = 8
 LOSS_CHUNK_TOKENS = 512
 """Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""
@@ -203,7 +203,7 @@ ACTIVATION_SWITCHES = [
 ]
 
 
-# Memory switches of several GPUs: sharding, and rows, products and layers divided among them.
+# Memory switches of several GPUs: sharding, and context, tensor and pipeline parallelism.
 
 LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
     "none": (),
@@ -283,7 +283,7 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
 
 
 def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """More GPUs for each matrix product; if these are all GPUs, none share weights by train.sharding."""
+    """More GPUs for each matmul; if these are all GPUs, none share weights by train.sharding."""
     layout, train = setting.layout, setting.train
     if layout.context > 1 or train.loss_chunk is None or train.offload == "parameters" or train.lora.dora:
         return
@@ -296,7 +296,7 @@ def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
-    """A stage on each GPU, if no other setting divides rows or products."""
+    """A stage on each GPU, without context or tensor parallelism."""
     train, gpus = setting.train, setting.gpus
     if not 1 < setting.layout.data == gpus <= MOST_STAGES:
         return

@@ -1,7 +1,6 @@
 """All memory switches.
 
-To add one: a parameter and its rules in `config/schema.py`, a `Switch` here (of activations, logits and
-several GPUs: in `switch.py`), and the code that acts on it. The table in
+CONTRIBUTING.md says how to add one. Those of activations, logits and several GPUs are in `switch.py`. The table in
 docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finetune fit` read this list.
 """
 

@@ -62,9 +62,9 @@ def judge(
 ) -> Verdict:
     """Compare a prediction with a device.
 
-    Tensors must leave the headroom free. The blocks that the allocator reserves may take all of the device, because the
-    allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so. `shortage`
-    says what the host lacks. A refusal names the first few `remedies`.
+    Tensors must leave the headroom free. The blocks that the allocator reserves may take all but the CUDA context,
+    because the allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so.
+    `shortage` says what the host lacks. A refusal names the first few `remedies`.
     """
     usable = device.usable_bytes(headroom_percent)
     shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]

@@ -18,8 +18,8 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
-from lean_finetune.step.data_parallel import OtherStage
 from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.parallel_model import OtherStage
 from lean_finetune.step.pipeline_parts import decoder_layers
 
 Signature = tuple[Any, ...]

@@ -31,12 +31,12 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
-from lean_finetune.step.data_parallel import DataParallelModel, named_trained
 from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.parallel_model import ParallelModel, named_trained
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""
-Use = Callable[[DataParallelModel, MemoryTrace], None]
+Use = Callable[[ParallelModel, MemoryTrace], None]
 """Runs a model, in phases of the trace."""
 
 
@@ -55,7 +55,7 @@ def peak_of_loss(
 ) -> Peak:
     """Peak of computing the loss of one batch in evaluation mode."""
 
-    def use(parallel: DataParallelModel, trace: MemoryTrace) -> None:
+    def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
             parts = parallel.layout.context
             parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts), parallel.exchange))

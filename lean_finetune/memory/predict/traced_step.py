@@ -21,7 +21,7 @@ from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
-from lean_finetune.step.data_parallel import DataParallelModel
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 
@@ -100,7 +100,7 @@ def longest_row(plan: Plan, lengths: np.ndarray) -> int:
 
 
 def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:
-    """The first micro-batch, and micro-batch `number` of a step in its position."""
+    """The smallest steps in which a micro-batch has the same position, after the gradients that exist before it."""
     start = steps[0][0]
     if (step, number) == (0, 0):
         return ((start,),)
@@ -161,9 +161,7 @@ def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tu
         return trace, _run_steps(parallel, trace, model, steps)
 
 
-def _run_steps(
-    parallel: DataParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps
-) -> tuple[int, int]:
+def _run_steps(parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
     setting, target = model.setting, model.target
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.

@@ -37,7 +37,7 @@ from lean_finetune.memory.trace.memory_trace import (
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.data_parallel import DataParallelModel, NamedParameters, named_trained
+from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, named_trained
 from lean_finetune.step.run_optimizer import device_state
 
 # Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
@@ -66,7 +66,7 @@ def for_fewer_layers(setting: Setting, config: PretrainedConfig) -> Setting:
 
 
 @contextmanager
-def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch.device) -> Iterator[DataParallelModel]:
+def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch.device) -> Iterator[ParallelModel]:
     """Distribute the model, as the process with the highest memory use sees it.
 
     Call under an active FakeTensorMode, before anything is registered.
@@ -81,7 +81,7 @@ def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch
         UserError: the GPUs cannot be divided so.
     """
     if not setting.distributed:
-        yield DataParallelModel(model)
+        yield ParallelModel(model)
         return
     world = _fullest(model, setting)
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
@@ -139,7 +139,7 @@ class _ShallowOwner(replicated.ReplicatedModel):
         self.local_shard = nn.ParameterList(parts)
 
     def trained_parameters(self) -> NamedParameters:
-        """See DataParallelModel; gradients are reduced."""
+        """See ParallelModel; gradients are reduced."""
         for part, gradient in zip(self.local_shard.parameters(), self._summed, strict=True):
             part.grad = gradient
         return super().trained_parameters()
@@ -247,7 +247,7 @@ FP32 = torch.float32
 
 def register_state(
     trace: MemoryTrace,
-    parallel: DataParallelModel,
+    parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
     train: Train,
     *,

@@ -386,7 +386,7 @@ class DiskMasterWeights(MasterWeights):
                 state[key].copy_(value)
             else:
                 state[key] = value
-        parameter.grad = None
+        parameter.grad = None  # Only now: every chunk has read its part of it.
 
     def _to_host(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Gradients in host memory in this type, valid until the next call."""

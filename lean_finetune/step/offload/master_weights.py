@@ -138,7 +138,7 @@ class MasterWeights(torch.optim.Optimizer):
         with self._on_host():
             assert parameter.grad is not None
             if self.link is None:
-                master.grad = parameter.grad.float()
+                master.grad = parameter.grad.float()  # On the device, master weights are fp32.
             else:
                 master.grad = self.link.to_host(parameter.grad, master.dtype)
         # Freed as soon as it is copied, before the update needs memory.

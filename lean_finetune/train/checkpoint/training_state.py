@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step.data_parallel import DataParallelModel, ShardSlice
+from lean_finetune.step.parallel_model import ParallelModel, ShardSlice
 from lean_finetune.step.training_step import LossScaler
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointTensor
 from lean_finetune.train.monitor.measured_peak import Meter
@@ -62,7 +62,7 @@ SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
 class TrainingRun:
     """A run between two optimizer steps."""
 
-    parallel: DataParallelModel
+    parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     meter: Meter

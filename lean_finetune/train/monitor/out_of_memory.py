@@ -93,7 +93,8 @@ class OomHandler:
     def attempts(self, step: int, stream: BatchStream, model: nn.Module) -> Iterator["Attempt"]:
         """Yield attempts at a step until one succeeds, each with smaller micro-batches; run it inside the attempt.
 
-        It must change no weight before its last backward pass has finished, and restore the random state if it raises.
+        The step must change no weight before its last backward pass has finished, and restore the random state if it
+        raises.
 
         Raises:
             TrainingOutOfMemory: memory ran out, and splitting cannot help.
@@ -127,7 +128,7 @@ class OomHandler:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Turn an out-of-memory error inside the block into an `TrainingOutOfMemory` with a remedy."""
+        """Turn an out-of-memory error inside the block into a `TrainingOutOfMemory` with a remedy."""
         try:
             yield
             return
@@ -140,7 +141,7 @@ class OomHandler:
 
 
 class Attempt:
-    """One attempt at a step: a context that catches lack of memory inside it."""
+    """One attempt at a step: a context that catches an out-of-memory error."""
 
     def __init__(self, handler: OomHandler, micro_batches: list[MicroBatch], batches: Iterator[Batch]):
         """`batches` are the tensors of this process's `micro_batches`."""

@@ -8,6 +8,7 @@ import pytest
 
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.config.schema import TRAIN_RULES, Rule
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search_space import Space
@@ -86,6 +87,20 @@ def test_each_parameter_belongs_to_one_switch_and_is_in_the_schema():
     assert len(keys) == len(set(keys))
     for key in keys:
         attrgetter(key)(PARAMS)
+
+
+WHAT_IS_TRAINED = {
+    *("train.method", "train.precision", "train.optimizer", "train.max_grad_norm", "train.loss_chunk"),
+    *("train.router", "train.quant.type", "train.quant.double"),
+    *("train.grad_ckpt", "train.grad_ckpt_policy", "train.sharding", "train.shard_group_gpus"),
+}
+"""Parameters with no value that is `off`, or that `fit` and the report always show; those of LoRA belong to it."""
+
+
+def test_each_switch_is_among_those_that_describe_a_run():
+    """A switch that is on, and neither `fit` nor the report says so; a preset that leaves it on."""
+    parameters = {name for switch in SWITCHES for name in switch.parameters if not name.startswith("train.lora.")}
+    assert parameters - WHAT_IS_TRAINED == {*SWITCHED_OFF}
 
 
 @pytest.mark.parametrize(

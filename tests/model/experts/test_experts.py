@@ -30,8 +30,8 @@ from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.pinning.model_source import WEIGHTS
-from lean_finetune.step.data_parallel import DataParallelModel
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
@@ -227,7 +227,7 @@ def assert_merged(model: Any, base: Path, spec: Train, directory: Path, tolerate
     """The merged model has the logits of the adapted one."""
     files = [path.name for path in base.iterdir()]
     refuse_merge(base, spec, experts=spec.lora.experts == "all")
-    save_tuned(DataParallelModel(model), base_of(base), directory / "tuned", spec, files)
+    save_tuned(ParallelModel(model), base_of(base), directory / "tuned", spec, files)
     merged: Any = load_base(directory / "tuned" / MERGED, spec_of(method="full"), CPU)
     plain: Any = load_base(base, spec_of(method="full"), CPU)
     expected, found, before = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, merged, plain))

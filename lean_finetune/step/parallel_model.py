@@ -44,7 +44,7 @@ class WholeTensor:
     """Gather it; all processes call this."""
 
 
-class DataParallelModel:
+class ParallelModel:
     """A model and the processes that train it; this base class is a single process.
 
     Every process makes the same calls in the same order.
@@ -126,7 +126,7 @@ class DataParallelModel:
         return list(self.sum_over_ranks(by_micro_batch).flatten().unbind())
 
     def end_step(self, *, updated: bool) -> None:
-        """Make the updated weights equal in all processes and free the gradients."""
+        """Make the updated weights equal in all processes, and free gradients that this one's optimizer does not."""
 
     def whole(self, name: str, tensor: torch.Tensor) -> "torch.Tensor | WholeTensor":
         """A tensor of the complete model's state dict; reading it is a collective call that gathers it."""
