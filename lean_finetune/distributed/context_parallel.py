@@ -1,4 +1,4 @@
-"""Context parallelism: every row's tokens are divided among processes, and so are the heads within attention.
+"""Context parallelism: every row's tokens are split across processes, and so are the heads within attention.
 
 Each process has a part of the tokens. Before attention an all-to-all exchanges tokens for heads, so that a process has
 all tokens of a part of the heads; after attention another one reverses that. So any attention kernel works, on complete
@@ -35,7 +35,7 @@ class HeadExchange(TokenExchange):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Divides one dimension among the processes, and joins another one from their parts."""
+    """Splits one dimension across the processes, and joins another one from their parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, divided: int, joined: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -54,7 +54,7 @@ class PipelineModel(ParallelModel):
             timeout: longest wait for another stage; None = PyTorch's default.
 
         Raises:
-            UserError: the model cannot be divided, or a stage would train nothing.
+            UserError: the model cannot be split, or a stage would train nothing.
         """
         super().__init__(model, rank=world.rank, size=world.size, layout=layout)
         self._stages, self._device = len(stage_layers), device

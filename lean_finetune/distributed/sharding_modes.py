@@ -42,7 +42,7 @@ def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, no
 
 
 def division(train: Train, gpus: int, stage_layers: Sequence[int] | None) -> str:
-    """Name of the way in which weights are divided; checkpoints of equal divisions have equal shards."""
+    """Name of the way in which weights are sharded; checkpoints of equal divisions have equal shards."""
     layout, mode, group = train.layout(gpus), train.sharding_on(gpus), train.shard_group_gpus
     if layout.pipeline > 1:
         return f"stages of {' + '.join(map(str, stage_layers or ()))} layers"
@@ -96,7 +96,7 @@ def make_parallel(
         timeout: of collectives in a group that is a subset of all processes; None = PyTorch's default.
 
     Raises:
-        UserError: the processes cannot be divided so.
+        UserError: the processes cannot share the model so.
     """
     if world.size == 1 and train.offload != "parameters":
         return ParallelModel(model)
@@ -130,7 +130,7 @@ def _replicated(
     shards: TensorShards | None,
     timeout: timedelta | None,
 ) -> ParallelModel:
-    """The model, or this process's part of every product, with all of its weights on every process that shares it."""
+    """The model, or this process's part of every matmul, with all of its weights on every process that shares it."""
     layout = train.layout(world.size)
     check_same_shapes(model, world, device)
     if shards is not None:
@@ -169,10 +169,10 @@ def _sharded(
 
 
 def _tensor_shards(model: nn.Module, world: World, layout: ParallelLayout, timeout: timedelta | None) -> TensorShards:
-    """This process's part of every product.
+    """This process's part of every matmul.
 
     Raises:
-        UserError: the processes of a product are not on one node, or the model cannot be divided so.
+        UserError: tensor-parallel processes are not on one node, or the model cannot be sharded so.
     """
     if world.local_size % layout.tensor:
         raise UserError(

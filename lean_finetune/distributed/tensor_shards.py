@@ -43,7 +43,7 @@ class TensorPlan:
     """The modules of a model that tensor parallelism changes; a linear layer with an adapter counts as one module."""
 
     outputs: tuple[nn.Module, ...]
-    """Each process computes a part of their outputs. The head, divided by tokens, is not among them."""
+    """Each process computes a part of their outputs. The head, split by tokens, is not among them."""
     inputs: tuple[nn.Module, ...]
     """Each process computes with a part of their inputs; the outputs of all processes are summed."""
     blocks: tuple[nn.Module, ...]
@@ -54,7 +54,7 @@ def tensor_plan(lm: PreTrainedModel, size: int) -> TensorPlan:
     """The plan of a model, with or without adapters, for `size` processes.
 
     Raises:
-        UserError: the family or these sizes cannot be divided so.
+        UserError: the family or these sizes cannot be sharded so.
     """
     styles = _styles(lm.config)
     _refuse_sizes(lm.config, size)
@@ -90,7 +90,7 @@ def _styles(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _refuse_sizes(config: PretrainedConfig, size: int) -> None:
-    """Refuse heads that cannot be divided."""
+    """Refuse heads that cannot be sharded."""
     for name in HEADS:
         for count in layer_settings(config, name):
             if count is not None and count % size:
@@ -101,7 +101,7 @@ def _refuse_sizes(config: PretrainedConfig, size: int) -> None:
 
 
 def _refuse_layer(path: str, module: nn.Module, style: str, size: int, family: str) -> None:
-    """Refuse a layer whose outputs or inputs cannot be divided."""
+    """Refuse a layer whose outputs or inputs cannot be sharded."""
     layer = base_layer(module)
     if not isinstance(layer, nn.Linear):
         raise _refused(family, f"{path} is a {type(layer).__name__}, not a linear layer")
@@ -120,7 +120,7 @@ def _refused(family: str, reason: str) -> UserError:
     )
 
 
-# Divide a model's weights over tensor-parallel processes (Shoeybi et al. 2019, arXiv 1909.08053).
+# Shard a model's weights over tensor-parallel processes (Shoeybi et al. 2019, arXiv 1909.08053).
 #
 # Within a block (attention, MLP) a process computes with its own heads and channels. Its inputs and its output are the
 # same in all processes: the output is a sum over them, and so is the gradient of its input. Therefore a weight of a
@@ -163,7 +163,7 @@ class TensorShards:
         """Change `model`, which still has all weights, to compute with parts; `index` is this process of `size`.
 
         Raises:
-            UserError: the model cannot be divided so.
+            UserError: the model cannot be sharded so.
         """
         lm = causal_lm(model)
         plan = tensor_plan(lm, size)
@@ -176,12 +176,12 @@ class TensorShards:
             for name, p in model.named_parameters(remove_duplicate=False)
             if id(p) in dims
         }
-        """The part of each divided parameter, by its names in the model."""
+        """The part of each sharded parameter, by its names in the model."""
         blocks = (*plan.blocks, lm.get_output_embeddings())
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         self.partial = {name for name, p in named_trained(model) if id(p) in inside and name not in self.parts}
-        """Trained parameters that are not divided: each process computes a part of their gradient."""
-        # Selective checkpointing saves the outputs of products, which a sum in place would change.
+        """Trained parameters that are not sharded: each process computes a part of their gradient."""
+        # Selective checkpointing saves the outputs of matmuls, which a sum in place would change.
         recompute = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
         saved = any("context_fn" in getattr(function, "keywords", {}) for function in recompute)
         for module in plan.inputs:
@@ -228,7 +228,7 @@ def divided_shapes(lm: PreTrainedModel, size: int) -> dict[int, tuple[int, ...]]
     """The shapes of the first process's parts, by the id of the parameter.
 
     Raises:
-        UserError: the model cannot be divided so.
+        UserError: the model cannot be sharded so.
     """
     return {
         id(parameter): Part.of(tuple(parameter.shape), dim, 0, size).shape
@@ -238,7 +238,7 @@ def divided_shapes(lm: PreTrainedModel, size: int) -> dict[int, tuple[int, ...]]
 
 
 def divided_layers(lm: PreTrainedModel, plan: TensorPlan) -> Iterator[tuple[nn.Module, int]]:
-    """Every layer whose weight is divided, and the dimension; adapters by their own two layers."""
+    """Every layer whose weight is sharded, and the dimension; adapters by their own two layers."""
     outputs, inputs = (*plan.outputs, lm.get_output_embeddings()), plan.inputs
     for modules, dim, adapter in ((outputs, 0, "lora_B"), (inputs, 1, "lora_A")):
         for module in modules:
@@ -249,7 +249,7 @@ def divided_layers(lm: PreTrainedModel, plan: TensorPlan) -> Iterator[tuple[nn.M
 
 
 def divided_parameters(layer: nn.Module, dim: int) -> Iterator[nn.Parameter]:
-    """The parameters of a layer that are divided along `dim`; a 4-bit weight is packed, and not among them."""
+    """The parameters of a layer that are sharded along `dim`; a 4-bit weight is packed, and not among them."""
     for name, parameter in layer.named_parameters(recurse=False):
         if parameter.ndim > dim and not (name == "weight" and isinstance(layer, bnb.nn.Linear4bit)):
             yield parameter
@@ -389,7 +389,7 @@ class TensorParallelModel(ParallelModel):
         return self._inner.trained_parameters()
 
     def slices(self) -> list[ShardSlice]:
-        """See ParallelModel: a divided parameter is saved under a name of this part."""
+        """See ParallelModel: a sharded parameter is saved under a name of this part."""
         first = self.place.tensor == 0
         return [
             replace(piece, part=f"@{self.place.tensor}/{self.layout.tensor}")

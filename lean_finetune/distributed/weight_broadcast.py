@@ -71,7 +71,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its descendants, except layers that are sharded or divided."""
+    """The module and its descendants, except layers that are sharded already."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule) and not hasattr(child, DIVIDED):

@@ -1,4 +1,4 @@
-"""Divide the rows of a step into micro-batches: by length, packed, or split between GPUs."""
+"""Split the rows of a step into micro-batches: by length, packed, or split between GPUs."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -104,7 +104,7 @@ class Steps:
 def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
     """All steps of the run in order: the first one alone, then those of each epoch.
 
-    Each epoch is shuffled and divided into steps, so steps are independent random draws. The first step with a row of
+    Each epoch is shuffled and split into steps, so steps are independent random draws. The first step with a row of
     the greatest length moves to the front of the run: memory then peaks in step 0, and a run that does not fit fails
     there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it.
     Raises UserError if the weights leave no row in any epoch.
@@ -152,7 +152,7 @@ def _entries(index: RowIndex, seed: int, epoch: int) -> np.ndarray:
 
 
 def _epoch_steps(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -> Steps:
-    """Divide an epoch's shuffled rows: a step ends with the row that reaches `tokens_per_step` unpadded tokens.
+    """Steps of an epoch's shuffled rows: a step ends with the row that reaches `tokens_per_step` unpadded tokens.
 
     The last step of an epoch has the remaining rows.
     """

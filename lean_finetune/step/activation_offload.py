@@ -95,7 +95,7 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 SMALLEST_BYTES = 1024
 """Smaller tensors stay on the device: copying one takes as long as copying 100 KB."""
 CASTS = {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "ViewBackward0", "RegisterPostBackwardFunctionBackward"}
-"""Autograd nodes between a weight and the copy or view of it that a product saves. The last is FSDP2's: it returns the
+"""Autograd nodes between a weight and the copy or view of it that a matmul saves. The last is FSDP2's: it returns the
 inputs of a sharded layer, and those of the first layer may be a leaf too."""
 
 
@@ -173,7 +173,7 @@ class ActivationOffload:
             return tensor
         start, offset = tensor.storage_offset(), 0
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if compressed:  # Once for all slices of one tensor, such as the halves of a gated product.
+        if compressed:  # Once for all slices of one tensor, such as the halves of a gated MLP.
             start, offset, extent = 0, start, storage.nbytes() // tensor.itemsize
         # The version too: after a change in place the same address has other values.
         key = (storage._cdata, tensor._version, tensor.dtype, start, extent, compressed)

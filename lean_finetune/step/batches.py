@@ -41,9 +41,9 @@ class Batch:
     supervised_index_N: torch.Tensor
     """int64: flat positions b * T + t whose target is not IGNORED, ascending."""
     packed_rows: PackedRows | None
-    """The rows of a packed sequence; None if rows are padded one by one. Complete ones where rows are divided."""
+    """The rows of a packed sequence; None if rows are padded one by one. Complete ones under context parallelism."""
     positions_BT: torch.Tensor | None = None
-    """int64 of shape (1, T): positions of a process's part of divided rows; None if rows are complete."""
+    """int64 of shape (1, T): positions of a process's tokens under context parallelism; None if rows are complete."""
     idle: bool = False
     """Padding for a process without work."""
 

@@ -31,7 +31,7 @@ MULTIPLIES = {"hyperclovax"}
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """The part of the vocabulary whose logits this process computes, if a group of processes divides the head."""
+    """The part of the vocabulary whose logits this process computes, if a group of processes shares the head."""
 
     group: dist.ProcessGroup
     first: int
@@ -126,7 +126,7 @@ class Head:
         return losses_R
 
     def over_shards(self, values: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """The sum, or the maximum, over the processes that divide the head, in place."""
+        """The sum, or the maximum, over the processes that share the head, in place."""
         if self.shard is not None:
             dist.all_reduce(values, op=operation, group=self.shard.group)
         return values
@@ -222,7 +222,7 @@ def _differentiate_chunk(
 
 
 def _add_product(sum_VD: torch.Tensor, gradient_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    """Add the weight's gradient of a chunk in place; in blocks if its type differs (fp16 products of fp32 weights)."""
+    """Add the weight's gradient of a chunk in place; in blocks if its type differs (fp16 matmuls of fp32 weights)."""
     hidden_CD = hidden_CD.to(gradient_CV.dtype)
     if sum_VD.dtype == gradient_CV.dtype:
         sum_VD.addmm_(gradient_CV.T, hidden_CD)

@@ -36,7 +36,7 @@ class ShardSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTensor:
-    """A tensor that is divided among processes."""
+    """A tensor that is sharded across processes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ParallelModel:
         self.layout = layout or ParallelLayout(data=size)
         self.place = self.layout.coordinates(rank)
         self.exchange: TokenExchange | None = None
-        """The exchange between processes that divide each row's tokens; None if rows are complete."""
+        """The exchange between processes that share each row's tokens; None if rows are complete."""
         self.local_shard = model
         """A module with the trained parameters that this process updates."""
         self.computes_loss = True

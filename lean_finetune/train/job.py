@@ -119,7 +119,7 @@ class TrainJob:
 
     @property
     def division(self) -> str:
-        """How the processes divide weights: a checkpoint resumes with the same division."""
+        """How the processes shard weights: a checkpoint resumes with the same division."""
         return division(self.train, self.world.size, self.stage_layers)
 
 

@@ -121,7 +121,7 @@ def test_a_run_that_does_not_fit_is_refused_with_advice(workspace, enforce):
     done = run()
     assert done.exit_code == 0
     first, *_, last = done.stderr.strip().splitlines()
-    assert first.startswith("does not fit 0.7GiB: "), "the verdict comes before the search"
+    assert first.startswith("does not fit on 0.7GiB: "), "the verdict comes before the search"
     assert last.startswith("does not fit: hardware.gpu: predicted peak ")
     assert " usable on 0.7GiB (0.7 GiB less 525 MiB for a CUDA context" in last
     refusal = last.removeprefix("does not fit: ") if enforce else None

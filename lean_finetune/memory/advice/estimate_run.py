@@ -171,7 +171,7 @@ def _what_fits(run: Run, prediction: Prediction) -> dict[str, Any]:
 
 
 def _stage_layers(prediction: Prediction) -> dict[str, list[int]]:
-    """The part of verdict.json by which train divides the layers; empty without a pipeline."""
+    """The part of verdict.json by which train splits the layers; empty without a pipeline."""
     return {"stage_layers": [layers for layers, _ in prediction.stages]} if prediction.stages else {}
 
 

@@ -57,7 +57,7 @@ FIRST = BatchShape(rows=1, length=8, supervised=7, packed_lengths=None)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRows:
-    """The rows of a run, and the plan that divides them."""
+    """The rows of a run, and the plan of their micro-batches."""
 
     plan: Plan
     """Micro-batches of all GPUs."""
@@ -81,7 +81,7 @@ class PlannedRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What is trained, on which device, and how a step is divided into micro-batches.
+    """What is trained, on which device, and how a step is split into micro-batches.
 
     Advice varies `setting`, `bucket` and the sizes that follow from them; `params` stay those of the user.
     """
@@ -332,7 +332,7 @@ def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> Tr
 
 
 def in_stages(run: Run, setting: Setting) -> Run:
-    """The run with another setting, in which its GPUs divide layers and no longer rows."""
+    """The run with another setting, in which its GPUs are stages of a pipeline, and no longer train different rows."""
     stages = setting.layout.pipeline
     changed = replace(
         run,

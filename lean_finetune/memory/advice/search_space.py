@@ -142,7 +142,7 @@ class Space:
         for option in options:
             try:
                 self._costs.least_bytes(setting_with(self._run.setting, option.values))
-            except UserError:  # Its heads or layers cannot be divided so.
+            except UserError:  # Its heads or layers cannot be split so.
                 continue
             yield option
 

@@ -32,7 +32,7 @@ from lean_finetune.model.precision import autocast_dtype, base_dtype
 RANKED_AS = "A100-80GB"
 """Its speed ranks changes for a device of unknown speed. Their order hardly depends on the GPU."""
 ARITHMETIC_SHARE = 0.5
-"""Assumed share of peak FLOP/s that matrix products of training reach."""
+"""Assumed share of peak FLOP/s that matmuls of training reach."""
 BANDWIDTH_SHARE = 0.8
 """Assumed share of peak bandwidth that element-wise kernels reach."""
 LINK_SHARE = 0.8
@@ -57,7 +57,7 @@ DURATION_RANGE = (0.5, 2.0)
 By torchtune's published speeds of Llama-3.1-8B on an RTX-4090: 0.74 (full), 0.55 (LoRA), 0.69 (QLoRA)."""
 
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
-"""Products with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
+"""Matmuls with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
 parameter and token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1)."""
 FLOP_PER_PRODUCT = 2
 
@@ -125,7 +125,7 @@ class Costs:
         return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
 
     def _shapes_of(self, setting: Setting) -> ModelShapes:
-        """Shapes of the parameters on a GPU; raises UserError if tensor parallelism cannot divide the model."""
+        """Shapes of the parameters on a GPU; raises UserError if tensor parallelism cannot shard the model."""
         size = setting.layout.tensor
         if size not in self._shapes:
             self._shapes[size] = model_shapes(self._run.config, size)
@@ -192,7 +192,7 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float
     recomputed = PASSES_FORWARD * _recomputed_share(train)
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
-    # A token looks its input embedding up: no product.
+    # A token looks its input embedding up: no matmul.
     size = run.setting.layout.tensor
     parameters = shapes.active_values - (0 if text.tie_word_embeddings else text.vocab_size // size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.

@@ -236,7 +236,7 @@ def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
         return
     mode, values, train = setting.mode, {}, setting.train
     for lighter in LIGHTER_SHARDING[mode]:
-        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth dividing.
+        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth sharding.
         unsplittable = lighter in SPLIT_WEIGHTS and train.method == "int8_lora"
         if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.layout.tensor > 1)):
             mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
@@ -259,7 +259,7 @@ def _untried(setting: Setting) -> bool:
 
 
 def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
-    """Each row divided among two GPUs, or among the eight GPUs of a usual node."""
+    """The tokens of each row on two GPUs, or on the eight GPUs of a usual node."""
     layout = setting.layout
     if setting.gpus == 1 or layout.tensor * layout.pipeline > 1:
         return

@@ -42,7 +42,7 @@ class Traffic:
     in_products_bytes: int = 0
     """train.tensor_parallel: outputs and gradients that these GPUs sum, within a node."""
     context: int = 1
-    """train.context_parallel: GPUs that divide each row's tokens."""
+    """train.context_parallel: GPUs that share each row's tokens."""
     exchanged_bytes: int = 0
     """train.context_parallel: queries, keys, values and outputs of attention."""
     passed_bytes: int = 0
@@ -82,7 +82,7 @@ def traffic_of(run: Run) -> Traffic | None:
 
 
 def _exchanged_bytes(run: Run) -> int:
-    """What a GPU sends around attention where rows are divided: forward, backward, and where layers are recomputed."""
+    """What a GPU sends around attention by context parallelism: forward, backward, and where layers are recomputed."""
     train, parts, layers = run.setting.train, run.setting.layout.context, run.config.get_text_config().num_hidden_layers
     if parts == 1:
         return 0
@@ -178,7 +178,7 @@ def network_lines(run: Run) -> list[tuple[str, str]]:
         return f"{readable_size(sent)}{speed}"
 
     lines.append(("by each node", f"{network(traffic)} (run.nodes={run.nodes})"))
-    alone = traffic.rings == 1  # hsdp does not divide products.
+    alone = traffic.rings == 1  # hsdp has no tensor parallelism.
     others: list[tuple[Sharding, int | None]] = [("hsdp", per_node)] if alone and 1 < per_node < setting.gpus else []
     for mode, group in (*others, ("ddp", None)):
         changed = setting.with_train(sharding=mode, shard_group_gpus=group)

@@ -144,7 +144,7 @@ def _from_shallow(
 def _of_pipeline(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps
 ) -> tuple[Prediction, Extrapolation | None]:
-    """The prediction of the fullest stage; layers are divided here unless they are already."""
+    """The prediction of the fullest stage; layers are split here unless they are already."""
     setting, layers = model.setting, model.config.get_text_config().num_hidden_layers
     traces = _StageTraces(kind, model, steps)
     counts = setting.stage_layers or divide_layers(layers, setting.layout.pipeline, traces.period, traces.peak_bytes)
@@ -164,7 +164,7 @@ class _StageTraces:
         self.period = 1 if self._repetition is None else self._repetition.period
 
     def peak_bytes(self, stage: int, count: int) -> int:
-        """Peak of a stage with a number of layers, to divide them: layers that do not repeat count as the first do."""
+        """Peak of a stage with a number of layers, to split them: layers that do not repeat count as the first do."""
         own = self._of_stage(stage, ())
         if self._repetition is not None:
             deep = self._extrapolated(own, stage, replace(self._repetition, layers=count))

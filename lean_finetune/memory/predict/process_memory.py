@@ -149,7 +149,7 @@ def closed_form(model: TracedModel) -> Iterator[dict[str, Any]]:
     for line in (*on_device, *outside):
         category = OPTIMIZER if line in outside else line.category
         parts = setting.shards_of(category) if line.divides else 1
-        why = line.what if parts == 1 else f"{line.what}, divided among {parts} GPUs"
+        why = line.what if parts == 1 else f"{line.what}, in {parts} shards"
         size = line.total_bytes(target.granularity_bytes, 1 if line.category in (ON_HOST, ON_DISK) else parts)
         yield {"category": line.category, "why": why, "tensors": len(line.tensor_bytes), "bytes": size}
 

@@ -58,7 +58,7 @@ class StateLine:
     tensor_bytes: tuple[int, ...]
     """Size of each tensor."""
     divides: bool = True
-    """Whether sharding divides these tensors among GPUs; else every GPU has all of them."""
+    """Whether these tensors are sharded across GPUs; else every GPU has all of them."""
 
     @classmethod
     def of(cls, category: str, what: str, sizes: Iterable[int]) -> "StateLine":
@@ -222,7 +222,7 @@ class ModelShapes:
     tied: bool = False
     """Whether the head's weight is the embedding's."""
     in_parts: bool = False
-    """Whether shapes are a GPU's parts of divided weights, whose 4-bit scales are not quantised."""
+    """Whether shapes are a GPU's parts of tensor-parallel weights, whose 4-bit scales are not quantised."""
 
     @property
     def values(self) -> int:
@@ -240,7 +240,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     """Shapes of a model's parameters, without allocating them; with tensor parallelism those of a GPU's parts.
 
     Raises:
-        UserError: tensor parallelism cannot divide the model so.
+        UserError: tensor parallelism cannot shard the model so.
     """
     model = meta_model(config)
     parts = divided_shapes(model, tensor_parallel) if tensor_parallel > 1 else {}

@@ -180,7 +180,7 @@ class Target:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run attention, dropout and 8-bit products as the device does, with training's masks.
+        """Run attention, dropout and 8-bit matmuls as the device does, with training's masks.
 
         transformers detects packed sequences by the values of the positions, which fake tensors lack. Without this
         patch it would give models with a sliding window one mask per row instead of one for all. Packed rows get no
@@ -213,7 +213,7 @@ def target_of(device: Device) -> Target:
 
 @contextmanager
 def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
-    """Attention, dropout and 8-bit products as CUDA runs them at this compute capability."""
+    """Attention, dropout and 8-bit matmuls as CUDA runs them at this compute capability."""
     with attention_kernel(cuda_attention(capability), capability), _fused_functions(), int8_training_as_on_cuda():
         yield
 

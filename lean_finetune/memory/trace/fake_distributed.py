@@ -78,7 +78,7 @@ def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch
         device: of the fake tensors.
 
     Raises:
-        UserError: the GPUs cannot be divided so.
+        UserError: the GPUs cannot share the model so.
     """
     if not setting.distributed:
         yield ParallelModel(model)

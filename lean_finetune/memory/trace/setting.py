@@ -12,7 +12,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, WEIGHTS
 
 SHARDED = {WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER}
-"""Categories that FSDP2 divides among GPUs; scales of quantised weights are replicated."""
+"""Categories that FSDP2 shards across GPUs; scales of quantised weights are replicated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def layout(self) -> ParallelLayout:
-        """What the GPUs divide among them."""
+        """The mesh of the GPUs."""
         return self.train.layout(self.gpus)
 
     @property
@@ -61,7 +61,7 @@ class Setting:
         return self.train.shard_group_gpus or self.layout.sharing if self.mode in SPLIT_WEIGHTS else 1
 
     def shards_of(self, category: str) -> int:
-        """Number of GPUs that divide a category of state after backward; of a pipeline, not in equal parts."""
+        """Number of shards of a category of state after backward; of a pipeline, not in equal parts."""
         if self.layout.pipeline > 1:
             return self.gpus
         if self.mode == "zero1":
@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def stages(self) -> list["Setting"]:
-        """The setting of each stage of a pipeline whose layers are divided; without one, the setting itself."""
+        """The setting of each stage of a pipeline; without one, the setting itself."""
         counts = self.stage_layers
         return [self] if counts is None else [self.of_stage(stage, counts) for stage in range(len(counts))]
 

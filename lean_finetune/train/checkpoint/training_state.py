@@ -229,7 +229,7 @@ def _check_names(
 
 
 def _without_parts(names: Iterable[str]) -> set[str]:
-    """Names of the parameters that are divided among processes (`ShardSlice.part`)."""
+    """Names of the parameters that are sharded across processes (`ShardSlice.part`)."""
     return {name.partition("@")[0] for name in names}
 
 

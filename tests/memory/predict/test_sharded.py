@@ -101,7 +101,7 @@ def test_compressed_activations_are_predicted_as_processes_count_them(small_llam
     ],
 )
 def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mode, changes):
-    """Scales of packed experts, which every process has, divided among them."""
+    """Scales of packed experts, which every process has, counted as shards."""
     check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
 
 
@@ -264,7 +264,7 @@ def test_the_closed_form_is_that_of_one_gpu(mode):
     for line in closed_form(TracedModel(DEEP, setting, CPU_TARGET)):
         closed[line["category"]] = closed.get(line["category"], 0) + line["bytes"]
         divided = line["category"] == "optimizer" or (mode != "zero1" and line["why"] != "buffers")
-        assert ("divided among 4 GPUs" in line["why"]) == divided
+        assert ("in 4 shards" in line["why"]) == divided
     whole_tensors = mode == "zero1"  # A GPU's tensors are more or less than an equal part.
     assert closed["optimizer"] == pytest.approx(traced["optimizer"], rel=0.05 if whole_tensors else 1e-9)
     assert closed["weights"] == traced["weights"]
