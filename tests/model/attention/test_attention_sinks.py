@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from benchmarks.estimate_cpu import SMALL
-from lean_finetune.model.attention.kernels import CAPPED_ATTENTION, EAGER_ATTENTION
+from lean_finetune.model.attention import kernels as kernels_of
+from lean_finetune.model.attention.kernels import CAPPED_ATTENTION, EAGER_ATTENTION, sink_attention
 
 CONFIG = GptOssConfig(
     **SMALL,
@@ -58,3 +59,19 @@ def test_layers_share_the_bias_of_a_window():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         model(input_ids=torch.arange(40)[None] % 200, use_cache=False)
     assert len(saved) == 1
+
+
+@pytest.mark.parametrize(("length", "kernels"), [(12, {"flash"}), (40, {"flash", "efficient"})])
+def test_a_gpu_runs_the_flash_kernel_where_no_mask_is_needed(length, kernels, monkeypatch: pytest.MonkeyPatch):
+    """The efficient kernel for rows inside the window, or a refused call of flash attention with a mask."""
+    used = set()
+
+    def on_cpu(*args: Any, kernel: str) -> torch.Tensor:
+        used.add(kernel)
+        return sink_attention(*args, kernel="cpu")
+
+    monkeypatch.setattr(kernels_of, "gpu_capability", lambda tensor: (9, 0))
+    monkeypatch.setattr(kernels_of, "takes_flash", lambda query, capability: True)
+    monkeypatch.setattr(kernels_of, "sink_attention", on_cpu)
+    logits_and_gradients(CAPPED_ATTENTION, length)
+    assert used == kernels
