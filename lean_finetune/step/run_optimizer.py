@@ -84,7 +84,7 @@ def is_paged(name: OptimizerName, values: int, *, cuda: bool) -> bool:
 def device_state(optimizer: torch.optim.Optimizer, name: OptimizerName, *, cuda: bool) -> Iterator[torch.Tensor]:
     """The state tensors that the device's allocator counts; `cuda`: that device is a GPU."""
     if isinstance(optimizer, MasterWeights):
-        if optimizer.link is not None:
+        if optimizer.link is not None:  # In host memory. State on disk is not counted here: its runs are not traced.
             return
         yield from (state["master"] for state in optimizer.state.values())
         yield from device_state(optimizer.inner, name, cuda=cuda)

@@ -74,6 +74,8 @@ def training_step(
         guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
             before backward with a norm of 0, and after it.
         micro_batches: the length of `batches`; only needed if `parallel` is given.
+
+    With updates in backward, the weights change in phase backward, and phases clip and optimizer update nothing.
     """
     parallel = ParallelModel(model) if parallel is None else parallel
     pending: deque[torch.Tensor] = deque()  # Losses between forward and backward; of a pipeline, several.

@@ -167,7 +167,7 @@ def _train_and_publish(
 ) -> None:
     """Train, then write weights, curves, model card and metrics."""
     meter = make_meter(job.device)
-    if job.disk is not None:
+    if job.disk is not None:  # Here: its message names the checkpoint that a resumed run goes on from.
         with checkpoints.naming_last_checkpoint():
             check_disk(read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.disk.directory)
     with oom_handler.reported():

@@ -148,7 +148,7 @@ def answer(
     """Judge a run, and search for changes if it does not fit.
 
     `memory` is the allocator's behaviour over the plan, if known. If only fragmentation makes the run fail, the other
-    kind of segments is the first remedy, because it costs no time. `confirm` returns the peak of a changed run that the
+    kind of segments is the one remedy, because it costs no time. `confirm` returns the peak of a changed run that the
     caller accepts. Without it, tensors alone decide.
     """
     usable, shortage = run.usable_bytes, run.shortage(prediction.offloaded_bytes)

@@ -55,7 +55,7 @@ def count_rows(module: Any, ends_E: torch.Tensor) -> None:
 
 
 def forget_rows(model: nn.Module) -> None:
-    """Start a step; an earlier one may have failed."""
+    """Forget the rows that experts counted in an earlier step, which may have failed."""
     for module in model.modules():
         module.__dict__.pop(ROWS, None)
 
