@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ruamel.yaml import YAML
@@ -13,6 +14,7 @@ from cuda_memory.units import GIB
 from lean_finetune.config import load
 from lean_finetune.config.schema import Bucket, Lora, Quant, Train
 from lean_finetune.config.section import Section
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import estimate_run
 from lean_finetune.memory.advice.what_fits import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
@@ -108,6 +110,16 @@ def test_the_advice_for_a_run_that_fits_is_each_single_change(workspace):
     inverse = result(workspace, "what_fits")
     assert inverse["smallest_gpu"] == "P4"
     assert inverse["longest_row"] == {"value": 256, "limit": "the model's 256 positions"}
+
+
+def test_a_host_with_too_little_memory_is_named_before_the_search(workspace, monkeypatch):
+    """`does not fit: 0.1 of 24 GiB usable`, where the host's RAM is what is missing."""
+    monkeypatch.setattr(estimate_run, "answer", stopped := Mock(side_effect=UserError("searched")))
+    lay_out(workspace, hardware__gpu="24GiB", hardware__host_ram_gib=0.01)
+    done = run()
+    assert stopped.called
+    first = done.stderr.strip().splitlines()[0]
+    assert first.startswith("does not fit on 24GiB: hardware.host_ram_gib: the run needs ")
 
 
 @pytest.mark.parametrize("enforce", [True, pytest.param(False, marks=pytest.mark.slow)])

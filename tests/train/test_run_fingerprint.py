@@ -6,15 +6,17 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from lean_finetune.config.load import load_params
+from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.code import PACKAGE, code_hashes
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from lean_finetune.train import resume_run as module
 from lean_finetune.train.job import Paths
-from lean_finetune.train.resume_run import resumable_part, run_fingerprint, run_key
+from lean_finetune.train.resume_run import refuse_different_runs, resumable_part, run_fingerprint, run_key
 from tests.conftest import ROOT
 from tests.memory.common import micro_batch
 from tests.processes import run_bounded
@@ -107,3 +109,14 @@ def test_code_in_the_fingerprint_is_all_that_training_loads():
     assert loaded - set(code_hashes("stages.train")) == set()
     command = {"lean_finetune/core/stage_command.py", "lean_finetune/core/torchrun_threads.py"}
     assert loaded - set(code_hashes(module.TRAINING)) <= command
+
+
+def test_processes_with_many_other_settings_name_the_first_few():
+    """A line with a hundred names, or so few that the one that matters is not among them."""
+    own = {f"train.p{number}": number for number in range(8)}
+    other = json.dumps(["b", {name: json.dumps(-1) for name in own}])
+    channel = Mock()
+    channel.gather_after_work.return_value = [(1,), (2,)]
+    channel.gather_text.side_effect = lambda text: [text, other]
+    with pytest.raises(UserError, match=r"7 more differ \(train\.p1, train\.p2, train\.p3, train\.p4, train\.p5, …\)"):
+        refuse_different_runs({"parameters": own}, channel)

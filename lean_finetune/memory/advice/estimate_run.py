@@ -111,10 +111,9 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
     """Report that a run does not fit before the search for advice, which takes longer than the prediction."""
     verdict = judge_run(run, prediction, memory)
     if not verdict.fits:
-        usable = readable_size(run.usable_bytes)
-        peak = readable_size(prediction.peak.bytes)
-        line = f"{verdict.state} on {run.device.name}: {peak} of {usable} usable; searching for what would"
-        click.echo(line, err=True)
+        sizes = f"{readable_size(prediction.peak.bytes)} of {readable_size(run.usable_bytes)} usable"
+        lack = run.shortage(prediction.offloaded_bytes) or sizes
+        click.echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
 
 
 def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:

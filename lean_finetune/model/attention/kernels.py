@@ -1,4 +1,4 @@
-"""Attention as transformers calls it: kernels by device, packed and divided rows, windows, caps and sinks."""
+"""Attention as transformers calls it: kernels by device, packed and context-parallel rows, windows, caps."""
 
 import inspect
 from abc import ABC, abstractmethod
