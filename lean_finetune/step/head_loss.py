@@ -8,6 +8,7 @@ vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
+
+from lean_finetune.step.chunk_loop import in_parts
 
 BLOCK_BYTES = 2**24
 """Output in 16 bits is converted to fp32 in blocks of this size."""
@@ -76,8 +79,12 @@ class Head:
         self, hidden_MD: torch.Tensor, index_N: torch.Tensor, targets_N: torch.Tensor, chunk: int
     ) -> torch.Tensor:
         """Cross-entropy of each trained token (N,), fp32; at most chunk × V logits exist."""
-        chunks = zip(index_N.split(chunk), targets_N.split(chunk), strict=True)
-        return torch.cat([self.differentiate(self.layer(hidden_MD[index]), targets, None) for index, targets in chunks])
+        return torch.cat(
+            in_parts(
+                lambda index, targets: self.differentiate(self.layer(hidden_MD[index]), targets, None),
+                list(zip(index_N.split(chunk), targets_N.split(chunk), strict=True)),
+            )
+        )
 
     def differentiate(self, output_CV: torch.Tensor, targets_C: torch.Tensor, divisor: float | None) -> torch.Tensor:
         """Cross-entropy of each token (C,), fp32; the layer's output becomes the gradient of their sum / divisor.
@@ -85,8 +92,8 @@ class Head:
         With None for the divisor it becomes undefined, and less is computed.
         """
         rows = max(1, BLOCK_BYTES // (torch.float32.itemsize * output_CV.shape[1]))
-        blocks = zip(output_CV.split(rows), targets_C.split(rows), strict=True)
-        return torch.cat([self._differentiate_block(output, targets, divisor) for output, targets in blocks])
+        blocks = list(zip(output_CV.split(rows), targets_C.split(rows), strict=True))
+        return torch.cat(in_parts(partial(self._differentiate_block, divisor=divisor), blocks))
 
     def _differentiate_block(
         self, output_RV: torch.Tensor, targets_R: torch.Tensor, divisor: float | None
@@ -174,11 +181,12 @@ class _SummedHeadLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         sums = {parameter: torch.zeros_like(parameter) for parameter in trained}
         gradient_ND = hidden_MD.new_empty(len(index_N), hidden_MD.shape[1])
-        chunks = zip(*(tensor.split(chunk) for tensor in (index_N, targets_N, gradient_ND)), strict=True)
-        losses = [
-            _differentiate_chunk(head, hidden_MD.detach()[index], targets, divisor, gradient, sums)
-            for index, targets, gradient in chunks
-        ]
+        losses = in_parts(
+            lambda index, targets, gradient: _differentiate_chunk(
+                head, hidden_MD.detach()[index], targets, divisor, gradient, sums
+            ),
+            list(zip(*(tensor.split(chunk) for tensor in (index_N, targets_N, gradient_ND)), strict=True)),
+        )
         head.over_shards(gradient_ND)  # Each process computes it for its part of the vocabulary.
         ctx.shape = hidden_MD.shape
         ctx.save_for_backward(gradient_ND, index_N, *sums.values())
@@ -228,8 +236,11 @@ def _add_product(sum_VD: torch.Tensor, gradient_CV: torch.Tensor, hidden_CD: tor
         sum_VD.addmm_(gradient_CV.T, hidden_CD)
         return
     rows = max(1, BLOCK_BYTES // (sum_VD.element_size() * sum_VD.shape[1]))
-    for sum_BD, gradient_CB in zip(sum_VD.split(rows), gradient_CV.split(rows, dim=1), strict=True):
+
+    def add_block(sum_BD: torch.Tensor, gradient_CB: torch.Tensor) -> None:
         sum_BD.add_((gradient_CB.T @ hidden_CD).to(sum_VD.dtype))
+
+    in_parts(add_block, list(zip(sum_VD.split(rows), gradient_CV.split(rows, dim=1), strict=True)))
 
 
 # What a family does with the output of its head.

@@ -216,7 +216,6 @@ class WindowTrace(MemoryTrace):
         self._sequence_ranges: list[tuple[int, int, int]] = []
         # Highest instant of each window: bytes, number of events, micro-batch.
         self._fullest: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self._raw_bytes: list[int] = []
         self._inside = False
         self._windows: dict[tuple[int, int], Window] | None = None
 
@@ -255,7 +254,6 @@ class WindowTrace(MemoryTrace):
         return super().phase(name)
 
     def _add(self, count: int, category: str) -> int:
-        self._raw_bytes.append(count)
         self._inside = category == WORKSPACE
         storage_id = super()._add(count, category)
         self._inside = False
@@ -307,7 +305,7 @@ class WindowTrace(MemoryTrace):
         done = 0
         for key, (_, end, _) in sorted(self._fullest.items(), key=lambda item: item[1][1]):
             for storage, change in self._events[done:end]:
-                live[self.label(storage), self._raw_bytes[storage]] += 1 if change > 0 else -1
+                live[self.label(storage), self.exact_bytes[storage]] += 1 if change > 0 else -1
             contents[key], done = +live, end
         return {
             key: Window(phase=self._visits[key[0]], micro_batch=micro_batch, contents=contents[key])

@@ -5,6 +5,7 @@ Shapes: B prompts, T tokens of a prompt, H key/value heads, D head size.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     with_layers,
 )
 from lean_finetune.memory.predict.traced_step import CPU, Trace, TracedModel, new_trace
+from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
@@ -105,6 +107,11 @@ def highest(peaks: Iterable[Peak]) -> Peak:
 
 def _traced(kind: type[Trace], model: TracedModel, use: Use) -> Trace:
     """Trace `use` of a model in evaluation mode."""
+    return skipping_parts(partial(_traced_in, kind, model, use))
+
+
+def _traced_in(kind: type[Trace], model: TracedModel, use: Use, skip: bool) -> Trace:
+    """`_traced`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         CachedFakeMode(),
@@ -118,7 +125,7 @@ def _traced(kind: type[Trace], model: TracedModel, use: Use) -> Trace:
         if setting.train.method != "full":
             trace.register([local(tensor) for _, tensor in named_trained(module)], ADAPTERS)
         trace.begin_steps(module)
-        with trace.recording(), torch.no_grad(), autocast(setting.train, "cpu"):
+        with trace.recording(), part_loop(trace, skip=skip), torch.no_grad(), autocast(setting.train, "cpu"):
             use(parallel, trace)
     return trace
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
@@ -150,6 +151,13 @@ def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tu
     Raises:
         UserError: PyTorch cannot trace an operation of the step.
     """
+    return skipping_parts(partial(_trace_steps, kind, model, steps))
+
+
+def _trace_steps(
+    kind: type[Trace], model: TracedModel, steps: TracedSteps, skip: bool
+) -> tuple[Trace, tuple[int, int]]:
+    """`trace_steps`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         refuse_untraceable(model.config),
@@ -157,6 +165,7 @@ def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tu
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
+        part_loop(trace, skip=skip),
     ):
         return trace, _run_steps(parallel, trace, model, steps)
 

@@ -111,6 +111,8 @@ class MemoryTrace(TorchDispatchMode):
         self._allocating_as: str | None = None
         self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
         self._peaks: dict[str, tuple[int, int]] = {}
+        self.exact_bytes: list[int] = []
+        """By storage: its size before rounding."""
         self.current_bytes = 0
         self.offloaded_peak_bytes = 0
         """Peak of bytes offloaded to host memory or to a file."""
@@ -202,6 +204,51 @@ class MemoryTrace(TorchDispatchMode):
         """Current category of a storage."""
         return self._categories[storage_id]
 
+    # For `alike_parts`, which appends events without running the operations.
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a repeated event gets the layer of the one that ran: in backward it is that of the autograd node."""
+        return self._phase != "backward" and not self._on_host
+
+    @property
+    def storage_count(self) -> int:
+        """Storages so far: the number of the next one."""
+        return len(self._categories)
+
+    @property
+    def event_count(self) -> int:
+        """Events so far."""
+        return len(self._events)
+
+    def events_from(self, start: int) -> Sequence[tuple[int, int]]:
+        """The events from number `start` on."""
+        return self._events[start:]
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; IGNORED if it is not counted."""
+        return self._ids.get(tensor.untyped_storage(), IGNORED)
+
+    def described(self, storage_id: int) -> tuple[Any, ...]:
+        """All that is known of a storage."""
+        return self.exact_bytes[storage_id], self._categories[storage_id]
+
+    def add_like(self, storage_id: int) -> int:
+        """Count a block like another one."""
+        return self._add(self.exact_bytes[storage_id], self._categories[storage_id])
+
+    def free(self, storage_id: int) -> None:
+        """Count the release of a block that belongs to no tensor."""
+        self._remove(storage_id)
+
+    def stand_in(self, tensor: torch.Tensor, storage_id: int) -> torch.Tensor:
+        """A new tensor like another one; it owns a block that is counted already."""
+        self._on_host = True
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self._on_host = False  # As before: `can_repeat`.
+        self._own(new.untyped_storage(), storage_id)
+        return new
+
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase, with the bytes of each category at that instant."""
         wanted = {index for _, index in self._peaks.values()}
@@ -267,7 +314,10 @@ class MemoryTrace(TorchDispatchMode):
         """Count a new storage until it is freed."""
         if not storage.nbytes():
             return
-        storage_id = self._add(storage.nbytes(), category)
+        self._own(storage, self._add(storage.nbytes(), category))
+
+    def _own(self, storage: torch.UntypedStorage, storage_id: int) -> None:
+        """The block is freed with the storage."""
         self._ids[storage] = storage_id
         self._ends[storage] = weakref.finalize(storage, self._remove, storage_id)
         self._ends[storage].atexit = False
@@ -277,6 +327,7 @@ class MemoryTrace(TorchDispatchMode):
         size = -(-count // self._granularity) * self._granularity
         storage_id = len(self._categories)
         self._live[storage_id], self._categories[storage_id] = size, category
+        self.exact_bytes.append(count)
         self._events.append((storage_id, size))
         self.current_bytes += size
         self._update_peak()
@@ -342,8 +393,6 @@ class OriginTrace(MemoryTrace):
         super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
         self.origins: dict[int, Origin] = {}
         """By storage."""
-        self.exact_bytes: list[int] = []
-        """By storage: its size before rounding."""
         self.micro_batches: list[tuple[int, BatchShape]] = []
         """Number of events before each micro-batch, and its shape."""
         self.phases: list[tuple[int, int, str]] = []
@@ -404,13 +453,22 @@ class OriginTrace(MemoryTrace):
 
     def _add(self, count: int, category: str) -> int:
         storage_id = super()._add(count, category)
-        self.exact_bytes.append(count)
         operation = EXISTING if self._operation is None else self._operation.overloadpacket.__name__
         form = {"shape": None, "dtype": None} if self._tensor is None else _form(self._tensor)
         if category == WORKSPACE and operation != EXISTING:
             operation += " (inside)"
         self.origins[storage_id] = Origin(operation=operation, module=self._module(), phase=self._phase or "", **form)
         return storage_id
+
+    def described(self, storage_id: int) -> tuple[Any, ...]:
+        """See MemoryTrace."""
+        return (*super().described(storage_id), self.origins[storage_id])
+
+    def add_like(self, storage_id: int) -> int:
+        """See MemoryTrace."""
+        new = super().add_like(storage_id)
+        self.origins[new] = self.origins[storage_id]
+        return new
 
     def kind(self, storage_id: int) -> AllocationKind:
         """Category and origin of a storage, as `KIND_FIELDS`; layers' numbers in the module's path become *."""

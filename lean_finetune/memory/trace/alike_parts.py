@@ -1,0 +1,107 @@
+"""Skip work on parts that are alike: the trace repeats the events of one that ran.
+
+The loss works on a micro-batch in hundreds of parts (`step.chunk_loop`). The first two parts of one size run. If both
+allocate and free the same, so do the next ones, and their events are appended without running any operation. The last
+one of this size runs again, as a check. So events, origins and peaks are those of running every part.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.step.chunk_loop import Parts, looping_by, run_all
+
+FEWEST = 4
+"""Parts of one size from which on some are skipped."""
+Found = TypeVar("Found")
+
+
+class PartsDiffer(Exception):
+    """The last part has other events than those that were skipped."""
+
+
+def skipping_parts(run: Callable[[bool], Found]) -> Found:
+    """`run(True)`, which may skip parts; `run(False)` if they turn out to differ."""
+    try:
+        return run(True)
+    except PartsDiffer:
+        return run(False)
+
+
+def part_loop(trace: MemoryTrace, *, skip: bool) -> AbstractContextManager[None]:
+    """A context in which loops run as many parts as `trace` needs, or all of them."""
+    return looping_by(lambda work, parts: _loop(trace, work, parts)) if skip else nullcontext()
+
+
+def _loop(trace: MemoryTrace, work: Callable[..., Any], parts: Parts) -> list[Any]:
+    """The results of all parts."""
+    forms = [[_form(tensor) for tensor in part] for part in parts]
+    alike = next((number for number, form in enumerate(forms) if form != forms[0]), len(parts))
+    if alike < FEWEST or not trace.can_repeat:
+        return run_all(work, parts)
+    (first, events), (second, same) = (_run_part(trace, work, part) for part in parts[:2])
+    if events is None or events != same:
+        return [first, second, *run_all(work, parts[2:])]
+    skipped = [_repeat(trace, events, second) for _ in parts[2 : alike - 1]]
+    last, same = _run_part(trace, work, parts[alike - 1])
+    if events != same:
+        raise PartsDiffer
+    return [first, second, *skipped, last, *run_all(work, parts[alike:])]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the work on a tensor depends on, and the memory of its result."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Events:
+    """What work on a part allocates and frees, and its result."""
+
+    changes: tuple[tuple[int, bool], ...]
+    """(storage, whether it is allocated); numbered from the first one of the part."""
+    storages: tuple[Any, ...]
+    """Size, category and origin of each."""
+    kept: int | None
+    """The storage of the result; None without a result."""
+    result: tuple[Any, ...] | None
+    first: int = field(compare=False)
+    """The number of the part's first storage in the trace."""
+
+
+def _run_part(
+    trace: MemoryTrace, work: Callable[..., Any], part: tuple[torch.Tensor, ...]
+) -> tuple[Any, _Events | None]:
+    """The result of a part and its events; None for them if memory beside the result differs afterwards."""
+    begin, first = trace.event_count, trace.storage_count
+    result = work(*part)
+    changes = [(storage - first, change > 0) for storage, change in trace.events_from(begin)]
+    kept = {storage for storage, allocated in changes if allocated}
+    kept -= (freed := {storage for storage, allocated in changes if not allocated})
+    own = None if result is None else trace.storage_of(result) - first
+    if kept != ({own} - {None}) or min(freed, default=0) < 0 or (result is not None and result.requires_grad):
+        return result, None
+    return result, _Events(
+        changes=tuple(changes),
+        storages=tuple(trace.described(storage) for storage in range(first, trace.storage_count)),
+        kept=own,
+        result=None if result is None else (*_form(result), result.storage_offset()),
+        first=first,
+    )
+
+
+def _repeat(trace: MemoryTrace, events: _Events, result: torch.Tensor | None) -> torch.Tensor | None:
+    """Append the events of a part that does not run; returns a tensor that stands for its result."""
+    offset = trace.storage_count - events.first
+    for storage, allocated in events.changes:
+        if allocated:
+            trace.add_like(events.first + storage)
+        else:
+            trace.free(events.first + storage + offset)
+    if result is None or events.kept is None:
+        return None
+    return trace.stand_in(result, events.first + events.kept + offset)
