@@ -19,7 +19,6 @@ from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
-VERDICTS = {"fits": "fits", "tight": "fits, but with less headroom than asked for", "does not fit": "does not fit"}
 LARGEST_PARTS = 5
 
 
@@ -31,7 +30,8 @@ def fit_lines(run: Run, prediction: Prediction, source: str, command: str, optio
     """
     verdict, peak = judge_run(run, prediction), prediction.peak
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
-    yield labelled("verdict", f"{VERDICTS[verdict.state]}: peak {readable_size(peak.bytes)}, {usable}")
+    why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
+    yield labelled("verdict", f"{verdict.state}: peak {readable_size(peak.bytes)}, {usable}{why}")
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     yield ""
@@ -146,6 +146,8 @@ def fit_json(run: Run, prediction: Prediction) -> dict[str, Any]:
     shape = run.steps[-1][-1]
     return {
         "verdict": verdict.state,
+        "why_tight": verdict.why_tight,
+        "margin_percent": run.margin and run.margin.percent,
         "peak_bytes": prediction.peak.bytes,
         "usable_bytes": run.usable_bytes,
         "worst_phase": prediction.worst_phase,

@@ -77,6 +77,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     fits: dict[str, Any] = {
         "fits": found.verdict.fits,
         "verdict": found.verdict.state,
+        "why_tight": found.verdict.why_tight,
         "deciding_tier": RESERVED if memory and prediction.peak.bytes <= run.usable_bytes else TENSORS,
         "reserved_replayed": replayed,
         "duration": duration,
@@ -112,6 +113,7 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
     verdict = judge_run(run, prediction, memory)
     if not verdict.fits:
         sizes = f"{readable_size(prediction.peak.bytes)} of {readable_size(run.usable_bytes)} usable"
+        sizes += "" if verdict.why_tight is None else f", {verdict.why_tight}"
         lack = run.shortage(prediction.offloaded_bytes) or sizes
         click.echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
 

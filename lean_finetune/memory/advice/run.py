@@ -16,6 +16,7 @@ from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
+from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
@@ -122,6 +123,16 @@ class Run:
     def usable_bytes(self) -> int:
         """Memory of the device for tensors."""
         return self.device.usable_bytes(self.params.estimate.headroom_percent)
+
+    @property
+    def margin(self) -> Margin | None:
+        """How much more than predicted the run may need; None if the headroom covers that."""
+        return margin_of(self.setting, self.device)
+
+    @property
+    def fitting_bytes(self) -> int:
+        """The largest predicted peak with which the run fits."""
+        return self.usable_bytes if self.margin is None else self.margin.most_bytes(self.usable_bytes)
 
     @property
     def host_ram_bytes(self) -> int | None:

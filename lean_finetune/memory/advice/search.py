@@ -36,7 +36,7 @@ TRACES_BEYOND = 2
 MOST_CONFIRMED = 6
 """Most changed runs to confirm, each of which takes as long as a verdict."""
 ROOMY = 0.95
-"""Share of usable memory. If all combinations found need more, one that needs less is offered too."""
+"""Share of what a candidate may need. If all combinations found need more, one that needs less is offered too."""
 FASTER = 0.99
 """A more harmful group must be faster than this share of the time of what is found."""
 ADVICE_COLUMNS = ["command", "peak_gib", "slowdown", "effect"]
@@ -104,8 +104,8 @@ def advise(
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
-    The predicted `peak` of `run` is more than `usable_bytes`. Only `allowed` overrides are tried. `confirm` checks a
-    candidate before it is offered.
+    The predicted `peak` of `run` does not fit into `usable_bytes` with its margin. Only `allowed` overrides are tried.
+    `confirm` checks a candidate before it is offered.
     """
     space = Space(run, costs)
     search = _Search(run, costs, usable_bytes, confirm)
@@ -203,9 +203,15 @@ class _Search:
         covered = [(other, peak_bytes) for other, peak_bytes in self._fitting if candidate.covers(other)]
         if not covered:
             return True
-        roomy = ROOMY * self._usable
-        tight = all(peak_bytes > roomy for _, peak_bytes in self._fitting) and covered == list(of_class)
-        return tight and self._bound(candidate) <= roomy and self._fits(candidate) and self._peak(candidate) <= roomy
+        tight = all(peak_bytes > ROOMY * self._most(other) for other, peak_bytes in self._fitting)
+        roomy = ROOMY * self._most(candidate)
+        return (
+            tight
+            and covered == list(of_class)
+            and self._bound(candidate) <= roomy
+            and self._fits(candidate)
+            and self._peak(candidate) <= roomy
+        )
 
     def _offer(self, candidate: Candidate) -> None:
         """Add a candidate that fits to the result if it is confirmed, with the confirmed peak."""
@@ -218,14 +224,20 @@ class _Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether a candidate fits, by a trace if no bound rules it out."""
-        return self._may_fit(candidate) and self._peak(candidate) <= self._usable
+        return self._may_fit(candidate) and self._peak(candidate) <= self._most(candidate)
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """Whether neither a bound nor a stronger candidate that does not fit rules it out."""
         if candidate.flags in self.traced:
             return True
-        stronger = any(peak.bytes > self._usable and other.covers(candidate) for other, peak in self.traced.values())
-        return not stronger and self._bound(candidate) <= self._usable
+        most = self._most(candidate)
+        stronger = any(peak.bytes > most and other.covers(candidate) for other, peak in self.traced.values())
+        return not stronger and self._bound(candidate) <= most
+
+    def _most(self, candidate: Candidate) -> int:
+        """The largest predicted peak with which a candidate fits: less than usable memory by the margin of its kind."""
+        margin = candidate.run.margin
+        return self._usable if margin is None else margin.most_bytes(self._usable)
 
     def _peak(self, candidate: Candidate) -> int:
         """Its predicted peak; more than any device has if it cannot be traced."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
@@ -11,6 +11,7 @@ from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import AnyPrecision
 from lean_finetune.config.load import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.margins import Margin, State, judge_bytes, margin_of
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, PlanMemory
 from lean_finetune.memory.advice.run import Run, full_rows_run
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
@@ -31,14 +32,16 @@ class Verdict:
 
     enforce: bool
     """Whether train refuses a run that does not fit."""
-    state: Literal["fits", "tight", "does not fit"]
-    """Tight: it fits the device, but without the headroom. Train refuses that too."""
+    state: State
+    """Tight: the device holds the prediction, but not with the headroom and the margin. Train refuses that too."""
+    why_tight: str | None = None
+    """What a tight run does not leave free."""
     refusal: str | None
     """One line with prediction, capacity, largest parts and settings that fit; None if the run fits."""
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with the headroom."""
+        """Whether it fits with the headroom and the margin."""
         return self.state == "fits"
 
     def as_json(self, precision: AnyPrecision | None) -> dict[str, Any]:
@@ -62,29 +65,44 @@ def judge(
 ) -> Verdict:
     """Compare a prediction with a device.
 
-    Tensors must leave the headroom free. The blocks that the allocator reserves may take all but the CUDA context,
-    because the allocator releases cached blocks before a request fails. `memory`, if known, is a replay that does so.
-    `shortage` says what the host lacks. A refusal names the first few `remedies`.
+    Tensors must leave the headroom and the margin of the run's kind free. The blocks that the allocator reserves may
+    take all but the CUDA context, because the allocator releases cached blocks before a request fails. `memory`, if
+    known, is a replay that does so. `shortage` says what the host lacks. A refusal names the first few `remedies`.
     """
-    usable = device.usable_bytes(headroom_percent)
+    peak, usable = prediction.peak.bytes, device.usable_bytes(headroom_percent)
+    margin = margin_of(prediction.setting, device)
     shown = [f"{r.switches} ({readable_size(r.peak_bytes)}, {r.slowdown:.2f}x time)" for r in remedies[:MOST_REMEDIES]]
     would_fit = f"would fit: {'; '.join(shown)}" if shown else None
-    if prediction.peak.bytes <= usable:
-        if shortage is not None:
-            refusal = f"{shortage}; {would_fit or 'no change of the known switches makes it fit: choose a larger host'}"
-            return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
-        step = None if memory is None else memory.failing_step(memory.chosen)
-        if memory is None or step is None:
-            return Verdict(enforce=enforce, state="fits", refusal=None)
+    if peak > usable:
+        return _too_large(prediction, device, headroom_percent, enforce=enforce, memory=memory, would_fit=would_fit)
+    if shortage is not None:
+        refusal = f"{shortage}; {would_fit or 'no change of the known switches makes it fit: choose a larger host'}"
+        return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
+    if memory is not None and (step := memory.failing_step(memory.chosen)) is not None:
         refusal = (
             f"hardware.gpu: tensors fit {device.name}, but blocks of other sizes stay reserved between them: out of "
             f"memory at optimizer step {step} ({memory.limited[memory.chosen].out_of_memory}); "
             f"{would_fit or 'lower bucket.max_tokens'}"
         )
         return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
+    if margin is not None and judge_bytes(peak, device, "tensors", margin, headroom_percent) == "tight":
+        return _within_margin(peak, usable, device, margin, enforce=enforce, would_fit=would_fit)
+    return Verdict(enforce=enforce, state="fits", refusal=None)
+
+
+def _too_large(
+    prediction: Prediction,
+    device: Device,
+    headroom_percent: float,
+    *,
+    enforce: bool,
+    memory: PlanMemory | None,
+    would_fit: str | None,
+) -> Verdict:
+    """The verdict on a run that does not leave the headroom free."""
+    usable, tight = device.usable_bytes(headroom_percent), prediction.peak.bytes <= device.usable_bytes(0)
     by_size = sorted(prediction.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
     largest = ", ".join(f"{category} {readable_size(size)}" for category, size in by_size[:LARGEST_CATEGORIES])
-    tight = prediction.peak.bytes <= device.usable_bytes(0)
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(prediction.peak.bytes)} (in {prediction.worst_phase}"
         f"{_first_failure(prediction, usable, memory)}) exceeds the {readable_size(usable)} usable on {device.name} "
@@ -92,7 +110,23 @@ def judge(
         f"{' of headroom, without which it would fit' if tight else ''}); largest: {largest}; "
         f"{would_fit or 'no change of the known switches makes it fit: choose a larger device'}"
     )
-    return Verdict(enforce=enforce, state="tight" if tight else "does not fit", refusal=refusal)
+    if not tight:
+        return Verdict(enforce=enforce, state="does not fit", refusal=refusal)
+    why = f"without the headroom of {headroom_percent:g} %"
+    return Verdict(enforce=enforce, state="tight", why_tight=why, refusal=refusal)
+
+
+def _within_margin(
+    peak: int, usable: int, device: Device, margin: Margin, *, enforce: bool, would_fit: str | None
+) -> Verdict:
+    """The verdict on a run that may need more than the device has, by as much as predictions of its kind may be off."""
+    refusal = (
+        f"hardware.gpu: predicted peak {readable_size(peak)} is within {margin.text}: it may need up to "
+        f"{readable_size(margin.with_margin(peak))} of the {readable_size(usable)} usable on {device.name}; "
+        f"{would_fit or 'no change of the known switches makes it fit with the margin'}; "
+        "estimate.enforce=false trains it as it is"
+    )
+    return Verdict(enforce=enforce, state="tight", why_tight=f"within {margin.text}", refusal=refusal)
 
 
 def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | None) -> str:
@@ -184,13 +218,13 @@ def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | N
             trial = full_rows_run(with_flags(run.params, candidate.flags), run.config, run.device)
             same = (trial.setting, trial.steps) == (changed.setting, changed.steps)
             if same and (run.host_ram_bytes is None or trial.setting.train.offload_activations == "none"):
-                return traced_bytes if traced_bytes <= run.usable_bytes and not trial.shortage(0) else None
+                return traced_bytes if traced_bytes <= trial.fitting_bytes and not trial.shortage(0) else None
         else:
             trial = run.replanned(changed)
         prediction = trial.predict()
     except UserError:
         return None
-    if prediction.peak.bytes > run.usable_bytes or trial.shortage(prediction.offloaded_bytes) is not None:
+    if prediction.peak.bytes > trial.fitting_bytes or trial.shortage(prediction.offloaded_bytes) is not None:
         return None  # Skip the replay, which takes as long as the prediction.
     memory, _ = trial.replay(prediction)
     return prediction.peak.bytes if judge_run(trial, prediction, memory).fits else None

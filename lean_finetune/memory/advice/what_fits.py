@@ -117,8 +117,8 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
     near = {0: Costs(run).least_bytes(run.setting), shape.rows * shape.length: peak_bytes}
     return Limits(
         smallest_gpu=smallest_gpu(run, {_generation(run.device): peak_bytes}),
-        longest_row=longest_fitting_row(run, run.usable_bytes, near),
-        largest_max_tokens=largest_micro_batch(run, run.usable_bytes, near),
+        longest_row=longest_fitting_row(run, run.fitting_bytes, near),
+        largest_max_tokens=largest_micro_batch(run, run.fitting_bytes, near),
     )
 
 
@@ -136,7 +136,7 @@ def smallest_gpu(run: Run, known: Mapping[tuple[bool, bool], int]) -> str | None
         kind = _generation(gpu)
         if kind not in peaks:
             peaks[kind] = replace(run, device=gpu).predict().peak.bytes
-        if peaks[kind] <= gpu.usable_bytes(run.params.estimate.headroom_percent):
+        if peaks[kind] <= replace(run, device=gpu).fitting_bytes:
             return gpu.name
     return None
 
