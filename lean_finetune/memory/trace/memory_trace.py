@@ -111,11 +111,18 @@ class MemoryTrace(TorchDispatchMode):
         self._allocating_as: str | None = None
         self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
         self._peaks: dict[str, tuple[int, int]] = {}
-        self.exact_bytes: list[int] = []
-        """By storage: its size before rounding."""
         self.current_bytes = 0
         self.offloaded_peak_bytes = 0
         """Peak of bytes offloaded to host memory or to a file."""
+        self.exact_bytes: list[int] = []
+        """By storage: its size before rounding."""
+        self.operations: list[Any] = []
+        """By storage: the operation that created it; None if it existed before the first step."""
+        self.micro_batches: list[tuple[int, BatchShape]] = []
+        """Number of events before each micro-batch, and its shape."""
+        self.phases: list[tuple[int, int, str]] = []
+        """Number of events before and at the end of each phase, and its name."""
+        self._end: int | None = None
 
     def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count existing tensors, or set the category of tensors that are counted already."""
@@ -140,17 +147,20 @@ class MemoryTrace(TorchDispatchMode):
         """Called when everything that exists before the first step is registered."""
 
     def begin_micro_batch(self, shape: BatchShape) -> None:
-        """Called before a micro-batch is created."""
+        """Called before a micro-batch is created: records where it begins."""
+        self.micro_batches.append((len(self._events), shape))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the phase of the block: the step's `phase` hook."""
+        """Name the phase of the block, and record where it begins and ends: the step's `phase` hook."""
         before, self._phase = self._phase, name
+        start = len(self._events)
         self._update_peak()
         try:
             yield
         finally:
             self._phase = before
+        self.phases.append((start, len(self._events), name))
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -186,6 +196,7 @@ class MemoryTrace(TorchDispatchMode):
         try:
             with self:
                 yield
+            self._end = len(self._events)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -197,8 +208,11 @@ class MemoryTrace(TorchDispatchMode):
 
     @property
     def events(self) -> Sequence[tuple[int, int]]:
-        """(storage, bytes): positive for an allocation, negative for a release; storages are numbered from 0."""
-        return self._events
+        """(storage, bytes): positive for an allocation, negative for a release; storages are numbered from 0.
+
+        They end with the recording, before model and optimizer are deleted.
+        """
+        return self._events[: self._end]
 
     def category(self, storage_id: int) -> str:
         """Current category of a storage."""
@@ -235,6 +249,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def add_like(self, storage_id: int) -> int:
         """Count a block like another one."""
+        self._operation = self.operations[storage_id]
         return self._add(self.exact_bytes[storage_id], self._categories[storage_id])
 
     def free(self, storage_id: int) -> None:
@@ -328,6 +343,7 @@ class MemoryTrace(TorchDispatchMode):
         storage_id = len(self._categories)
         self._live[storage_id], self._categories[storage_id] = size, category
         self.exact_bytes.append(count)
+        self.operations.append(self._operation)
         self._events.append((storage_id, size))
         self.current_bytes += size
         self._update_peak()
@@ -393,10 +409,6 @@ class OriginTrace(MemoryTrace):
         super().__init__(granularity_bytes=granularity_bytes, rules=rules, vocab_size=vocab_size)
         self.origins: dict[int, Origin] = {}
         """By storage."""
-        self.micro_batches: list[tuple[int, BatchShape]] = []
-        """Number of events before each micro-batch, and its shape."""
-        self.phases: list[tuple[int, int, str]] = []
-        """Number of events before and at the end of each phase, and its name."""
         self._tensor: torch.Tensor | None = None
         self._names: dict[int, str] = {}
         self._running: list[str] = []
@@ -404,19 +416,6 @@ class OriginTrace(MemoryTrace):
         self._numbers: list[int] = []
         self._made_by: list[str] = []
         self._last = ""
-        self._end: int | None = None
-
-    @property
-    def events(self) -> Sequence[tuple[int, int]]:
-        """Events until recording ended, without the deletion of model and optimizer."""
-        return self._events[: self._end]
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """See MemoryTrace."""
-        with super().recording():
-            yield
-        self._end = len(self._events)
 
     def begin_steps(self, model: nn.Module) -> None:
         """Read the modules' paths, and name the modules of the parameters that are registered already."""
@@ -426,18 +425,6 @@ class OriginTrace(MemoryTrace):
             if storage_id is not None:
                 module = path.removeprefix(PEFT_PREFIX).rpartition(".")[0]
                 self.origins[storage_id] = Origin(operation=EXISTING, module=module, phase="", **_form(parameter))
-
-    def begin_micro_batch(self, shape: BatchShape) -> None:
-        """Record where it begins."""
-        self.micro_batches.append((len(self._events), shape))
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """See MemoryTrace; also record where the phase begins and ends."""
-        start = len(self._events)
-        with super().phase(name):
-            yield
-        self.phases.append((start, len(self._events), name))
 
     def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """See MemoryTrace."""
