@@ -16,7 +16,7 @@ from benchmarks.specs import changed, llama, padded, train_of
 from cuda_memory.units import GIB
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import trace_origins
+from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
@@ -56,9 +56,9 @@ def staircase() -> dict[tuple[str, str], Replay]:
     target = target_of(resolve_gpu(GPU)[0])
     found = {}
     for order, steps in orders().items():
-        trace = trace_origins(TracedModel(CONFIG, SETTING, target), steps)
+        events, _ = step_events(TracedModel(CONFIG, SETTING, target), steps)
         for kind, expandable in ALLOCATORS.items():
-            found[order, kind] = replay(trace, steps, expandable=expandable, capacity_bytes=None)
+            found[order, kind] = replay(events, steps, expandable=expandable, capacity_bytes=None)
     return found
 
 

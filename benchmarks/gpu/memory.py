@@ -19,7 +19,8 @@ from benchmarks.harness import Bar, Row, at_most
 from benchmarks.specs import Trainer, random_batch
 from cuda_memory.gpus import Device
 from lean_finetune.memory.advice.plan_memory import replay
-from lean_finetune.memory.predict.peak import predict, trace_origins
+from lean_finetune.memory.predict.deep_events import step_events
+from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import use_segments
@@ -42,8 +43,8 @@ def predicted(case: MemoryCase, gpu: Device) -> Row:
     if peaks.peak.bytes > (1 - SPARE_SHARE) * gpu.memory_bytes:
         return {**row, "skipped": "predicted not to fit this device"}
     if gpu.kind == "cuda":
-        trace = trace_origins(TracedModel(config, case.setting, target), steps)
-        replayed = replay(trace, steps, expandable=case.expandable, capacity_bytes=None)
+        events, _ = step_events(TracedModel(config, case.setting, target), steps)
+        replayed = replay(events, steps, expandable=case.expandable, capacity_bytes=None)
         row["reserved_predicted_bytes"] = replayed.reserved_peak_bytes
         for phase, size in replayed.reserved_by_phase.items():
             phases[phase]["reserved_predicted_bytes"] = size

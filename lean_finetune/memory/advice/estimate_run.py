@@ -20,6 +20,7 @@ from lean_finetune.memory.advice.step_cost import duration_text
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
+from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.memory.predict.other_phases import (
     LOAD,
     OtherPhases,
@@ -29,7 +30,7 @@ from lean_finetune.memory.predict.other_phases import (
     loading_note,
     other_phases,
 )
-from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction, trace_origins
+from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.files.quantized_checkpoint import format_text
@@ -150,8 +151,8 @@ def _tiers(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[
         return None
     if memory is None:
         steps = prediction.steps_of_peak
-        trace = trace_origins(run.model, steps)
-        memory = replay_steps(trace, steps, expandable=run.expandable, device=run.device)
+        events, _ = step_events(run.model, steps)
+        memory = replay_steps(events, steps, expandable=run.expandable, device=run.device, gpus=run.setting.gpus)
     return memory.tiers()
 
 

@@ -11,7 +11,8 @@ steps at even distances.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy as np
 from cuda_memory.allocator import CachingAllocator, CapacityExceeded
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
-from lean_finetune.memory.predict.peak import Prediction, trace_origins
+from lean_finetune.memory.predict.deep_events import NONE, StepEvents, layers_to_trace, step_events
+from lean_finetune.memory.predict.peak import Prediction
+from lean_finetune.memory.predict.process_memory import outside_of_blocks
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
-from lean_finetune.memory.trace.memory_trace import OriginTrace
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.batches import BatchShape
 
@@ -29,7 +31,7 @@ ALLOCATORS = {"native": False, "expandable": True}
 """The kinds of segments, and whether they expand (train.expandable_segments)."""
 MAX_MICRO_BATCHES = 12
 MAX_TRACED_LAYERS = 128
-"""Layers that are traced, over all micro-batches together: 4 micro-batches of an 8B model."""
+"""Layers that are traced, over all micro-batches together: 10 micro-batches of an 8B model, in 3 + 4 + 5 layers."""
 MIN_MICRO_BATCHES = 2
 RESERVED_COLUMNS = ("step", "allocated_gib", "reserved_gib", "reserved_expandable_gib", "retries")
 
@@ -87,6 +89,11 @@ class Replay:
         return max(step.reserved_peak_bytes for step in self.steps)
 
     @property
+    def allocated_peak_bytes(self) -> int:
+        """The most bytes of tensors at any instant of the finished steps, as the allocator counts them."""
+        return max(step.allocated_peak_bytes for step in self.steps)
+
+    @property
     def retries(self) -> int:
         """How often the allocator released its cached blocks in the finished steps."""
         return sum(step.retries for step in self.steps)
@@ -100,38 +107,44 @@ class Replay:
         return max(last - 1, 0)
 
 
-def replay(trace: OriginTrace, steps: TracedSteps, *, expandable: bool, capacity_bytes: int | None) -> Replay:
-    """Replay a trace of these steps in the caching allocator; `capacity_bytes` is None for no limit."""
+def replay(
+    events: StepEvents, steps: TracedSteps, *, expandable: bool, capacity_bytes: int | None, rounds: int = 1
+) -> Replay:
+    """Replay the events of these steps in the caching allocator; `capacity_bytes` is None for no limit.
+
+    With more than one of `rounds` the steps are repeated: the next ones find what the first ones left reserved.
+    """
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    events = trace.events
+    size, target = events.size_E.tolist(), events.target_E.tolist()
     phases: list[str | None] = [None] * len(events)  # None between two phases.
-    for start, end, name in trace.phases:
+    for start, end, name in events.phases:
         phases[start:end] = [name] * (end - start)
     handles: dict[int, int] = {}
     finished: list[StepMemory] = []
     by_phase: dict[str, int] = {}
+    next_steps = accumulate(len(shapes) for shapes in steps)
+    bounds = [events.micro_batches[number] for number in (0, *next_steps) if number < len(events.micro_batches)]
+    spans = list(pairwise([*bounds, len(events)]))
     # What precedes the first step belongs to it.
-    next_steps = accumulate(len(shapes) for shapes in steps[:-1])
-    ends = [*(trace.micro_batches[number][0] for number in next_steps), len(events)]
-    start = 0
-    for end in ends:
+    for number, (start, end) in enumerate([(0, spans[0][1]), *spans[1:], *spans * (rounds - 1)]):
+        if number and number % len(spans) == 0:
+            for place in [place for place in handles if place >= start]:
+                allocator.free(handles.pop(place))
         allocator.reset_peaks()
         retries = allocator.retries
         for place in range(start, end):
-            storage, change = events[place]
             phase = phases[place]
             try:
-                if change > 0:
-                    handles[storage] = allocator.allocate(trace.exact_bytes[storage])
+                if target[place] == NONE:
+                    handles[place] = allocator.allocate(size[place])
                 else:
-                    allocator.free(handles.pop(storage))
+                    allocator.free(handles.pop(target[place]))
             except CapacityExceeded as error:
                 return Replay(
                     steps=tuple(finished), reserved_by_phase=by_phase, out_of_memory=error, failed_phase=phase
                 )
             if phase is not None:
                 by_phase[phase] = max(by_phase.get(phase, 0), allocator.reserved_bytes)
-        start = end
         finished.append(
             StepMemory(
                 allocated_peak_bytes=allocator.peak_allocated_bytes,
@@ -155,8 +168,8 @@ class PlanMemory:
     """By kind of segments, with unlimited memory."""
     limited: Mapping[str, Replay]
     """By kind of segments, within the device's memory less the most that a CUDA context takes."""
-    context: Figure
-    """The CUDA context."""
+    outside: Sequence[Figure]
+    """Memory of the process outside of the blocks: the CUDA context, and NCCL's buffers on several GPUs."""
 
     def failing_step(self, kind: str) -> int | None:
         """The optimizer step, from 0, that runs out of memory; None if none does."""
@@ -183,12 +196,13 @@ class PlanMemory:
             limited, step = self.limited[kind], self.failing_step(kind)
             where = f"optimizer step {step}, {limited.failed_phase or 'between phases'}"
             found[kind] = {
+                "tensors_bytes": unlimited.allocated_peak_bytes,
                 "reserved_bytes": unlimited.reserved_peak_bytes,
                 "reserved_by_phase": dict(unlimited.reserved_by_phase),
                 "retries": limited.retries,
                 "out_of_memory": None if step is None else f"{where}: {limited.out_of_memory}",
-                "process_bytes": unlimited.reserved_peak_bytes + self.context.bytes,
-                "process_margin_bytes": self.context.margin_bytes,
+                "process_bytes": unlimited.reserved_peak_bytes + sum(figure.bytes for figure in self.outside),
+                "process_margin_bytes": sum(figure.margin_bytes for figure in self.outside),
             }
         return found
 
@@ -226,11 +240,10 @@ def replay_plan(
             None,
             "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",
         )
-    layers = model.config.get_text_config().num_hidden_layers
-    sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers)
+    sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers_to_trace(model))
     steps = tuple(sampled.values())
-    trace = trace_origins(model, steps)
-    memory = replay_steps(trace, steps, expandable=expandable, device=device, numbers=tuple(sampled))
+    events, _ = step_events(model, steps)
+    memory = replay_steps(events, steps, expandable=expandable, device=device, numbers=tuple(sampled))
     replayed, planned = sum(map(len, steps)), len(plan)
     if replayed == planned:
         return memory, "the only step replayed" if len(steps) == 1 else f"all {len(steps)} steps replayed"
@@ -239,24 +252,32 @@ def replay_plan(
 
 
 def replay_steps(
-    trace: OriginTrace, steps: TracedSteps, *, expandable: bool, device: Device, numbers: tuple[int, ...] | None = None
+    events: StepEvents,
+    steps: TracedSteps,
+    *,
+    expandable: bool,
+    device: Device,
+    numbers: tuple[int, ...] | None = None,
+    rounds: int = 1,
+    gpus: int = 1,
 ) -> PlanMemory:
-    """Replay a trace of steps with either kind of segments, without a limit and within a device's memory.
+    """Replay the events of steps with either kind of segments, without a limit and within a device's memory.
 
-    `numbers` are those of the optimizer steps; None = 0, 1, …
+    `numbers` are those of the optimizer steps; None = 0, 1, … `rounds` as for `replay`.
     """
     limit_bytes = device.memory_bytes - device.context.max_bytes
     unlimited, limited = {}, {}
     for kind, expands in ALLOCATORS.items():
-        unlimited[kind] = limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=None)
+        play = partial(replay, events, steps, expandable=expands, rounds=rounds)
+        unlimited[kind] = limited[kind] = play(capacity_bytes=None)
         if unlimited[kind].reserved_peak_bytes > limit_bytes:
-            limited[kind] = replay(trace, steps, expandable=expands, capacity_bytes=limit_bytes)
+            limited[kind] = play(capacity_bytes=limit_bytes)
     return PlanMemory(
-        steps=numbers or tuple(range(len(steps))),
+        steps=numbers or tuple(range(len(steps) * rounds)),
         chosen=segments_of(expandable),
         unlimited=unlimited,
         limited=limited,
-        context=device.context,
+        outside=outside_of_blocks(device, gpus),
     )
 
 

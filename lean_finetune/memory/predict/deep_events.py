@@ -352,6 +352,13 @@ def _check(events: StepEvents) -> None:
         raise NotRepeated("a deeper model would free what it does not have")
 
 
+def layers_to_trace(model: TracedModel) -> int:
+    """Layers that `step_events` traces."""
+    setting = model.setting
+    repetition, _ = find_repetition(model.config, setting.train, setting.all_layers_reason)
+    return model.config.get_text_config().num_hidden_layers if repetition is None else sum(repetition.depths)
+
+
 def step_events(model: TracedModel, steps: TracedSteps) -> tuple[StepEvents, str]:
     """The events of steps of a model, and which layers were traced for them, and why.
 

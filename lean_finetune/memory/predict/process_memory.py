@@ -212,6 +212,12 @@ def on_device(device: Device, gpus: int = 1) -> dict[str, Figure]:
     return {"cuda_context": device.context, "cublas_workspaces": cublas, "nccl": nccl}
 
 
+def outside_of_blocks(device: Device, gpus: int = 1) -> tuple[Figure, ...]:
+    """GPU memory of the process outside of the blocks that PyTorch reserves."""
+    figures = on_device(device, gpus)
+    return figures["cuda_context"], figures["nccl"]
+
+
 def on_host(
     config: PretrainedConfig, setting: Setting, stored: torch.dtype, *, batch_tokens: int, offloaded_bytes: int = 0
 ) -> dict[str, Figure]:

@@ -17,7 +17,8 @@ from lean_finetune.memory.advice.plan_memory import (
     sample_steps,
 )
 from lean_finetune.memory.advice.verdict import judge, other_segments
-from lean_finetune.memory.predict.peak import predict, trace_origins
+from lean_finetune.memory.predict.deep_events import step_events
+from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, traced_steps
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import card, gpu_target, llama, plan_of, setting_of, shape
@@ -68,14 +69,14 @@ STEPS = ((shape(2, 240, 300), shape(2, 256, 300)), (shape(4, 512, 1400),), (shap
 
 
 @pytest.fixture(scope="module")
-def trace():
-    return trace_origins(TracedModel(CONFIG, SETTING, H100), STEPS)
+def events():
+    return step_events(TracedModel(CONFIG, SETTING, H100), STEPS)[0]
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_every_step_has_its_own_peaks(trace, expandable):
+def test_every_step_has_its_own_peaks(events, expandable):
     """A step's events counted in the next one, or the reserved bytes of a phase taken from another."""
-    replayed = replay(trace, STEPS, expandable=expandable, capacity_bytes=None)
+    replayed = replay(events, STEPS, expandable=expandable, capacity_bytes=None)
     allocated = [step.allocated_peak_bytes for step in replayed.steps]
     assert allocated[1] == max(allocated) > allocated[0] > allocated[2]
     reserved = [step.reserved_bytes for step in replayed.steps]
@@ -86,22 +87,22 @@ def test_every_step_has_its_own_peaks(trace, expandable):
         assert peak.bytes <= replayed.reserved_by_phase[phase]
 
 
-def test_out_of_memory_names_the_step_and_the_phase(trace):
+def test_out_of_memory_names_the_step_and_the_phase(events):
     """A plan that fails in its second step reported as fitting, or as failing in its first."""
-    first = replay(trace, STEPS, expandable=True, capacity_bytes=None).steps[0].reserved_peak_bytes
-    found = replay(trace, STEPS, expandable=True, capacity_bytes=first)
+    first = replay(events, STEPS, expandable=True, capacity_bytes=None).steps[0].reserved_peak_bytes
+    found = replay(events, STEPS, expandable=True, capacity_bytes=first)
     assert len(found.steps) == 1 and found.failed_phase in ("forward", "backward")
     assert str(found.out_of_memory).endswith(f"reserved of {readable_size(first)}")
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
-def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(trace, capability):
+def test_memory_for_blocks_ends_where_the_cuda_context_may_begin(events, capability):
     """Blocks predicted to fit in memory that the CUDA context of the GPU's generation takes."""
     device = card(80 * GIB, capability=capability)
-    unlimited = replay_steps(trace, STEPS, expandable=True, device=device)
+    unlimited = replay_steps(events, STEPS, expandable=True, device=device)
     needed = reserved_bytes(unlimited, "expandable") + context_of(capability).max_bytes
     enough, short = (
-        replay_steps(trace, STEPS, expandable=True, device=replace(device, memory_bytes=size)).limited["expandable"]
+        replay_steps(events, STEPS, expandable=True, device=replace(device, memory_bytes=size)).limited["expandable"]
         for size in (needed, needed - 2 * MIB)
     )
     assert enough.out_of_memory is None and enough.retries == 0
