@@ -73,12 +73,17 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
             f"train.grad_ckpt: {model.config.model_type} does not support recomputing layers; got true; set it to "
             "false, or use train.offload_activations"
         )
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(kwargs)
-    else:  # transformers < 5.20
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    recompute_layers(model, kwargs)
     for number, layer in enumerate(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
         layer.gradient_checkpointing = number % train.recomputed_every == 0
+
+
+def recompute_layers(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Recompute every decoder layer in backward; `options` are those of torch.utils.checkpoint."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:  # transformers < 5.20
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _keep_products(

@@ -349,6 +349,9 @@ def cuda_attention(capability: tuple[int, int]) -> Kernel:
     ) -> tuple[torch.Tensor, None]:
         causal = query.shape[2] > 1 and attention_mask is None and getattr(module, "is_causal", True)
         D = query.shape[-1]
+        if query.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):  # Autocast converts for attention.
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attention_mask is None and takes_flash(query, capability):
             padding = -D % FLASH_HEAD_SIZE_MULTIPLE
             if padding:

@@ -1,0 +1,65 @@
+"""How another tool's training step differs in memory from ours: small descriptions, of which a step is traced."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Loss = Literal[
+    "logits",
+    "shifted_logits",
+    "fp32_logits",
+    "logits_in_16_bits",
+    "chunked_nll",
+    "liger",
+    "cut_cross_entropy",
+    "chunked_head",
+    "chunked_logits",
+]
+"""How the loss is computed; `losses` has one function for each."""
+LOSS_TEXT: dict[Loss, str] = {
+    "logits": "logits of all positions, and their fp32 copy",
+    "shifted_logits": "logits of all positions, their fp32 copy, and a shifted copy (transformers 4.46 to 4.48)",
+    "fp32_logits": "logits of all positions in fp32, and a shifted copy (transformers up to 4.45)",
+    "logits_in_16_bits": "logits of all positions, and a shifted copy, in 16 bits",
+    "chunked_nll": "chunks of 256 tokens, recomputed in backward with an fp32 copy of the head",
+    "liger": "Liger's fused linear cross-entropy: one chunk of logits",
+    "cut_cross_entropy": "cut cross-entropy: no logits",
+    "chunked_head": "eight chunks of logits, all kept until backward",
+    "chunked_logits": "chunks of 128 tokens' logits, all kept until backward",
+}
+"""What each loss keeps in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolStep:
+    """The order and the types of a tool's training step, as far as memory depends on them."""
+
+    tool: str
+    """Its name."""
+    loss: Loss = "logits"
+    fused_cross_entropy: bool = False
+    """One kernel computes loss and gradient of existing logits, which become their gradient (Unsloth's, Liger's)."""
+    fused_norms: bool = False
+    """Norms save their input in 16 bits and return the gradient in the memory of the incoming one."""
+    autocast: bool = True
+    """The forward pass runs under autocast to 16 bits."""
+    outputs_in_fp32: bool = False
+    """accelerate (under autocast) or Fabric converts what the model returns, logits included, to fp32."""
+    logits_measured: bool = False
+    """Accuracy and entropy are computed from the logits, which live until then."""
+    fp32_of_kbit: Literal["none", "all", "norms"] = "none"
+    """What is fp32 in a quantised model: peft.prepare_model_for_kbit_training converts norms, embedding and head."""
+    adapters: Literal["fp32", "16 bits"] = "fp32"
+    weights: Literal["16 bits", "fp32"] = "16 bits"
+    """Type of trained base weights."""
+    head_output_in_fp32: bool = False
+    """A hook converts the head's output to fp32."""
+    foreach_update: bool = False
+    """AdamW updates with multi-tensor kernels, which need a temporary copy of the parameters."""
+    old_4bit: bool = False
+    """bitsandbytes up to 0.42: 4-bit layers save their input for backward, and unpack by way of fp16."""
+    decoder: Literal["transformers", "litgpt"] = "transformers"
+    """Whose code the layers are."""
+    reentrant: bool = False
+    """Checkpointing runs the first forward pass without a graph, so that nothing is saved in it."""
+    stable_embedding: bool = False
+    """LitGPT replaces the embedding of a 4-bit model by one of bitsandbytes that gets gradients nobody reads."""

@@ -1,0 +1,264 @@
+"""Trace another tool's training step on fake tensors, and predict its peak by phase."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+from unittest.mock import patch
+
+import torch
+from bitsandbytes.autograd._functions import MatMul4Bit
+from torch import nn
+from transformers import PretrainedConfig
+
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.predict.depth_extrapolation import (
+    NotRepeated,
+    WindowTrace,
+    deep_peaks,
+    deep_windows,
+    find_repetition,
+    with_layers,
+)
+from lean_finetune.memory.tool_step.fused_norms import fuse_norms
+from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
+from lean_finetune.memory.tool_step.losses import loss_of
+from lean_finetune.memory.tool_step.tool_step import ToolStep
+from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
+from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.memory_trace import (
+    ADAPTERS,
+    GRADIENTS,
+    INPUTS,
+    QUANTISATION_STATE,
+    WEIGHTS,
+    WORKSPACE,
+    MemoryTrace,
+    Peak,
+)
+from lean_finetune.model.checkpointing import recompute_layers
+from lean_finetune.model.load_model import fake_model
+from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.loss import causal_lm, decoder_hidden
+from lean_finetune.step.parallel_model import named_trained
+from lean_finetune.step.run_optimizer import build_optimizer, device_state
+
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+Trace = TypeVar("Trace", bound=MemoryTrace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolRun:
+    """A run of another tool on one GPU."""
+
+    step: ToolStep
+    config: PretrainedConfig
+    train: Train
+    """The run's values in our parameters; the precision is that on the device."""
+    target: Target
+    rows: int
+    length: int
+    micro_batches: int = 1
+    """Micro-batches of an optimizer step: with several, gradients exist in forward."""
+
+    @property
+    def shape(self) -> BatchShape:
+        """Of each micro-batch."""
+        return BatchShape(rows=self.rows, length=self.length, supervised=self.rows * self.length, packed_lengths=None)
+
+    @property
+    def built_as(self) -> Train:
+        """The section from which the model is built: with types of weights and adapters as the tool has them."""
+        if self.train.precision == "fp16":
+            return self.train
+        if self.train.adapted:
+            precision = "bf16" if self.step.adapters == "fp32" else "pure_bf16"
+        else:
+            precision = "fp32" if self.step.weights == "fp32" else "bf16"
+        return self.train.model_copy(update={"precision": precision, "master_weights": False})
+
+
+def predict_tool(run: ToolRun) -> dict[str, Peak]:
+    """Peaks by phase: loading, forward, backward, clip, optimizer.
+
+    Raises:
+        UserError: the step cannot be traced.
+    """
+    repetition, _ = find_repetition(run.config, run.train)
+    if repetition is not None:
+        configs = [with_layers(run.config, depth) for depth in repetition.depths]
+        traces = [trace_tool(WindowTrace, replace(run, config=config)) for config in configs]
+        try:
+            windows = deep_windows(traces, repetition, run.target.granularity_bytes)
+        except NotRepeated:
+            pass
+        else:
+            return dict(deep_peaks(windows, run.target.granularity_bytes)[0])
+    return trace_tool(MemoryTrace, run).peaks()
+
+
+def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
+    """Trace the first two optimizer steps; state of AdamW is made in the first one."""
+    target, step = run.target, run.step
+    vocabulary = run.config.get_text_config().vocab_size
+    trace = kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
+    with ExitStack() as stack:
+        for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention()):
+            stack.enter_context(context)
+        if step.old_4bit:
+            stack.enter_context(_old_4bit_layers())
+        model, head = _model(run)
+        trained = [parameter for _, parameter in named_trained(model)]
+        trace.begin_steps(model)
+        with trace.phase("loading"):
+            trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
+            trace.register(quantisation_tensors(model), QUANTISATION_STATE)
+            if run.train.adapted:
+                trace.register(trained, ADAPTERS)
+            trace.register_bytes(target.constant_bytes, WORKSPACE)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(partial(_register_gradient, trace))
+        optimizer = _optimizer(run, model, trace)
+        with trace.recording():
+            for _ in range(2):
+                _run_step(run, trace, model, head, optimizer, trained)
+    return trace
+
+
+def _register_gradient(trace: MemoryTrace, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    trace.register([parameter.grad], GRADIENTS)
+
+
+def _run_step(
+    run: ToolRun,
+    trace: MemoryTrace,
+    model: nn.Module,
+    head: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trained: list[nn.Parameter],
+) -> None:
+    """One optimizer step."""
+    dtype = torch.float16 if run.train.precision == "fp16" else torch.bfloat16
+    cuda_autocast = torch.is_autocast_enabled("cuda")
+    for _ in range(run.micro_batches):
+        trace.begin_micro_batch(run.shape)
+        with trace.phase(INPUTS):
+            ids_BT = torch.empty((run.rows, run.length), dtype=torch.int64)
+            labels_BT = torch.empty_like(ids_BT)
+        torch.set_autocast_enabled("cuda", run.step.autocast)  # peft asks for CUDA's.
+        try:
+            with trace.phase("forward"), torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast):
+                loss = _forward(run, model, head, ids_BT, labels_BT)
+            with trace.phase("backward"):
+                loss.backward()
+        finally:
+            torch.set_autocast_enabled("cuda", cuda_autocast)
+        del loss, ids_BT, labels_BT
+    if run.train.max_grad_norm is not None and not run.train.optimizer_in_backward:
+        with trace.phase("clip"):
+            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+    with trace.phase("optimizer"):
+        if not run.train.optimizer_in_backward:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _forward(
+    run: ToolRun, model: nn.Module, head: nn.Module, ids_BT: torch.Tensor, labels_BT: torch.Tensor
+) -> torch.Tensor:
+    if run.step.decoder == "litgpt":
+        return loss_of(run.step, head, model(ids_BT), labels_BT)
+    return loss_of(run.step, head, decoder_hidden(causal_lm(model), ids_BT), labels_BT)
+
+
+def _optimizer(run: ToolRun, model: nn.Module, trace: MemoryTrace) -> torch.optim.Optimizer:
+    """The optimizer; of AdamW without state, which its first step makes."""
+    trained = [parameter for _, parameter in named_trained(model)]
+    if run.step.decoder == "litgpt" and run.train.adapted:
+        trained = updated_by_litgpt(model)
+    train = run.built_as.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
+    if train.optimizer == "adamw":
+        foreach = run.step.foreach_update
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1.0, foreach=foreach, fused=not foreach)
+    else:
+        optimizer = build_optimizer(model, train, on_host=trace.on_host)
+        trace.register(device_state(optimizer, train.optimizer, cuda=run.target.foreach), "optimizer")
+    if train.optimizer_in_backward:
+        _update_in_backward(optimizer)
+    return optimizer
+
+
+def _update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Update each parameter as soon as its gradient is complete, and free the gradient."""
+    groups = optimizer.param_groups
+
+    def update(group: dict[str, Any], parameter: torch.Tensor) -> None:
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        optimizer.step()
+        optimizer.param_groups = groups
+        parameter.grad = None
+
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(partial(update, group))
+
+
+def _model(run: ToolRun) -> tuple[nn.Module, nn.Module]:
+    """The model as the tool prepares it, and its head."""
+    if run.step.decoder == "litgpt":
+        return litgpt_model(run.config, run.built_as, run.step)
+    model = fake_model(run.config, run.built_as, CPU)
+    for module in model.modules():
+        module.__dict__.pop("_cast_input_dtype", None)  # peft's own adapters convert their inputs.
+    lm: Any = causal_lm(model)
+    if run.train.grad_ckpt and run.step.reentrant:
+        lm.enable_input_require_grads()
+        recompute_layers(lm, {"use_reentrant": True, "preserve_rng_state": True})
+    if run.step.fused_norms:
+        fuse_norms(lm)
+    head = lm.get_output_embeddings()
+    if run.train.method in ("qlora", "int8_lora"):
+        _to_fp32(lm, run.step.fp32_of_kbit)
+    return model, head
+
+
+def _to_fp32(lm: nn.Module, which: Literal["none", "all", "norms"]) -> None:
+    """Replace frozen 16-bit parameters by fp32 ones; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in lm.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.dtype not in HALVES or parameter.requires_grad:
+                continue
+            if which == "all" or (which == "norms" and parameter.ndim == 1):
+                made.setdefault(id(parameter), nn.Parameter(parameter.data.float(), requires_grad=False))
+                module._parameters[name] = made[id(parameter)]
+
+
+@contextmanager
+def _old_4bit_layers() -> Iterator[None]:
+    """Let 4-bit layers keep their inputs, and unpack by way of fp16, as bitsandbytes up to 0.42 does."""
+    forward, backward = MatMul4Bit.forward, MatMul4Bit.backward
+
+    def keeping(ctx: Any, A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ctx.kept_input = A
+        ctx.unpacked_shape = kwargs["quant_state"].shape if "quant_state" in kwargs else args[-1].shape
+        unpacked = torch.empty(ctx.unpacked_shape, dtype=torch.float16)
+        product = forward(ctx, A, *args, **kwargs)
+        del unpacked
+        return product
+
+    def unpacking(ctx: Any, gradient: torch.Tensor) -> Any:
+        unpacked = torch.empty(ctx.unpacked_shape, dtype=torch.float16)
+        gradients = backward(ctx, gradient)
+        del unpacked
+        return gradients
+
+    with (
+        patch.object(MatMul4Bit, "forward", staticmethod(keeping)),
+        patch.object(MatMul4Bit, "backward", staticmethod(unpacking)),
+    ):
+        yield
