@@ -56,7 +56,7 @@ class _Multiply4Bit(torch.autograd.Function):
         return F.linear(x, layer.unpacked(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient @ ctx.layer.unpacked(gradient.dtype), None, None
 
 
@@ -291,7 +291,7 @@ class LitGptDecoder(nn.Module):
         head = _linear(C, config.vocab_size, dtype, train, bias=config.model_type == "phi", old_4bit=old_4bit)
         adapts = train.adapted and "lm_head" in train.lora.targets
         self.head = AdaptedLinear(head, C, config.vocab_size, dtype, train, adapts=adapts)
-        rotated = self.layers[0]._rotated
+        rotated = int(_head_size(config) * _rotated_part(config))
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty((getattr(config, "max_position_embeddings", 4096), rotated)))
 
