@@ -24,6 +24,7 @@ from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 
 if TYPE_CHECKING:
+    from lean_finetune.memory.advice.plan_memory import PlanMemory
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.predict.peak import Prediction
 
@@ -96,28 +97,29 @@ def fit(
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
     from lean_finetune.memory.advice.run import fit_run
+    from lean_finetune.memory.advice.tiers import predict_tiers
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)
-    prediction = run.predict()
+    prediction, memory = predict_tiers(run)
     if as_json:
-        click.echo(json.dumps({**fit_json(run, prediction), "from": converted and vars(converted)}, indent=2))
-        _end(run, prediction)
+        click.echo(json.dumps({**fit_json(run, prediction, memory), "from": converted and vars(converted)}, indent=2))
+        _end(run, prediction, memory)
     source = str(config or file) if config or not usual else "a usual run; --set KEY=VALUE changes it"
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
     of_tool = ["", *converted.lines()] if converted else []
-    for text in chain(fit_lines(run, prediction, source, shlex.join(words), option), of_tool):
+    for text in chain(fit_lines(run, prediction, memory, source, shlex.join(words), option), of_tool):
         click.echo(text)
-    _end(run, prediction)
+    _end(run, prediction, memory)
 
 
-def _end(run: "Run", prediction: "Prediction") -> NoReturn:
+def _end(run: "Run", prediction: "Prediction", memory: "PlanMemory | None") -> NoReturn:
     """End with the exit code of the verdict."""
     from lean_finetune.memory.advice.verdict import judge_run
 
-    sys.exit(0 if judge_run(run, prediction).fits else DoesNotFit.exit_code)
+    sys.exit(0 if judge_run(run, prediction, memory).fits else DoesNotFit.exit_code)
 
 
 @contextmanager

@@ -7,13 +7,15 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from cuda_memory.units import COLUMNS, bar_line, counted, labelled, readable_size, readable_time
+from cuda_memory.units import COLUMNS, LABEL_WIDTH, bar_line, counted, labelled, readable_size, readable_time
 from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
+from lean_finetune.memory.advice.tiers import deciding_tier, room_bytes
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
+from lean_finetune.memory.advice.verdict import Verdict, answer, confirmed_peak, describe, judge_run
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
@@ -22,25 +24,26 @@ from lean_finetune.model.files.quantized_checkpoint import format_text
 LARGEST_PARTS = 5
 
 
-def fit_lines(run: Run, prediction: Prediction, source: str, command: str, option: str) -> Iterator[str]:
+def fit_lines(
+    run: Run, prediction: Prediction, memory: PlanMemory | None, source: str, command: str, option: str
+) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
-    `source` says where the parameters come from. `command` and `option` make the lines that apply settings:
-    `lean-finetune fit …` and `--set`.
+    `memory` is the replay of the run, if there is one. `source` says where the parameters come from. `command` and
+    `option` make the lines that apply settings: `lean-finetune fit …` and `--set`.
     """
-    verdict, peak = judge_run(run, prediction), prediction.peak
-    usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
-    why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
-    yield labelled("verdict", f"{verdict.state}: peak {readable_size(peak.bytes)}, {usable}{why}")
+    verdict = judge_run(run, prediction, memory)
+    yield labelled("verdict", _verdict_text(run, prediction, memory, verdict))
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     yield ""
     yield from _peak_lines(run, prediction)
+    yield from tier_lines(memory) if memory else _unknown_tiers(run)
     yield ""
     yield labelled("params", source)
     yield from _run_lines(run, prediction)
     if not verdict.fits:
-        found = answer(run, prediction, confirm=partial(confirmed_peak, run))
+        found = answer(run, prediction, memory, confirm=partial(confirmed_peak, run))
         yield ""
         if not found.remedies:
             yield labelled("what would fit", "no settings found: choose a larger device")
@@ -54,6 +57,52 @@ def fit_lines(run: Run, prediction: Prediction, source: str, command: str, optio
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
     batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
+
+
+def _verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None, verdict: Verdict) -> str:
+    """The verdict, with the tier that decides, its peak and its room."""
+    headroom_percent = run.params.estimate.headroom_percent
+    tier, size = deciding_tier(prediction, memory, run.device, headroom_percent), prediction.peak.bytes
+    if memory is not None and tier == "reserved":
+        size = memory.held_bytes(memory.chosen)
+    name = {"tensors": "tensor", "reserved": "reserved"}[tier]
+    usable = f"{readable_size(room_bytes(tier, run.device, headroom_percent))} usable on {run.device.name}"
+    why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
+    return f"{verdict.state}: {name} peak {readable_size(size)}, {usable}{why}"
+
+
+SEGMENTS = {"expandable": "expandable", "native": "fixed"}
+
+
+def tier_lines(memory: PlanMemory) -> Iterator[str]:
+    """The three tiers of memory with either kind of segments, the run's own kind first."""
+    tiers = memory.tiers()
+    kinds = sorted(tiers, key=lambda kind: kind != memory.chosen)
+    yield _tier_line(
+        "by kind of segments", *(SEGMENTS[kind] + " (this run)" * (kind == memory.chosen) for kind in kinds)
+    )
+    for tier in ("tensors", "reserved"):
+        yield _tier_line(f"  {tier}", *(readable_size(tiers[kind][f"{tier}_bytes"]) for kind in kinds))
+    process = [(tiers[kind]["process_bytes"], tiers[kind]["process_margin_bytes"]) for kind in kinds]
+    yield _tier_line("  process", *(f"{readable_size(low)} to {readable_size(low + more)}" for low, more in process))
+    for kind in kinds:
+        failed, retries = tiers[kind]["out_of_memory"], tiers[kind]["retries"]
+        if failed is not None:
+            yield labelled("", f"{SEGMENTS[kind]} segments: out of memory in {failed}")
+        elif retries:
+            times = counted(retries, "time")
+            yield labelled("", f"{SEGMENTS[kind]} segments fit, as cached blocks are released {times}")
+
+
+def _tier_line(label: str, own: str, other: str) -> str:
+    """A line with the figures of both kinds of segments."""
+    return f"{label:<{LABEL_WIDTH + 2}}{own:<28}{other}"
+
+
+def _unknown_tiers(run: Run) -> Iterator[str]:
+    """Why reserved memory is not known."""
+    if run.device.kind == "cuda":
+        yield labelled("reserved memory", "unknown for stages of a pipeline, and so is the process")
 
 
 def _peak_lines(run: Run, prediction: Prediction) -> Iterator[str]:
@@ -139,10 +188,10 @@ def _tokens(found: Largest) -> str:
     return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
 
 
-def fit_json(run: Run, prediction: Prediction) -> dict[str, Any]:
+def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any]:
     """The complete answer. Sizes are in bytes, lengths in tokens."""
-    verdict, limits = judge_run(run, prediction), find_limits(run, prediction.peak.bytes)
-    found = None if verdict.fits else answer(run, prediction, confirm=partial(confirmed_peak, run))
+    verdict, limits = judge_run(run, prediction, memory), find_limits(run, prediction.peak.bytes)
+    found = None if verdict.fits else answer(run, prediction, memory, confirm=partial(confirmed_peak, run))
     shape = run.steps[-1][-1]
     return {
         "verdict": verdict.state,
@@ -150,6 +199,8 @@ def fit_json(run: Run, prediction: Prediction) -> dict[str, Any]:
         "margin_percent": run.margin and run.margin.percent,
         "peak_bytes": prediction.peak.bytes,
         "usable_bytes": run.usable_bytes,
+        "deciding_tier": deciding_tier(prediction, memory, run.device, run.params.estimate.headroom_percent),
+        "tiers": memory and memory.tiers(),
         "worst_phase": prediction.worst_phase,
         "phases": {
             phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}

@@ -17,6 +17,7 @@ from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
+from lean_finetune.memory.advice.tiers import deciding_tier
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
@@ -40,9 +41,6 @@ from lean_finetune.step.evaluation_limits import EvaluationLimits
 
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
-
-TENSORS, RESERVED = "tensors", "reserved"
-"""Tiers of memory that decide: reserved memory if the plan was replayed, unless tensors alone are too large."""
 
 
 def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
@@ -79,7 +77,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
         "fits": found.verdict.fits,
         "verdict": found.verdict.state,
         "why_tight": found.verdict.why_tight,
-        "deciding_tier": RESERVED if memory and prediction.peak.bytes <= run.usable_bytes else TENSORS,
+        "deciding_tier": deciding_tier(prediction, memory, run.device, p.estimate.headroom_percent),
         "reserved_replayed": replayed,
         "duration": duration,
     }

@@ -176,6 +176,10 @@ class PlanMemory:
         found = self.limited[kind]
         return None if found.out_of_memory is None else self.steps[len(found.steps)]
 
+    def held_bytes(self, kind: str) -> int:
+        """The most bytes that are reserved on the device, or would be if it were large enough."""
+        return (self.unlimited if self.failing_step(kind) is not None else self.limited)[kind].reserved_peak_bytes
+
     def first_step_above(self, limit_bytes: int) -> int | None:
         """The first optimizer step, from 0, whose tensors exceed a limit; None if none does."""
         replayed = zip(self.steps, self.unlimited["native"].steps, strict=True)

@@ -18,6 +18,7 @@ from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, SAME
+from lean_finetune.memory.advice.tiers import predict_tiers
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.allocator_settings import segments_from_environment
 from lean_finetune.step.batches import BatchShape
@@ -217,16 +218,18 @@ def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | N
         if run.planned is None:
             trial = full_rows_run(with_flags(run.params, candidate.flags), run.config, run.device)
             same = (trial.setting, trial.steps) == (changed.setting, changed.steps)
-            if same and (run.host_ram_bytes is None or trial.setting.train.offload_activations == "none"):
-                return traced_bytes if traced_bytes <= trial.fitting_bytes and not trial.shortage(0) else None
+            if same and traced_bytes > trial.fitting_bytes:
+                return None
+            prediction, memory = predict_tiers(trial)
         else:
-            trial = run.replanned(changed)
-        prediction = trial.predict()
+            trial, memory = run.replanned(changed), None
+            prediction = trial.predict()
     except UserError:
         return None
     if prediction.peak.bytes > trial.fitting_bytes or trial.shortage(prediction.offloaded_bytes) is not None:
-        return None  # Skip the replay, which takes as long as the prediction.
-    memory, _ = trial.replay(prediction)
+        return None  # Skip the replay of a plan, which takes as long as the prediction.
+    if run.planned is not None:
+        memory, _ = trial.replay(prediction)
     return prediction.peak.bytes if judge_run(trial, prediction, memory).fits else None
 
 

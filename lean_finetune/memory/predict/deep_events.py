@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, Repetition, find_repetition, shallow_models
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
-from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 
 NONE = -1
@@ -368,10 +367,9 @@ def step_events(model: TracedModel, steps: TracedSteps) -> tuple[StepEvents, str
     setting = model.setting
     repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
     if repetition is not None:
-        fewer = model.with_setting(for_fewer_layers(setting, model.config))
-        depths = (fewer.with_config(with_layers(model.config, depth)) for depth in repetition.depths)
         try:
-            return deep_events([trace_steps(MemoryTrace, one, steps)[0] for one in depths], repetition), reason
+            traces = [trace_steps(MemoryTrace, one, steps)[0] for one in shallow_models(model, repetition)]
+            return deep_events(traces, repetition), reason
         except NotRepeated as error:
             reason = f"all {repetition.layers} layers: {error}"
     return events_of(trace_steps(MemoryTrace, model, steps)[0]), reason

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import TracedModel
+from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
@@ -121,6 +122,12 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{path}.{name}"] = value
     return found
+
+
+def shallow_models(model: TracedModel, repetition: Repetition) -> list[TracedModel]:
+    """The model with the layers of each depth."""
+    fewer = model.with_setting(for_fewer_layers(model.setting, model.config))
+    return [fewer.with_config(with_layers(model.config, depth)) for depth in repetition.depths]
 
 
 def stage_in_shallow_model(model: TracedModel, stage: int, layers: int, period: int) -> TracedModel:

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cuda_memory.units import GIB
+from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of, step_events
 from lean_finetune.memory.predict.depth_extrapolation import (
     AFTER,
     BEFORE,
@@ -24,11 +26,10 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     find_repetition,
     offloaded_bytes,
     peak_of_contents,
+    shallow_models,
     stage_in_shallow_model,
-    with_layers,
 )
 from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedModel, TracedSteps, only, trace_steps
-from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import (
     CATEGORIES,
     KIND_FIELDS,
@@ -83,6 +84,26 @@ def predict(model: TracedModel, steps: TracedSteps) -> Prediction:
     return predict_from(WindowTrace, model, steps)[0]
 
 
+def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Prediction, StepEvents | None]:
+    """`predict`, and every allocation and free of the steps, from the same traces; None for a pipeline.
+
+    Raises:
+        UserError: the model's memory depends on the data, or PyTorch cannot trace one of its operations.
+    """
+    setting = model.setting
+    if setting.is_pipeline:
+        return predict(model, steps), None
+    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
+    if repetition is not None:
+        traces = _shallow_traces(WindowTrace, model, steps, repetition)
+        with suppress(NotRepeated):
+            prediction, _ = _from_shallow(traces, model, steps, repetition, reason)
+            return prediction, deep_events(traces, repetition)
+        return predict(model, steps), step_events(model, steps)[0]
+    trace, position = trace_steps(MemoryTrace, model, steps)
+    return _of_all_layers(trace, setting, only(steps, *position), reason), events_of(trace)
+
+
 def predict_from(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps
 ) -> tuple[Prediction, Extrapolation | None]:
@@ -117,10 +138,14 @@ def _extrapolated(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
-    shallow = model.with_setting(for_fewer_layers(model.setting, model.config))
-    of_depths = [shallow.with_config(with_layers(model.config, depth)) for depth in repetition.depths]
-    traces = [trace_steps(kind, one, steps)[0] for one in of_depths]
-    return _from_shallow(traces, model, steps, repetition, reason)
+    return _from_shallow(_shallow_traces(kind, model, steps, repetition), model, steps, repetition, reason)
+
+
+def _shallow_traces(
+    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition
+) -> list[WindowTrace]:
+    """Traces of the model with fewer layers, at `repetition.depths`."""
+    return [trace_steps(kind, one, steps)[0] for one in shallow_models(model, repetition)]
 
 
 def _from_shallow(

@@ -10,12 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from cuda_memory.units import COLUMNS, LABEL_WIDTH, labelled
+from cuda_memory.units import COLUMNS, LABEL_WIDTH, MIB, labelled
 from lean_finetune.commands import fit_text
 from lean_finetune.commands.fit import fit, gpu_flags
-from lean_finetune.commands.fit_text import fit_lines
+from lean_finetune.commands.fit_text import fit_lines, tier_lines
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.run import Run, fit_run
+from lean_finetune.memory.advice.tiers import deciding_tier, predict_tiers
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
 from tests.memory.common import card_for
 from tests.pinning.hub_server import serve, use_hub
@@ -49,10 +50,9 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     peaks = ["peak by phase, as a s", "at the peak, in forwa"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
     settings = ["params", "device", "model", "run", "micro-batches", "speed", "attention"]
-    assert labels == ["verdict", *peaks, *settings, *limits]
-    assert (
-        lines[0].startswith(labelled("verdict", "fits: peak ")) and labelled("smallest GPU", "P4 (of") in result.stdout
-    )
+    assert labels == ["verdict", *peaks, "by kind of segments", *settings, *limits]
+    assert lines[0].startswith(labelled("verdict", "fits: reserved peak "))
+    assert labelled("smallest GPU", "P4 (of") in result.stdout
     assert labelled("longest row", "256 tokens (= the model's 256 positions)") in result.stdout
     assert labelled("largest micro-batch", "2048 tokens (= train.tokens_per_step)") in result.stdout
     assert sorted(workspace.rglob("*")) == before
@@ -137,6 +137,37 @@ def test_a_run_with_the_advised_overrides_fits(workspace: Path, values: dict[str
         assert judge_run(changed, changed.predict()).fits, remedy.flags
 
 
+def test_reserved_memory_decides_where_tensors_alone_fit(workspace: Path):
+    """A run said to fit by its tensors, whose blocks do not: fixed segments, and hardly more than the tensors need."""
+    flags = ["estimate.headroom_percent=0", "train.expandable_segments=false", "data.max_length=256"]
+    _, large = predict_tiers(run_of(workspace, "80GiB", flags))
+    assert large is not None
+    run = run_of(workspace, card_for(large.tiers()["expandable"]["tensors_bytes"] + MIB // 8), flags)
+    prediction, memory = predict_tiers(run)
+    tiers = large.tiers()["native"]
+    assert prediction.peak.bytes <= tiers["tensors_bytes"] <= tiers["reserved_bytes"] < tiers["process_bytes"]
+    assert large.tiers()["expandable"]["tensors_bytes"] == prediction.peak.bytes == run.predict().peak.bytes
+    shown = fit_lines(run, prediction, memory, "", "lean-finetune fit", "--set")
+    assert next(shown).startswith(labelled("verdict", "does not fit: reserved peak "))
+    assert not judge_run(run, prediction, memory).fits and judge_run(run, prediction).fits
+    assert memory is not None and "fixed segments: out of memory in optimizer step 0, " in "".join(tier_lines(memory))
+    assert deciding_tier(prediction, memory, run.device, 0.0) == "reserved"
+
+
+def test_several_gpus_add_nccl_to_the_process_and_a_pipeline_says_that_it_is_unknown(workspace: Path):
+    """The memory of one GPU shown for several, or nothing said where nothing is known."""
+    several = ["hardware.num_gpus=2", "train.method=lora"]
+    _, memory = predict_tiers(run_of(workspace, "80GiB", [*several, "train.sharding=zero3"]))
+    assert memory is not None
+    tiers = memory.tiers()["native"]
+    assert tiers["process_bytes"] - tiers["reserved_bytes"] == (141 + 256) * MIB
+    run = run_of(workspace, "80GiB", [*several, "train.pipeline_stages=2"])
+    prediction, memory = predict_tiers(run)
+    assert memory is None
+    shown = fit_lines(run, prediction, memory, "", "lean-finetune fit", "--set")
+    assert labelled("reserved memory", "unknown for stages of a pipeline, and so is the process") in shown
+
+
 def test_what_would_fit_is_a_line_to_paste(workspace: Path):
     """Advice for dvc outside of a checkout, or a line that lacks the options of this run."""
     options = ["--model", "model", "--length", "256", "--method", "lora"]
@@ -144,7 +175,7 @@ def test_what_would_fit_is_a_line_to_paste(workspace: Path):
     needed = json.loads(invoke(fit, *options, *usual, "--gpu", "80GiB", "--json").stdout)["peak_bytes"]
     refused = invoke(fit, *options, *usual, "--gpu", card_for(needed // 2))
     shown = refused.stdout
-    assert refused.exit_code == 3 and shown.startswith(labelled("verdict", "does not fit: peak "))
+    assert refused.exit_code == 3 and shown.startswith(labelled("verdict", "does not fit: tensor peak "))
     command = shown.split("\n  lean-finetune fit ")[1].replace("\\\n", " ").splitlines()[0]
     words = shlex.split(command)
     assert {*options, *usual} < {*words}
@@ -156,16 +187,16 @@ def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytes
     """Half a minute of search before the answer to the question."""
     lay_out(workspace, data__max_length=128, bucket__max_tokens=65536)
     run = run_of(workspace, card_for(2**20), [])
-    lines = fit_lines(run, run.predict(), "", "lean-finetune fit", "--set")
+    lines = fit_lines(run, *predict_tiers(run), "", "lean-finetune fit", "--set")
     monkeypatch.delattr(fit_text, "answer")
-    assert next(lines).startswith(labelled("verdict", "does not fit: peak "))
+    assert next(lines).startswith(labelled("verdict", "does not fit: tensor peak "))
 
 
 def test_json_has_the_exit_code_of_the_verdict_and_an_unknown_gpu_that_of_a_wrong_call(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A script that takes an answer for a run that fits."""
-    monkeypatch.setattr(fit_text, "answer", lambda run, prediction, confirm: Mock(remedies=()))
+    monkeypatch.setattr(fit_text, "answer", lambda run, prediction, memory, confirm: Mock(remedies=()))
     result = invoke(fit, "--model", "model", "--gpu", card_for(2**20), "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "does not fit"
     unknown = error(invoke(fit, "--model", "model", "--gpu", "H1000"), 2)

@@ -106,7 +106,7 @@ def test_traces_that_contradict_each_other_are_replaced_by_one_of_all_layers(mon
         shallow.intermediate_size += 32 * (count == 4)
         return shallow
 
-    monkeypatch.setattr("lean_finetune.memory.predict.peak.with_layers", other)
+    monkeypatch.setattr("lean_finetune.memory.predict.depth_extrapolation.with_layers", other)
     model = TracedModel(llama(13), setting_of(), CPU_TARGET)
     found = predict(model, WINDOWED)
     assert found.layers_traced.startswith("all 13 layers: tensors of ")
