@@ -24,6 +24,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
 from lean_finetune.memory.tool_step.fused_norms import fuse_norms
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of
+from lean_finetune.memory.tool_step.sharing import Shared, Sharing, shared_by
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target
@@ -52,7 +53,7 @@ Trace = TypeVar("Trace", bound=MemoryTrace)
 
 @dataclass(frozen=True, kw_only=True)
 class ToolRun:
-    """A run of another tool on one GPU."""
+    """A run of another tool on a GPU, or the share of one of several."""
 
     step: ToolStep
     config: PretrainedConfig
@@ -63,6 +64,8 @@ class ToolRun:
     length: int
     micro_batches: int = 1
     """Micro-batches of an optimizer step: with several, gradients exist in forward."""
+    sharing: Sharing | None = None
+    """How several GPUs share the run; None on one."""
 
     @property
     def shape(self) -> BatchShape:
@@ -111,8 +114,10 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
         model, head = _model(run)
-        trained = [parameter for _, parameter in named_trained(model)]
         trace.begin_steps(model)
+        with trace, trace.allocating_as(WEIGHTS):
+            shared = stack.enter_context(shared_by(run.sharing, model, trace))
+        trained = [parameter for _, parameter in named_trained(model)]
         with trace.phase("loading"):
             trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
             trace.register(quantisation_tensors(model), QUANTISATION_STATE)
@@ -124,7 +129,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
         optimizer = _optimizer(run, model, trace)
         with trace.recording():
             for _ in range(2):
-                _run_step(run, trace, model, head, optimizer, trained)
+                _run_step(run, trace, shared, head, optimizer, trained)
     return trace
 
 
@@ -136,7 +141,7 @@ def _register_gradient(trace: MemoryTrace, parameter: torch.Tensor) -> None:
 def _run_step(
     run: ToolRun,
     trace: MemoryTrace,
-    model: nn.Module,
+    shared: Shared,
     head: nn.Module,
     optimizer: torch.optim.Optimizer,
     trained: list[nn.Parameter],
@@ -152,7 +157,7 @@ def _run_step(
         torch.set_autocast_enabled("cuda", run.step.autocast)  # peft asks for CUDA's.
         try:
             with trace.phase("forward"), torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast):
-                loss = _forward(run, model, head, ids_BT, labels_BT)
+                loss = shared.run(partial(_forward, run, shared.model, head, ids_BT, labels_BT))
             with trace.phase("backward"):
                 loss.backward()
         finally:
@@ -160,7 +165,7 @@ def _run_step(
         del loss, ids_BT, labels_BT
     if run.train.max_grad_norm is not None and not run.train.optimizer_in_backward:
         with trace.phase("clip"):
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            shared.clip(trained)
     with trace.phase("optimizer"):
         if not run.train.optimizer_in_backward:
             optimizer.step()

@@ -155,7 +155,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
     put(pipeline, "send_weights", lambda module, owner, world, device: None)
-    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", _set_quant_state)
+    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", set_quant_state)
     # DTensor derives shapes on separate fake tensors, which are not memory of the step.
     shapes = "_propagate_tensor_meta_non_cached"
     put(ShardingPropagator, shapes, _uncounted(trace, getattr(ShardingPropagator, shapes)))
@@ -179,7 +179,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     put(torch.UntypedStorage, "resize_", resized)
 
 
-def _set_quant_state(layer: Any) -> None:
+def set_quant_state(layer: Any) -> None:
     """Set a gathered 4-bit weight's scales; bitsandbytes would convert it to a class that fake tensors cannot have."""
     if getattr(layer.weight, "quant_state", None) is None:
         layer.weight.quant_state = layer.quant_state
