@@ -14,6 +14,7 @@ import click
 from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.config.schema import Params
@@ -95,9 +96,10 @@ def fit(
         if p.hardware.gpu.strip().lower() != "auto":
             named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
-    from lean_finetune.commands.fit_text import fit_json, fit_lines  # Here: imports torch, which --help skips.
-    from lean_finetune.memory.advice.run import fit_run
-    from lean_finetune.memory.advice.tiers import predict_tiers
+    with importing_without_compiler():  # Here: imports torch, which --help skips.
+        from lean_finetune.commands.fit_text import fit_json, fit_lines
+        from lean_finetune.memory.advice.run import fit_run
+        from lean_finetune.memory.advice.tiers import predict_tiers
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)

@@ -199,6 +199,7 @@ class CachedFakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # PyTorch's own cache, which takes longer than most operations.
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
