@@ -30,6 +30,8 @@ def loss_of(step: ToolStep, head: nn.Module, hidden_BTD: torch.Tensor, labels_BT
         return _of_logits(step, [_head_output(step, head, hidden_BTD)], labels_BT)
     if step.loss == "chunked_logits":
         return _chunked_logits(head, hidden_BTD, labels_BT, in_fp32=step.outputs_in_fp32)
+    if step.loss == "chunked_head":
+        return _chunked_head(step, head, hidden_BTD, labels_BT)
     return LOSSES[step.loss](head, hidden_BTD, labels_BT)
 
 
@@ -115,15 +117,16 @@ def _chunked_nll(head: nn.Module, hidden_BTD: torch.Tensor, labels_BT: torch.Ten
     return loss
 
 
-def _chunked_head(head: nn.Module, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+def _chunked_head(step: ToolStep, head: nn.Module, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
     hidden_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     index = torch.empty(len(hidden_MD), dtype=torch.int64)
     hidden_MD, labels_M = hidden_MD.index_select(0, index), labels_BT.reshape(-1).index_select(0, index)
-    loss = hidden_MD.new_zeros((), dtype=torch.float32)
-    chunks = zip(hidden_MD.tensor_split(OUTPUT_CHUNKS), labels_M.tensor_split(OUTPUT_CHUNKS), strict=True)
-    for hidden_CD, labels_C in chunks:
-        loss = loss + F.cross_entropy(head(hidden_CD).float(), labels_C, reduction="sum")
-    return loss
+    losses = []
+    for hidden_CD, labels_C in zip(*(one.tensor_split(OUTPUT_CHUNKS) for one in (hidden_MD, labels_M)), strict=True):
+        output = head(hidden_CD)
+        losses.append(_cross_entropy(step, output if step.fused_cross_entropy else output.float(), labels_C))
+        del output
+    return torch.stack(losses).sum()
 
 
 def _chunked_logits(
@@ -197,7 +200,6 @@ def _cut(head: nn.Module, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> 
 LOSSES_OF_LOGITS = ("logits", "shifted_logits", "fp32_logits", "logits_in_16_bits")
 LOSSES: dict[Loss, Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "chunked_nll": _chunked_nll,
-    "chunked_head": _chunked_head,
     "liger": _liger,
     "cut_cross_entropy": _cut,
 }

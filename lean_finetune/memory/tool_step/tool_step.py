@@ -23,7 +23,7 @@ LOSS_TEXT: dict[Loss, str] = {
     "chunked_nll": "chunks of 256 tokens, recomputed in backward with an fp32 copy of the head",
     "liger": "Liger's fused linear cross-entropy: one chunk of logits",
     "cut_cross_entropy": "cut cross-entropy: no logits",
-    "chunked_head": "eight chunks of logits, all kept until backward",
+    "chunked_head": "eight chunks of logits in fp32, or in 16 bits if compiled, all kept until backward",
     "chunked_logits": "chunks of 128 tokens' logits, all kept until backward",
 }
 """What each loss keeps in memory."""
@@ -37,7 +37,7 @@ class ToolStep:
     """Its name."""
     loss: Loss = "logits"
     fused_cross_entropy: bool = False
-    """One kernel computes loss and gradient of existing logits, which become their gradient (Unsloth's, Liger's)."""
+    """One kernel computes loss and gradient of existing logits, which become their gradient (Unsloth, torch.compile)."""
     fused_norms: bool = False
     """Norms save their input in 16 bits and return the gradient in the memory of the incoming one."""
     autocast: bool = True
