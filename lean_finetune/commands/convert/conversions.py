@@ -28,6 +28,8 @@ class Converted:
     ignored: dict[str, list[str]] = field(default_factory=dict)
     """Keys by the reason."""
     unknown: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = field(default_factory=dict)
+    """The configuration's own values by dotted key, with the tool's defaults."""
 
     def flags(self) -> list[str]:
         """The parameters as overrides."""

@@ -159,8 +159,12 @@ READS_IMAGES = re.compile(
 """Parts of names of models, templates and data sets whose rows usually have more than text."""
 
 
-def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Converted:
+def read_config_of_tool(
+    path: Path, gpus: int, *, with_data: bool = True, changes: Mapping[str, Any] | None = None
+) -> Converted:
     """Convert a configuration file for a run on so many GPUs; `with_data=False` leaves its data sets out.
+
+    `changes`: keys of the tool that replace those of the file.
 
     Raises:
         UserError: it cannot be read, is of no known tool, or of a run or data that cannot be had here.
@@ -168,13 +172,15 @@ def read_config_of_tool(path: Path, gpus: int, *, with_data: bool = True) -> Con
     of_command = {command: table for table in tables() for command in table.get("commands", ())}
     given, command = read_keys(path, [*of_command])
     table = _table_of(given, path) if command is None else of_command[command]
+    given |= changes or {}
     defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
     if given.get("fp16") is True:
         defaults.pop("bf16", None)
-    reading = _Reading(path, table, Converted(tool=table["tool"]), of_script=command is not None)
+    converted = Converted(tool=table["tool"], keys={**defaults, **given})
+    reading = _Reading(path, table, converted, of_script=command is not None)
     for key, value in {**defaults, **given}.items():
         reading.read(key, value, is_given=key in given, with_data=with_data)
-    converted, facts = reading.converted, reading.facts
+    facts = reading.facts
     name_sub_keys(given, table, converted, with_data=with_data)
     check_kinds(facts, path, table)
     combine_facts(facts, converted, table, gpus, path)

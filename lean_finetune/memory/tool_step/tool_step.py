@@ -37,20 +37,22 @@ class ToolStep:
     """Its name."""
     loss: Loss = "logits"
     fused_cross_entropy: bool = False
-    """One kernel computes loss and gradient of existing logits, which become their gradient (Unsloth, torch.compile)."""
+    """One kernel computes loss and gradient of existing logits, which become their gradient."""
     fused_norms: bool = False
     """Norms save their input in 16 bits and return the gradient in the memory of the incoming one."""
+    fused_layers: bool = False
+    """Liger's kernels for norms, rotary embedding and MLP, where the family has them."""
     autocast: bool = True
     """The forward pass runs under autocast to 16 bits."""
     outputs_in_fp32: bool = False
     """accelerate (under autocast) or Fabric converts what the model returns, logits included, to fp32."""
     logits_measured: bool = False
     """Accuracy and entropy are computed from the logits, which live until then."""
-    fp32_of_kbit: Literal["none", "all", "norms"] = "none"
-    """What is fp32 in a quantised model: peft.prepare_model_for_kbit_training converts norms, embedding and head."""
+    fp32_parts: Literal["none", "all", "norms"] = "none"
+    """Frozen parts in fp32: peft.prepare_model_for_kbit_training converts norms, embedding and head."""
     adapters: Literal["fp32", "16 bits"] = "fp32"
     weights: Literal["16 bits", "fp32"] = "16 bits"
-    """Type of trained base weights."""
+    """Type of the base weights that are not quantised."""
     head_output_in_fp32: bool = False
     """A hook converts the head's output to fp32."""
     foreach_update: bool = False

@@ -27,7 +27,7 @@ from lean_finetune.memory.tool_step.losses import loss_of
 from lean_finetune.memory.tool_step.sharing import Shared, Sharing, shared_by
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
-from lean_finetune.memory.trace.cuda_kernels import Target
+from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.memory_trace import (
     ADAPTERS,
     GRADIENTS,
@@ -39,6 +39,7 @@ from lean_finetune.memory.trace.memory_trace import (
     Peak,
 )
 from lean_finetune.model.checkpointing import recompute_layers
+from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import BatchShape
@@ -75,13 +76,12 @@ class ToolRun:
     @property
     def built_as(self) -> Train:
         """The section from which the model is built: with types of weights and adapters as the tool has them."""
-        if self.train.precision == "fp16":
-            return self.train
-        if self.train.adapted:
-            precision = "bf16" if self.step.adapters == "fp32" else "pure_bf16"
-        else:
-            precision = "fp32" if self.step.weights == "fp32" else "bf16"
-        return self.train.model_copy(update={"precision": precision, "master_weights": False})
+        step, half = self.step, self.train.precision == "fp16"
+        precision = "fp32" if step.weights == "fp32" else "fp16" if half and self.train.adapted else "bf16"
+        if precision == "bf16" and step.adapters == "16 bits":
+            precision = "pure_bf16"
+        fused = "liger" if step.fused_layers and self.config.model_type in FAMILIES else "none"
+        return self.train.model_copy(update={"precision": precision, "master_weights": False, "fused_kernels": fused})
 
 
 def predict_tool(run: ToolRun) -> dict[str, Peak]:
@@ -109,7 +109,8 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
     vocabulary = run.config.get_text_config().vocab_size
     trace = kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
     with ExitStack() as stack:
-        for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention()):
+        fused = without_launches(run.built_as.fused_kernels, target.multiprocessors)
+        for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention(), fused):
             stack.enter_context(context)
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
@@ -226,8 +227,7 @@ def _model(run: ToolRun) -> tuple[nn.Module, nn.Module]:
     if run.step.fused_norms:
         fuse_norms(lm)
     head = lm.get_output_embeddings()
-    if run.train.method in ("qlora", "int8_lora"):
-        _to_fp32(lm, run.step.fp32_of_kbit)
+    _to_fp32(lm, run.step.fp32_parts)
     return model, head
 
 

@@ -1,0 +1,73 @@
+"""The answer of `lean-finetune fit --from` about the run as the other tool does it, as lines and as JSON."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cuda_memory.units import labelled, readable_size
+from lean_finetune.commands.convert.conversions import Converted
+from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
+from lean_finetune.memory.advice.margins import MARGINS
+from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.tool_step.tools import SAVING_KEYS
+
+RunOf = Callable[[Converted], Run]
+"""The run of a converted configuration, with the options of the command line."""
+
+
+def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_of: RunOf) -> Iterator[str]:
+    """The run as the tool does it, phase by phase; why it differs from here; the key that saves most there."""
+    try:
+        found = predict_as_tool(run, converted.tool, converted.keys)
+    except UserError as error:
+        found = str(error)
+    if isinstance(found, str):
+        yield labelled("as it runs there", f"not known: {found}")
+        return
+    usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
+    state = f"{found.state}: peak {readable_size(found.peak.bytes)}, in {found.worst_phase}; {usable}"
+    if found.state == "tight":
+        state += f"; within {MARGINS['tool_one_gpu'].text}"
+    yield labelled("as it runs there", f"{converted.tool}: {state}")
+    phases = ", ".join(f"{phase} {readable_size(peak.bytes)}" for phase, peak in found.by_phase.items())
+    yield labelled("", phases)
+    for number, cause in enumerate(found.causes()):
+        yield labelled("  because of" if number == 0 else "", f"{readable_size(cause.bytes)}: {cause.what}")
+    if (best := best_key(found, _variants(path, converted, run_of))) is not None:
+        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in best[0].items())
+        yield labelled("  one change there", f"{keys} → {readable_size(best[1].peak.bytes)}, {best[1].state}")
+    saved = found.peak.bytes - here_bytes
+    more = "less" if saved >= 0 else "more"
+    yield labelled("as it would run here", f"{readable_size(here_bytes)}: {readable_size(abs(saved))} {more}")
+
+
+def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict[str, Any]:
+    """The same for `--json`: sizes in bytes, or the reason why it is not known."""
+    try:
+        found = predict_as_tool(run, converted.tool, converted.keys)
+    except UserError as error:
+        found = str(error)
+    if isinstance(found, str):
+        return {"not_known": found}
+    best = best_key(found, _variants(path, converted, run_of))
+    change = best and {"keys": best[0], "peak_bytes": best[1].peak.bytes, "verdict": best[1].state}
+    return {**found.as_json(), "one_change": change}
+
+
+def _variants(
+    path: Path, converted: Converted, run_of: RunOf
+) -> Iterator[tuple[Mapping[str, Any], Run, str, Mapping[str, Any]]]:
+    """The configuration with each of the tool's saving keys that it does not have yet."""
+    for changes in SAVING_KEYS.get(converted.tool, ()):
+        if all(converted.keys.get(key) == value for key, value in changes.items()):
+            continue
+        try:
+            changed = read_config_of_tool(path, 1, with_data=False, changes=changes)
+            yield changes, run_of(changed), changed.tool, changed.keys
+        except UserError:  # This configuration does not allow it.
+            continue
+
+

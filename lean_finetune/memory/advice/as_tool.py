@@ -1,0 +1,147 @@
+"""The memory of a run as another tool does it: peaks by phase, and what each difference of its step costs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.margins import MARGINS, State, judge_bytes
+from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
+from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT, ToolStep
+from lean_finetune.memory.tool_step.tools import Keys, step_of
+from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
+from lean_finetune.memory.trace.memory_trace import INPUTS, Peak
+
+SHOWN_PART = 0.01
+"""Causes below this share of the peak are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A difference of the tool's step from ours, and the bytes by which it alone raises the peak."""
+
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsTool:
+    """The prediction of a run as another tool does it."""
+
+    run: ToolRun
+    by_phase: Mapping[str, Peak]
+    """loading, forward, backward, clip, optimizer."""
+    state: State
+    """The verdict, with the margin of other tools' steps."""
+
+    @property
+    def worst_phase(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.by_phase, key=lambda phase: self.by_phase[phase].bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest peak."""
+        return self.by_phase[self.worst_phase]
+
+    def causes(self) -> list[Cause]:
+        """What the differences cost, the largest first; each is traced without it alone."""
+        found = []
+        for what, lean in _leaner(self.run):
+            cost = self.peak.bytes - _peaks(lean)[1]
+            if cost > SHOWN_PART * self.peak.bytes:
+                found.append(Cause(what=what, bytes=cost))
+        return sorted(found, key=lambda cause: -cause.bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `fit --json`. Sizes are in bytes."""
+        return {
+            "tool": self.run.step.tool,
+            "verdict": self.state,
+            "peak_bytes": self.peak.bytes,
+            "worst_phase": self.worst_phase,
+            "phases": {phase: peak.bytes for phase, peak in self.by_phase.items()},
+            "causes": [vars(cause) for cause in self.causes()],
+        }
+
+
+def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
+    """The run as a tool does it, with the values of `keys` in its configuration; or why that is not known.
+
+    Raises:
+        UserError: the step cannot be traced.
+    """
+    train = run.setting.train
+    step = step_of(tool, keys, train)
+    if step is None:
+        return f"the training step of {tool} is not described here"
+    if run.setting.gpus > 1:
+        return f"the step of {tool} on several GPUs is not traced; as it would run here, the margin covers it"
+    if run.device.kind != "cuda":
+        return "other tools' steps are traced for GPUs alone; name one with --gpu"
+    if step.decoder == "litgpt" and run.config.model_type not in LITGPT_FAMILIES:
+        return f"LitGPT's code of {run.config.model_type} is not described here"
+    shape = run.steps[-1][-1]
+    tool_run = ToolRun(
+        step=step,
+        config=run.config,
+        train=train.model_copy(update={"offload": "none", "offload_activations": "none", "sharding": "none"}),
+        target=run.target,
+        rows=shape.rows,
+        length=shape.length,
+        micro_batches=2 if run.micro_batches_per_step > 1 else 1,
+    )
+    by_phase, peak_bytes = _peaks(tool_run)
+    headroom = run.params.estimate.headroom_percent
+    state = judge_bytes(peak_bytes, run.device, "tensors", MARGINS["tool_one_gpu"], headroom)
+    return AsTool(run=tool_run, by_phase=by_phase, state=state)
+
+
+def _peaks(run: ToolRun) -> tuple[dict[str, Peak], int]:
+    """The peaks by phase, and the highest one in bytes."""
+    found = predict_tool(run)
+    found.pop(INPUTS, None)
+    return found, max(peak.bytes for peak in found.values())
+
+
+def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
+    """Each difference of the step in words, with the run without it."""
+    step = run.step
+
+    def without(**changes: Any) -> ToolRun:
+        return replace(run, step=replace(step, **changes))
+
+    if step.loss not in ("liger", "cut_cross_entropy"):
+        yield LOSS_TEXT[step.loss], without(loss="liger", outputs_in_fp32=False, logits_measured=False)
+    if step.weights == "fp32":
+        yield "base weights in fp32", without(weights="16 bits")
+    if step.fp32_parts != "none":
+        yield "frozen parts in fp32, and hidden states with them", without(fp32_parts="none")
+    if step.foreach_update and run.train.optimizer == "adamw":
+        yield "multi-tensor update of AdamW", without(foreach_update=False)
+    if step.old_4bit:
+        yield "4-bit layers of bitsandbytes 0.42, which save their inputs", without(old_4bit=False)
+    if step.stable_embedding:
+        yield "a second embedding, and its gradient", without(stable_embedding=False)
+    if step.decoder == "transformers" and not run.train.grad_ckpt:
+        train = run.train.model_copy(update={"grad_ckpt": True})
+        yield "activations of all layers (no gradient checkpointing)", replace(run, train=train)
+
+
+def best_key(
+    found: AsTool, variants: Iterator[tuple[Mapping[str, Any], Run, str, Keys]]
+) -> tuple[Mapping[str, Any], AsTool] | None:
+    """The keys of the tool's configuration that lower the peak most, with the prediction; None if none does.
+
+    `variants`: changed keys, and the run, the tool and the keys that follow from them.
+    """
+    best: tuple[Mapping[str, Any], AsTool] | None = None
+    for changes, run, tool, keys in variants:
+        try:
+            changed = predict_as_tool(run, tool, keys)
+        except UserError:
+            continue
+        if isinstance(changed, AsTool) and changed.peak.bytes < (best[1] if best else found).peak.bytes:
+            best = changes, changed
+    return best

@@ -1,0 +1,149 @@
+"""The training steps of other tools, by the keys of their configurations, and the keys that save memory there.
+
+Read in TRL 1.10, LLaMA-Factory, Axolotl, torchtune and LitGPT of mid-2026, with transformers 5 and peft 0.21.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
+
+Keys = Mapping[str, Any]
+"""Values of a configuration by dotted key, with the tool's defaults."""
+FP32 = ("float32", "fp32", "fp32-true", "32-true")
+
+
+def _mixed(keys: Keys) -> bool:
+    return bool(keys.get("bf16") not in (None, False, "full") or keys.get("fp16"))
+
+
+def _foreach(optimizer: object) -> bool:
+    """Whether this AdamW of PyTorch updates with multi-tensor kernels: unless it is fused."""
+    return optimizer == "adamw_torch"
+
+
+def _trl(keys: Keys, train: Train) -> ToolStep:
+    """SFTTrainer: the model is loaded in fp32 unless `dtype` says otherwise; adapters of 4-bit models are bf16."""
+    liger = bool(keys.get("use_liger_kernel"))
+    named: str = keys.get("loss_type") or ("liger" if liger else "chunked_nll")
+    loss: Loss = "chunked_nll" if named == "chunked_nll" else "liger" if liger else "logits"
+    stored = keys.get("dtype") or keys.get("torch_dtype") or "float32"
+    return ToolStep(
+        tool="TRL",
+        loss=loss,
+        autocast=_mixed(keys),
+        outputs_in_fp32=_mixed(keys),
+        logits_measured=loss == "logits",
+        weights="fp32" if stored in FP32 else "16 bits",
+        adapters="16 bits" if train.method in ("qlora", "int8_lora") else "fp32",
+        foreach_update=_foreach(keys.get("optim")),
+        fused_layers=liger,
+        reentrant=bool(keys.get("gradient_checkpointing_kwargs.use_reentrant")),
+    )
+
+
+def _llama_factory(keys: Keys, train: Train) -> ToolStep:
+    """Trained parameters are fp32 unless `pure_bf16`; checkpointing is reentrant by default."""
+    pure, liger = bool(keys.get("pure_bf16")), bool(keys.get("enable_liger_kernel"))
+    mixed = _mixed(keys) and not pure
+    return ToolStep(
+        tool="LLaMA-Factory",
+        loss="liger" if liger else "logits",
+        autocast=mixed,
+        outputs_in_fp32=mixed,
+        weights="16 bits" if pure or train.adapted else "fp32",
+        adapters="16 bits" if pure else "fp32",
+        fp32_parts="norms" if keys.get("upcast_layernorm") else "none",
+        head_output_in_fp32=bool(keys.get("upcast_lmhead_output")),
+        foreach_update=_foreach(keys.get("optim")),
+        fused_layers=liger,
+        reentrant=keys.get("use_reentrant_gc") is not False,
+    )
+
+
+def _axolotl(keys: Keys, train: Train) -> ToolStep:
+    """Norms, embedding and head that k-bit preparation makes fp32 are converted back to 16 bits."""
+    plugins = str(keys.get("plugins", ""))
+    liger = "liger" in plugins.lower()
+    cut = "cut_cross_entropy" in plugins or bool(keys.get("cut_cross_entropy"))
+    fused = liger and bool(keys.get("liger_fused_linear_cross_entropy"))
+    loss: Loss = "cut_cross_entropy" if cut else "liger" if fused else "logits"
+    return ToolStep(
+        tool="Axolotl",
+        loss=loss,
+        autocast=_mixed(keys),
+        outputs_in_fp32=_mixed(keys),
+        foreach_update=_foreach(keys.get("optimizer")),
+        fused_layers=liger and bool(keys.get("liger_rms_norm")),
+        reentrant=keys.get("gradient_checkpointing_kwargs.use_reentrant") is not False,
+    )
+
+
+def _torchtune(keys: Keys, train: Train) -> ToolStep:
+    """Everything has the type `dtype`; the loss works in eight chunks, in fp32 unless it is compiled."""
+    return ToolStep(
+        tool="torchtune",
+        loss="chunked_head",
+        fused_cross_entropy=bool(keys.get("compile")),
+        autocast=False,
+        weights="fp32" if keys.get("dtype") in FP32 else "16 bits",
+        adapters="16 bits",
+        foreach_update=not keys.get("optimizer.fused"),
+    )
+
+
+def _litgpt(keys: Keys, train: Train) -> ToolStep:
+    """Its own decoder without checkpointing; Fabric returns logits in fp32; bitsandbytes must be 0.42."""
+    quantised = train.method == "qlora"
+    return ToolStep(
+        tool="LitGPT",
+        decoder="litgpt",
+        loss="chunked_logits" if train.adapted else "fp32_logits",
+        autocast=str(keys.get("precision", "")).endswith("mixed"),
+        outputs_in_fp32=True,
+        weights="fp32" if keys.get("precision") in FP32 else "16 bits",
+        adapters="16 bits",
+        foreach_update=True,
+        old_4bit=quantised,
+        stable_embedding=quantised,
+    )
+
+
+STEPS: Mapping[str, Callable[[Keys, Train], ToolStep]] = {
+    "TRL": _trl,
+    "LLaMA-Factory": _llama_factory,
+    "Axolotl": _axolotl,
+    "torchtune": _torchtune,
+    "LitGPT": _litgpt,
+}
+"""By the name of the tool."""
+SAVING_KEYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "TRL": (
+        {"use_liger_kernel": True},
+        {"loss_type": "chunked_nll"},
+        {"dtype": "bfloat16"},
+        {"gradient_checkpointing": True},
+        {"optim": "adamw_8bit"},
+    ),
+    "LLaMA-Factory": (
+        {"enable_liger_kernel": True},
+        {"pure_bf16": True, "bf16": False},
+        {"disable_gradient_checkpointing": False},
+        {"optim": "adamw_8bit"},
+    ),
+    "Axolotl": (
+        {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "cut_cross_entropy": True},
+        {"gradient_checkpointing": True},
+        {"optimizer": "adamw_bnb_8bit"},
+    ),
+    "torchtune": ({"compile": True}, {"enable_activation_checkpointing": True}),
+    "LitGPT": ({"quantize": "bnb.nf4-dq"},),
+}
+"""Keys of each tool that can save memory without other rows in a step: each is tried alone."""
+
+
+def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
+    """The training step of a tool; None if it is not described here."""
+    describe = STEPS.get(tool)
+    return None if describe is None else describe(keys, train)
