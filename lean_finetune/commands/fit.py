@@ -3,9 +3,10 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -13,6 +14,7 @@ import click
 
 from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
+from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -98,23 +100,40 @@ def fit(
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines
+        from lean_finetune.commands.fit_tool import tool_json, tool_lines
         from lean_finetune.memory.advice.run import fit_run
         from lean_finetune.memory.advice.tiers import predict_tiers
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run = fit_run(p, shorten=shorten)
     prediction, memory = predict_tiers(run)
+    run_of = partial(_converted_run, run, load_params(file), flags)
     if as_json:
-        click.echo(json.dumps({**fit_json(run, prediction, memory), "from": converted and vars(converted)}, indent=2))
+        answer = fit_json(run, prediction, memory)
+        answer["from"] = converted and vars(converted)
+        if converted is not None and config is not None:
+            answer["as_tool"] = tool_json(run, converted, config, run_of)
+        click.echo(json.dumps(answer, indent=2))
         _end(run, prediction, memory)
     source = str(config or file) if config or not usual else "a usual run; --set KEY=VALUE changes it"
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    of_tool = ["", *converted.lines()] if converted else []
-    for text in chain(fit_lines(run, prediction, memory, source, shlex.join(words), option), of_tool):
+    lines = fit_lines(run, prediction, memory, source, shlex.join(words), option)
+    of_tool: Iterable[str] = ()
+    if converted is not None and config is not None:
+        as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
+        lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
+    for text in chain(lines, of_tool):
         click.echo(text)
     _end(run, prediction, memory)
+
+
+def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Converted) -> "Run":
+    """The run of another configuration of the same model and device, with the options of the command line."""
+    from lean_finetune.memory.advice.run import full_rows_run
+
+    return full_rows_run(with_flags(p, [*converted.flags(), *flags]), run.config, run.device)
 
 
 def _end(run: "Run", prediction: "Prediction", memory: "PlanMemory | None") -> NoReturn:

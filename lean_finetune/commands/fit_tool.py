@@ -69,5 +69,3 @@ def _variants(
             yield changes, run_of(changed), changed.tool, changed.keys
         except UserError:  # This configuration does not allow it.
             continue
-
-

@@ -8,7 +8,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, State, judge_bytes
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
-from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT, ToolStep
+from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT
 from lean_finetune.memory.tool_step.tools import Keys, step_of
 from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
 from lean_finetune.memory.trace.memory_trace import INPUTS, Peak

@@ -38,10 +38,8 @@ class ToolStep:
     loss: Loss = "logits"
     fused_cross_entropy: bool = False
     """One kernel computes loss and gradient of existing logits, which become their gradient."""
-    fused_norms: bool = False
-    """Norms save their input in 16 bits and return the gradient in the memory of the incoming one."""
-    fused_layers: bool = False
-    """Liger's kernels for norms, rotary embedding and MLP, where the family has them."""
+    fused_layers: Literal["none", "norms", "norms and MLPs"] = "none"
+    """Which parts of layers are one kernel, Unsloth's or Liger's: these save less and overwrite gradients."""
     autocast: bool = True
     """The forward pass runs under autocast to 16 bits."""
     outputs_in_fp32: bool = False

@@ -4,13 +4,14 @@ Read in TRL 1.10, LLaMA-Factory, Axolotl, torchtune and LitGPT of mid-2026, with
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 
 Keys = Mapping[str, Any]
 """Values of a configuration by dotted key, with the tool's defaults."""
+LIGER: Literal["norms and MLPs"] = "norms and MLPs"
 FP32 = ("float32", "fp32", "fp32-true", "32-true")
 
 
@@ -38,7 +39,7 @@ def _trl(keys: Keys, train: Train) -> ToolStep:
         weights="fp32" if stored in FP32 else "16 bits",
         adapters="16 bits" if train.method in ("qlora", "int8_lora") else "fp32",
         foreach_update=_foreach(keys.get("optim")),
-        fused_layers=liger,
+        fused_layers=LIGER if liger else "none",
         reentrant=bool(keys.get("gradient_checkpointing_kwargs.use_reentrant")),
     )
 
@@ -57,7 +58,7 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
         fp32_parts="norms" if keys.get("upcast_layernorm") else "none",
         head_output_in_fp32=bool(keys.get("upcast_lmhead_output")),
         foreach_update=_foreach(keys.get("optim")),
-        fused_layers=liger,
+        fused_layers=LIGER if liger else "none",
         reentrant=keys.get("use_reentrant_gc") is not False,
     )
 
@@ -75,7 +76,7 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
         autocast=_mixed(keys),
         outputs_in_fp32=_mixed(keys),
         foreach_update=_foreach(keys.get("optimizer")),
-        fused_layers=liger and bool(keys.get("liger_rms_norm")),
+        fused_layers=LIGER if liger and keys.get("liger_rms_norm") else "none",
         reentrant=keys.get("gradient_checkpointing_kwargs.use_reentrant") is not False,
     )
 

@@ -21,13 +21,13 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     find_repetition,
     with_layers,
 )
-from lean_finetune.memory.tool_step.fused_norms import fuse_norms
+from lean_finetune.memory.tool_step.fused_layers import fuse_layers
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of
 from lean_finetune.memory.tool_step.sharing import Shared, Sharing, shared_by
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
-from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
+from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import (
     ADAPTERS,
     GRADIENTS,
@@ -39,7 +39,6 @@ from lean_finetune.memory.trace.memory_trace import (
     Peak,
 )
 from lean_finetune.model.checkpointing import recompute_layers
-from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import BatchShape
@@ -80,8 +79,7 @@ class ToolRun:
         precision = "fp32" if step.weights == "fp32" else "fp16" if half and self.train.adapted else "bf16"
         if precision == "bf16" and step.adapters == "16 bits":
             precision = "pure_bf16"
-        fused = "liger" if step.fused_layers and self.config.model_type in FAMILIES else "none"
-        return self.train.model_copy(update={"precision": precision, "master_weights": False, "fused_kernels": fused})
+        return self.train.model_copy(update={"precision": precision, "master_weights": False, "fused_kernels": "none"})
 
 
 def predict_tool(run: ToolRun) -> dict[str, Peak]:
@@ -109,8 +107,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
     vocabulary = run.config.get_text_config().vocab_size
     trace = kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
     with ExitStack() as stack:
-        fused = without_launches(run.built_as.fused_kernels, target.multiprocessors)
-        for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention(), fused):
+        for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention()):
             stack.enter_context(context)
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
@@ -224,8 +221,8 @@ def _model(run: ToolRun) -> tuple[nn.Module, nn.Module]:
     if run.train.grad_ckpt and run.step.reentrant:
         lm.enable_input_require_grads()
         recompute_layers(lm, {"use_reentrant": True, "preserve_rng_state": True})
-    if run.step.fused_norms:
-        fuse_norms(lm)
+    if run.step.fused_layers != "none":
+        fuse_layers(lm, mlps=run.step.fused_layers == "norms and MLPs")
     head = lm.get_output_embeddings()
     _to_fp32(lm, run.step.fp32_parts)
     return model, head
