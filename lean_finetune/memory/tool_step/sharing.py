@@ -103,8 +103,10 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
     with ExitStack() as stack:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sharing.gpus)
         stack.callback(dist.destroy_process_group)
-        _patch(stack, trace)
-        yield Shared(model, _fsdp1(model, sharing))
+        _patch(stack)
+        root = _fsdp1(model, sharing)
+        stack.enter_context(_counting_resized(trace))
+        yield Shared(model, root)
 
 
 def ddp_bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
@@ -112,8 +114,9 @@ def ddp_bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _patch(stack: ExitStack, trace: MemoryTrace) -> None:
-    """Patch PyTorch to count FSDP1's resized storages, and to compare storages that have no address."""
+@contextmanager
+def _counting_resized(trace: MemoryTrace) -> Iterator[None]:
+    """Count resized storages anew: FSDP1 frees and allocates gathered units so."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -121,13 +124,19 @@ def _patch(stack: ExitStack, trace: MemoryTrace) -> None:
         trace.resized(storage, SHARDING)
         return result
 
+    with patch.object(torch.UntypedStorage, "resize_", resized):
+        yield
+
+
+def _patch(stack: ExitStack) -> None:
+    """Patch PyTorch to compare storages that have no address, and bitsandbytes to take weights of plain tensors."""
+
     def identity(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
     def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         return identity(a) == identity(b)
 
-    stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
     stack.enter_context(patch.object(torch.Tensor, "data_ptr", identity))
     stack.enter_context(patch.object(_flat_param, "_same_storage", same_storage))
     stack.enter_context(patch.object(bnb_modules, "fix_4bit_weight_quant_state_from_module", set_quant_state))

@@ -113,8 +113,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
             stack.enter_context(_old_4bit_layers())
         model, head = _model(run)
         trace.begin_steps(model)
-        with trace, trace.allocating_as(WEIGHTS):
-            shared = stack.enter_context(shared_by(run.sharing, model, trace))
+        shared = stack.enter_context(shared_by(run.sharing, model, trace))
         trained = [parameter for _, parameter in named_trained(model)]
         with trace.phase("loading"):
             trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
