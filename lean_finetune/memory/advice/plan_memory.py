@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_memory.allocator import CachingAllocator, CapacityExceeded
+from cuda_memory.allocator import Arena, CachingAllocator, CapacityExceeded
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import GIB, counted
 from lean_finetune.memory.predict.deep_events import NONE, StepEvents, layers_to_trace, step_events
@@ -115,7 +115,8 @@ def replay(
     With more than one of `rounds` the steps are repeated: the next ones find what the first ones left reserved.
     """
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
-    size, target = events.size_E.tolist(), events.target_E.tolist()
+    size, target, stream = (array.tolist() for array in (events.size_E, events.target_E, events.stream_E))
+    arenas = {number: Arena(stream=number) for number in {*stream}}
     phases: list[str | None] = [None] * len(events)  # None between two phases.
     for start, end, name in events.phases:
         phases[start:end] = [name] * (end - start)
@@ -136,7 +137,7 @@ def replay(
             phase = phases[place]
             try:
                 if target[place] == NONE:
-                    handles[place] = allocator.allocate(size[place])
+                    handles[place] = allocator.allocate(size[place], arenas[stream[place]])
                 else:
                     allocator.free(handles.pop(target[place]))
             except CapacityExceeded as error:
@@ -240,10 +241,7 @@ def replay_plan(
     `lengths` are the tokens of every training row, `prediction` is of the same run. The memory of `device` limits it.
     """
     if model.setting.distributed:
-        return (
-            None,
-            "worst micro-batches only: several GPUs share the steps, and communication allocates on other streams",
-        )
+        return None, "worst micro-batches only: several GPUs share the steps"
     sampled = sample_steps(plan, lengths, prediction.steps_of_peak, layers=layers_to_trace(model))
     steps = tuple(sampled.values())
     events, _ = step_events(model, steps)

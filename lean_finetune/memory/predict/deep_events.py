@@ -33,6 +33,8 @@ class StepEvents:
     """Bytes of an allocation before rounding; of the freed one for a free."""
     target_E: np.ndarray
     """Position of the allocation that is freed; NONE for an allocation."""
+    stream_E: np.ndarray
+    """Stream of an allocation; of the freed one for a free."""
     phases: tuple[tuple[int, int, str], ...]
     """First event and end of each phase, and its name."""
     micro_batches: tuple[int, ...]
@@ -69,6 +71,7 @@ def _ordered(trace: MemoryTrace) -> tuple[StepEvents, np.ndarray]:
     events = StepEvents(
         size_E=size_E[storage_E],
         target_E=target_E,
+        stream_E=np.array(trace.streams, dtype=np.int64)[storage_E],
         phases=tuple(trace.phases),
         micro_batches=tuple(start for start, _ in trace.micro_batches),
     )
@@ -76,7 +79,8 @@ def _ordered(trace: MemoryTrace) -> tuple[StepEvents, np.ndarray]:
     begins_E[1:] |= is_alloc_E[:-1]
     begins_E[[cut for cut in events.cuts if cut < len(events)]] = True
     order = np.lexsort((target_E, begins_E.cumsum()))
-    return replace(events, size_E=events.size_E[order], target_E=target_E[order]), storage_E[order]
+    ordered = {name: getattr(events, name)[order] for name in ("size_E", "target_E", "stream_E")}
+    return replace(events, **ordered), storage_E[order]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +89,7 @@ class _Sequence:
 
     events: StepEvents
     token_E: np.ndarray
-    """Number of (allocation or free, operation, category, bytes)."""
+    """Number of (allocation or free, operation, category, stream, bytes)."""
     kind_E: np.ndarray
     """The same without the bytes."""
 
@@ -94,8 +98,9 @@ def _sequence(trace: MemoryTrace, numbers: dict[Any, int]) -> _Sequence:
     """The events of a trace; `numbers` are those of tokens and kinds at all depths."""
     events, storage_E = _ordered(trace)
     kind_of, token_of = [], []
-    for storage, (operation, size) in enumerate(zip(trace.operations, trace.exact_bytes, strict=True)):
-        kind = (operation, trace.category(storage))
+    made = zip(trace.operations, trace.exact_bytes, trace.streams, strict=True)
+    for storage, (operation, size, stream) in enumerate(made):
+        kind = (operation, trace.category(storage), stream)
         kind_of.append(numbers.setdefault(kind, len(numbers)))
         token_of.append(numbers.setdefault((kind, size), len(numbers)))
     is_alloc_E = events.target_E == NONE
@@ -279,6 +284,7 @@ class _Deepened:
         self._depths, self._parts, self._more = [depth.events for depth in depths], parts, more
         self._sizes: list[np.ndarray] = []
         self._targets: list[np.ndarray] = []
+        self._streams: list[np.ndarray] = []
 
     def events(self) -> StepEvents:
         """The events.
@@ -297,6 +303,7 @@ class _Deepened:
         found = StepEvents(
             size_E=np.concatenate(self._sizes),
             target_E=np.concatenate(self._targets),
+            stream_E=np.concatenate(self._streams),
             phases=tuple((moved(start), moved(end), name) for start, end, name in last.phases),
             micro_batches=tuple(moved(start) for start in last.micro_batches),
         )
@@ -308,7 +315,7 @@ class _Deepened:
         if len({end - start for start, end in zip(starts, ends, strict=True)}) > 1:
             raise NotRepeated("parts do not follow each other alike")
         spans = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-        for name, found in (("size_E", self._sizes), ("target_E", self._targets)):
+        for name, found in (("size_E", self._sizes), ("target_E", self._targets), ("stream_E", self._streams)):
             low, middle, high = (getattr(events, name)[span] for events, span in zip(self._depths, spans, strict=True))
             if not np.array_equal(high - middle, middle - low):
                 raise NotRepeated("what is freed between layers is not linear in depth")
@@ -323,6 +330,7 @@ class _Deepened:
         per_depth = low - second.target_E[b : b + part.length]
         copies = 3 + self._more
         self._sizes.append(np.tile(third.size_E[span], copies))
+        self._streams.append(np.tile(third.stream_E[span], copies))
         self._targets.append((low + per_depth * self._more + per_copy * np.arange(copies)[:, np.newaxis]).reshape(-1))
 
     def _moved(self) -> Any:

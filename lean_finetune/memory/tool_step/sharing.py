@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lean_finetune.memory.trace.fake_distributed import set_quant_state
+from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
 from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
 
 # FSDP1 joins the weights of a unit (a decoder layer; each trained matrix of an adapter; the rest) into one flat tensor,
@@ -106,6 +106,7 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
         _patch(stack)
         root = _fsdp1(model, sharing)
         stack.enter_context(_counting_resized(trace))
+        stack.enter_context(following_streams(trace))
         yield Shared(model, root)
 
 

@@ -108,6 +108,7 @@ class MemoryTrace(TorchDispatchMode):
         self._operation: Any = None
         self._module_depth = 0
         self._on_host = False
+        self._stream = 0
         self._allocating_as: str | None = None
         self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize] = weakref.WeakKeyDictionary()
         self._peaks: dict[str, tuple[int, int]] = {}
@@ -116,6 +117,8 @@ class MemoryTrace(TorchDispatchMode):
         """Peak of bytes offloaded to host memory or to a file."""
         self.exact_bytes: list[int] = []
         """By storage: its size before rounding."""
+        self.streams: list[int] = []
+        """By storage: the stream on which it was allocated; 0 is the one that computes."""
         self.operations: list[Any] = []
         """By storage: the operation that created it; None if it existed before the first step."""
         self.micro_batches: list[tuple[int, BatchShape]] = []
@@ -179,6 +182,15 @@ class MemoryTrace(TorchDispatchMode):
             yield
         finally:
             self._allocating_as = before
+
+    @contextmanager
+    def on_stream(self, number: int) -> Iterator[None]:
+        """Allocate storages of the block on this stream: only the same stream uses their memory again."""
+        before, self._stream = self._stream, number
+        try:
+            yield
+        finally:
+            self._stream = before
 
     def resized(self, storage: torch.UntypedStorage, category: str) -> None:
         """A storage was resized: count it anew, under this category."""
@@ -343,6 +355,7 @@ class MemoryTrace(TorchDispatchMode):
         storage_id = len(self._categories)
         self._live[storage_id], self._categories[storage_id] = size, category
         self.exact_bytes.append(count)
+        self.streams.append(self._stream)
         self.operations.append(self._operation)
         self._events.append((storage_id, size))
         self.current_bytes += size

@@ -14,7 +14,7 @@ from tests.memory.common import gpu_target, llama
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PEFT = ToolStep(tool="SFTTrainer", loss="shifted_logits", autocast=False, reentrant=True, foreach_update=True)
-MIXED = replace(PEFT, autocast=True, weights="fp32")
+MIXED = replace(PEFT, autocast=True)
 FUSED = replace(MIXED, loss="liger", fused_norms=True)
 MISTRAL = MistralConfig(
     hidden_size=4096,
@@ -35,7 +35,9 @@ LLAMA_3_8B = large_llama(4096, 14336, layers=32, heads=32, kv_heads=8)
 def run_of(config, method, gpus, rows, step=PEFT, length=4096, *, mixed=False, targets=ATTENTION, **more) -> ToolRun:
     lora = {} if method == "full" else {"lora_targets": targets, "lora_dropout": 0.1}
     return ToolRun(
-        step=step,
+        step=replace(step, weights="fp32")
+        if mixed and method == "full"
+        else step,  # accelerate converts what is trained.
         config=config,
         train=train_of(method, grad_ckpt=True, max_grad_norm=1.0, optimizer="adamw", **lora),
         target=gpu_target("A100-80GB"),
