@@ -15,7 +15,7 @@ from tests.memory.common import gpu_target, llama
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PEFT = ToolStep(tool="SFTTrainer", loss="shifted_logits", autocast=False, reentrant=True, foreach_update=True)
 MIXED = replace(PEFT, autocast=True)
-FUSED = replace(MIXED, loss="liger", fused_norms=True)
+FUSED = replace(MIXED, loss="liger", fused_layers="norms")
 MISTRAL = MistralConfig(
     hidden_size=4096,
     intermediate_size=14336,
