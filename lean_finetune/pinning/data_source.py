@@ -288,6 +288,23 @@ def pin_data(data: Data, locks: Path) -> str | None:
     )
 
 
+def local_lock(parameter: str, data: Data) -> dict[str, Any]:
+    """What locks/data.json would have for a local data.source; nothing is written, and DVC watches nothing.
+
+    Raises:
+        UserError: the source is missing, empty, or of an unknown kind.
+    """
+    assert isinstance(data.source, str)
+    local = pin_local(parameter, data.source, data.split, None)
+    entry = {"kind": local.kind, "files": local.files, "split": local.split, "revision": None, "config": None}
+    template = template_file(data.chat_template)
+    return {
+        "schema": DATA_SCHEMA,
+        "sources": [{"source": data.source, "format": data.format, "columns": data.columns, "rows": None, **entry}],
+        "chat_template_sha256": None if template is None else sha256_file(template),
+    }
+
+
 def _hold_out(trained: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
     """Mark the held-out entries, and refuse one with a file that is also trained."""
     digests = {file.get("sha256") or file["blob_id"]: one["source"] for one in trained for file in one["files"]}

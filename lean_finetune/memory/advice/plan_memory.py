@@ -288,14 +288,18 @@ def sample_steps(
 ) -> dict[int, tuple[BatchShape, ...]]:
     """Choose micro-batches of what one GPU computes; return their shapes by optimizer step, in the plan's order."""
     most = max(MIN_MICRO_BATCHES, min(MAX_MICRO_BATCHES, MAX_TRACED_LAYERS // layers))
-    numbers: Sequence[int] = range(len(plan))
-    if len(plan) > most:
-        numbers = _sample(plan, _peak_number(plan, lengths, steps_of_peak), most)
     sampled: dict[int, tuple[BatchShape, ...]] = {}
-    for number in numbers:
+    for number in sample_micro_batches(plan, lengths, steps_of_peak, most):
         micro_batch = plan.micro_batch(number)
         sampled[micro_batch.step] = (*sampled.get(micro_batch.step, ()), BatchShape.of(micro_batch, lengths))
     return sampled
+
+
+def sample_micro_batches(plan: Plan, lengths: np.ndarray, steps_of_peak: TracedSteps, most: int) -> Sequence[int]:
+    """Return the numbers of all micro-batches, or of about `most`, with the one that sets the peak."""
+    if len(plan) <= most:
+        return range(len(plan))
+    return _sample(plan, _peak_number(plan, lengths, steps_of_peak), most)
 
 
 def _sample(plan: Plan, peak: int, most: int) -> Sequence[int]:

@@ -46,7 +46,7 @@ from lean_finetune.model.model_config import (
 from lean_finetune.model.precision import resolved
 from lean_finetune.pinning.locate import config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
-from lean_finetune.plan.optimizer_steps import read_index
+from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
 from lean_finetune.step.token_rows import read_lengths
@@ -64,8 +64,8 @@ class PlannedRows:
     """Micro-batches of all GPUs."""
     lengths: np.ndarray
     """Tokens of every training row."""
-    index: Path
-    """Of the training rows."""
+    index: Path | RowIndex
+    """Of the training rows; its file, which advice reads where it plans anew."""
     settings: PlanSettings
     """Settings of the plan."""
 
@@ -296,7 +296,9 @@ class Run:
         setting, settings = changed.setting, self.planned.settings
         if _plan_key(changed) == _plan_key(self):
             return replace(self, setting=setting).with_plan(self.planned)
-        index = read_index(self.planned.index, settings.weights)
+        index = self.planned.index
+        if isinstance(index, Path):
+            index = read_index(index, settings.weights)
         if changed.longest < self.longest:
             lengths = np.minimum(index.lengths, changed.longest)
             # As many supervised tokens as possible remain.
