@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
@@ -27,6 +29,7 @@ from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 
 if TYPE_CHECKING:
+    from lean_finetune.memory.advice.length_staircase import Staircase
     from lean_finetune.memory.advice.plan_memory import PlanMemory
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.predict.peak import Prediction
@@ -51,6 +54,7 @@ PATH = click.Path(path_type=Path)
     type=PATH,
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, ms-swift or Unsloth.",
 )
+@click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
 def fit(
@@ -63,6 +67,7 @@ def fit(
     sets: tuple[str, ...],
     params: Path | None,
     config: Path | None,
+    lengths: str | None,
     as_json: bool,
     list_gpus: bool,
 ) -> None:
@@ -99,17 +104,15 @@ def fit(
             named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.fit_text import fit_json, fit_lines
+        from lean_finetune.commands.fit_text import fit_json, fit_lines, staircase_lines
         from lean_finetune.commands.fit_tool import tool_json, tool_lines
-        from lean_finetune.memory.advice.run import fit_run
-        from lean_finetune.memory.advice.tiers import predict_tiers
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
-    run = fit_run(p, shorten=shorten)
-    prediction, memory = predict_tiers(run)
+    run, prediction, memory, stairs = _predicted(p, sets, lengths, shorten=shorten, usual=usual and converted is None)
     run_of = partial(_converted_run, run, load_params(file), flags)
     if as_json:
         answer = fit_json(run, prediction, memory)
+        answer["staircase"] = stairs and stairs.as_json()
         answer["from"] = converted and vars(converted)
         if converted is not None and config is not None:
             answer["as_tool"] = tool_json(run, converted, config, run_of)
@@ -124,9 +127,33 @@ def fit(
     if converted is not None and config is not None:
         as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
         lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
-    for text in chain(lines, of_tool):
+    of_rows = ["", *staircase_lines(stairs)] if stairs else []
+    for text in chain(lines, of_rows, of_tool):
         click.echo(text)
     _end(run, prediction, memory)
+
+
+def _predicted(
+    p: Params, sets: Sequence[str], lengths: str | None, *, shorten: bool, usual: bool
+) -> "tuple[Run, Prediction, PlanMemory | None, Staircase | None]":
+    """The run, its peaks, what it reserves, and step by step with --lengths.
+
+    `shorten`: the longest row decides data.max_length, up to the positions of the model. `usual` as for `_length_flags`.
+    """
+    from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
+    from lean_finetune.memory.advice.run import fit_run
+    from lean_finetune.memory.advice.tiers import predict_tiers
+
+    if lengths is None:
+        run = fit_run(p, shorten=shorten)
+        return run, *predict_tiers(run), None
+    with _usage_faults(True):
+        index = row_index(lengths, p, truncates=not shorten)
+        if shorten:
+            p = with_flags(p, [*_length_flags(p, int(index.lengths.max()), usual=usual), *sets])
+        run = with_rows(fit_run(p, shorten=shorten), index)
+    prediction, stairs = predict_staircase(run)
+    return replace(run, steps=prediction.steps_of_peak), prediction, stairs.memory, stairs
 
 
 def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Converted) -> "Run":

@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda_memory.units import COLUMNS, LABEL_WIDTH, bar_line, counted, labelled, readable_size, readable_time
 from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
@@ -22,6 +23,8 @@ from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
 LARGEST_PARTS = 5
+MOST_STAIRS = 10
+"""Lines of a staircase."""
 
 
 def fit_lines(
@@ -97,6 +100,23 @@ def tier_lines(memory: PlanMemory) -> Iterator[str]:
 def _tier_line(label: str, own: str, other: str) -> str:
     """A line with the figures of both kinds of segments."""
     return f"{label:<{LABEL_WIDTH + 2}}{own:<28}{other}"
+
+
+def staircase_lines(stairs: Staircase) -> Iterator[str]:
+    """Reserved memory by optimizer step: each new maximum of fixed segments, when they settle, and in which order."""
+    yield labelled("staircase", f"reserved with fixed segments, {stairs.played} played")
+    rises = stairs.stairs("native")
+    shown = rises if len(rises) <= MOST_STAIRS else [*rises[: MOST_STAIRS - 1], rises[-1]]
+    for number, size, shape, is_largest in shown:
+        why = "the largest so far" if is_largest else "other shapes than before"
+        yield f"  {f'step {number}':<{LABEL_WIDTH}}{readable_size(size):<12}{describe(shape)}, {why}"
+    if len(rises) > len(shown):
+        yield labelled("", f"and {counted(len(rises) - len(shown), 'rise')} before the last one")
+    settled = [f"{SEGMENTS[kind]} after step {stairs.settled_step(kind)}" for kind in ("native", "expandable")]
+    yield labelled("settles", ", ".join(settled))
+    planned = readable_size(stairs.memory.unlimited["native"].reserved_peak_bytes)
+    mixed = readable_size(stairs.shuffled.reserved_peak_bytes)
+    yield labelled("order", f"as planned, largest first: {planned}; the same at random: {mixed}")
 
 
 def _unknown_tiers(run: Run) -> Iterator[str]:

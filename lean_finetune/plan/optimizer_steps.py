@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,11 @@ class RowIndex:
     def takes_every_row(self) -> bool:
         """Whether each epoch uses each row exactly once."""
         return all(weight == 1.0 for weight in self.weights) and not self.dropped.any()
+
+    def shortened(self, max_length: int) -> "RowIndex":
+        """The rows, cut to `max_length` tokens; as many supervised tokens as possible remain."""
+        lengths = np.minimum(self.lengths, max_length)
+        return replace(self, lengths=lengths, supervised=np.minimum(self.supervised, lengths - 1))
 
 
 def source_weights(source: "str | Sequence[Source]") -> tuple[float, ...]:

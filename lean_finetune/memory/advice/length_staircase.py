@@ -32,6 +32,8 @@ SMALL_QUANTILE = 0.1
 """Of the micro-batches' tokens: the small one that is traced."""
 MOST_EVENTS = 800_000
 """Allocations and frees that are played with each kind of segments: a few seconds."""
+SAME_SHARE = 0.002
+"""A rise by less than this share is not a stair."""
 MOST_MICRO_BATCHES = 400
 LEAST_MICRO_BATCHES = 16
 GRADIENT = -2
@@ -39,15 +41,19 @@ GRADIENT = -2
 
 
 def with_rows(run: Run, index: RowIndex) -> Run:
-    """The run with the plan of these rows.
+    """The run with the plan of these rows, cut to data.max_length.
 
     Raises:
-        UserError: the longest row does not fit in a micro-batch, or the run has several GPUs.
+        UserError: the longest row does not fit in a micro-batch, or the run is not on one GPU.
     """
     if run.setting.distributed:
         raise UserError(
-            f"--lengths: needs one GPU, since communication allocates on other streams; got {run.setting.gpus} GPUs"
+            f"--lengths: needs one GPU, since communication allocates on other streams; got {run.setting.gpus}; leave "
+            "--gpus or --lengths out"
         )
+    if run.device.kind != "cuda":
+        raise UserError("--lengths: needs a GPU, since a CPU reserves nothing; name one with --gpu")
+    index = index.shortened(run.params.data.max_length)
     settings = PlanSettings.from_params(run.params)
     planned = PlannedRows(plan=settings.plan(index), lengths=index.lengths, index=index, settings=settings)
     return run.with_plan(planned)
@@ -101,16 +107,24 @@ class Staircase:
     played: str
     """How much of the plan was played, in words."""
 
+    def settled_step(self, kind: str) -> int:
+        """The played step after which reserved memory stays within `SAME_SHARE` of its maximum."""
+        return self.stairs(kind)[-1][0]
+
     def stairs(self, kind: str) -> list[tuple[int, int, BatchShape, bool]]:
-        """New maxima: (optimizer step, bytes reserved, its largest micro-batch, whether that is the largest so far)."""
+        """Steps that reserve noticeably more than all before.
+
+        Each has its number, the bytes reserved, its largest micro-batch, and whether that is the largest so far.
+        """
         found: list[tuple[int, int, BatchShape, bool]] = []
         most_bytes, most_tokens = 0, 0
         replayed = zip(self.memory.steps, self.memory.unlimited[kind].steps, self.largest, strict=True)
         for number, step, shape in replayed:
             tokens = shape.rows * shape.length
-            if step.reserved_peak_bytes > most_bytes:
+            if step.reserved_peak_bytes > (1 + SAME_SHARE) * most_bytes:
                 found.append((number, step.reserved_peak_bytes, shape, tokens > most_tokens))
-            most_bytes, most_tokens = max(most_bytes, step.reserved_peak_bytes), max(most_tokens, tokens)
+                most_bytes = step.reserved_peak_bytes
+            most_tokens = max(most_tokens, tokens)
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -118,9 +132,7 @@ class Staircase:
         return {
             "planned_steps": self.planned_steps,
             "played": self.played,
-            "settled_step": {
-                kind: self.memory.steps[found.settled_step] for kind, found in self.memory.unlimited.items()
-            },
+            "settled_step": {kind: self.settled_step(kind) for kind in self.memory.unlimited},
             "random_order_reserved_bytes": self.shuffled.reserved_peak_bytes,
             "steps": [
                 {
@@ -293,6 +305,7 @@ class _Events:
         return StepEvents(
             size_E=np.concatenate(self.sizes),
             target_E=np.concatenate(self.targets),
+            stream_E=np.zeros(self.count, np.int64),  # One GPU computes on one stream.
             phases=tuple(self.phases),
             micro_batches=tuple(self.micro_batches),
         )

@@ -300,9 +300,7 @@ class Run:
         if isinstance(index, Path):
             index = read_index(index, settings.weights)
         if changed.longest < self.longest:
-            lengths = np.minimum(index.lengths, changed.longest)
-            # As many supervised tokens as possible remain.
-            index = replace(index, lengths=lengths, supervised=np.minimum(index.supervised, lengths - 1))
+            index = index.shortened(changed.longest)
         layout = setting.layout
         refuse_context_parallel(self.config, layout.context)
         micro_batches = replace(

@@ -29,10 +29,11 @@ FORMS = 'a file of rows, a file with a number or {"tokens": n} in each line, or 
 QUANTILE = re.compile(r"(p50|p99|max)=(\d+)")
 
 
-def row_index(value: str, p: Params) -> RowIndex:
+def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     """The index of the rows that the value of the option means; `p` has the model and how rows are read.
 
-    Where only lengths are known, all tokens of a row but the first are predicted.
+    Where only lengths are known, all tokens of a row but the first are predicted. `truncates`: rows end at
+    data.max_length.
 
     Raises:
         UserError: the value has another form, or the file has no lengths.
@@ -43,7 +44,7 @@ def row_index(value: str, p: Params) -> RowIndex:
     if not path.exists():
         raise UserError(f"{OPTION}: must be {FORMS}; got {value!r}, which is no file")
     numbers = _numbers(path) if path.is_file() else None
-    found = _tokenized(path, p) if numbers is None else _index(np.array(numbers, dtype=np.int32))
+    found = _tokenized(path, p, truncates=truncates) if numbers is None else _index(np.array(numbers, dtype=np.int32))
     if not len(found.lengths):
         raise UserError(f"{OPTION}: {path} has no rows; name another file")
     return found
@@ -126,7 +127,7 @@ def _length(line: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _tokenized(path: Path, p: Params) -> RowIndex:
+def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     """The rows of a file or directory, as stage tokenize would make them.
 
     Raises:
@@ -143,7 +144,7 @@ def _tokenized(path: Path, p: Params) -> RowIndex:
             f"{OPTION}: {p.model.name} has no tokenizer.json here, which counts the tokens of {path}; name a local "
             "model with its tokenizer, or give lengths"
         )
-    data = _own_data(p.data, path)
+    data = _own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = local_lock(OPTION, data)
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
     job = prepare_job(data, p.run.tokenizer_engine, lock, {"files": {}, "stop_ids": stops}, directory)
@@ -151,15 +152,16 @@ def _tokenized(path: Path, p: Params) -> RowIndex:
     lengths, supervised = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for block in read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None):
         tokens = job.tokenizer(block)
-        if tokens.tally.rejects and data.on_bad_row == "fail":
-            first = tokens.tally.rejects[0]
-            raise UserError(f"{names[first.file]}:{first.line}: {first.reason}")
+        if data.on_bad_row == "fail" and tokens.tally.counts[block.source]["bad_rows"]:
+            bad = tokens.tally.rejects[-1]  # Reading the block ends there.
+            raise UserError(f"{names[bad.file]}:{bad.line}: {bad.reason}")
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
     return _index(np.concatenate(lengths), np.concatenate(supervised))
 
 
-def _own_data(data: Data, path: Path) -> Data:
+def _own_data(data: Data, path: Path, max_length: int) -> Data:
     """The section for the rows of a file: all of them are trained."""
     own = {"source": str(path), "split": None, "config": None, "revision": None, "heldout_source": None}
-    return data.model_copy(update={**own, "heldout_fraction": 0.0, "drop_duplicates": False, "max_rows": None})
+    every = {"heldout_fraction": 0.0, "drop_duplicates": False, "max_rows": None}
+    return data.model_copy(update={**own, **every, "max_length": max_length})
