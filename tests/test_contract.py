@@ -25,6 +25,7 @@ UNPINNED = {
     "cuda_memory/page/snapshot_page.py",
     "lean_finetune/cli.py",
     "lean_finetune/fit_params.yaml",
+    "lean_finetune/memory/advice/length_staircase.py",
     "lean_finetune/report/compare_experiments.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""

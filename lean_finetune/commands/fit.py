@@ -138,7 +138,7 @@ def _predicted(
 ) -> "tuple[Run, Prediction, PlanMemory | None, Staircase | None]":
     """The run, its peaks, what it reserves, and step by step with --lengths.
 
-    `shorten`: the longest row decides data.max_length, up to the positions of the model. `usual` as for `_length_flags`.
+    `shorten`: the longest row decides data.max_length, up to the model's positions. `usual` as for `_length_flags`.
     """
     from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
     from lean_finetune.memory.advice.run import fit_run
