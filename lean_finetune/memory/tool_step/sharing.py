@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lean_finetune.config.schema import Train
+from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
 from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
 
@@ -186,3 +188,15 @@ def _store_4_bits_in_16(model: nn.Module) -> None:
             packed: Any = module.weight
             module.quant_state, module.quant_storage = packed.quant_state, torch.bfloat16
             module.weight = nn.Parameter(packed.data.view(-1).view(torch.bfloat16).view(-1, 1), requires_grad=False)
+
+
+def under_fsdp1(step: ToolStep, train: Train, sharing: Sharing) -> ToolStep:
+    """A description of a step on one GPU, as accelerate and peft change it for FSDP1.
+
+    Weights that are trained become fp32 under mixed precision. Frozen parts of 4-bit models stay in 16 bits, because
+    a unit has one type.
+    """
+    if sharing.kind == "ddp":
+        return step
+    trained_in_fp32 = sharing.mixed_precision and not train.adapted
+    return replace(step, fp32_parts="none", weights="fp32" if trained_in_fp32 else step.weights)
