@@ -10,7 +10,6 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
-from lean_finetune.memory.advice.margins import MARGINS
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.tool_step.tools import SAVING_KEYS
 
@@ -30,7 +29,7 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
     state = f"{found.state}: peak {readable_size(found.peak.bytes)}, in {found.worst_phase}; {usable}"
     if found.state == "tight":
-        state += f"; within {MARGINS['tool_one_gpu'].text}"
+        state += f"; within {found.margin.text}"
     yield labelled("as it runs there", f"{converted.tool}: {state}")
     phases = ", ".join(f"{phase} {readable_size(peak.bytes)}" for phase, peak in found.by_phase.items())
     yield labelled("", phases)

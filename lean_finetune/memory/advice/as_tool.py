@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.margins import MARGINS, State, judge_bytes
+from lean_finetune.memory.advice.margins import MARGINS, Margin, State, judge_bytes
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
+from lean_finetune.memory.tool_step.sharing import sharing_of, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT
 from lean_finetune.memory.tool_step.tools import Keys, step_of
 from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
@@ -33,7 +34,9 @@ class AsTool:
     by_phase: Mapping[str, Peak]
     """loading, forward, backward, clip, optimizer."""
     state: State
-    """The verdict, with the margin of other tools' steps."""
+    """The verdict, with the margin."""
+    margin: Margin
+    """That of other tools' steps, on one GPU or on several."""
 
     @property
     def worst_phase(self) -> str:
@@ -76,26 +79,29 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
     step = step_of(tool, keys, train)
     if step is None:
         return f"the training step of {tool} is not described here"
-    if run.setting.gpus > 1:
-        return f"the step of {tool} on several GPUs is not traced; as it would run here, the margin covers it"
+    sharing = sharing_of(tool, keys, run.setting, step)
+    if isinstance(sharing, str):
+        return sharing
     if run.device.kind != "cuda":
         return "other tools' steps are traced for GPUs alone; name one with --gpu"
     if step.decoder == "litgpt" and run.config.model_type not in LITGPT_FAMILIES:
         return f"LitGPT's code of {run.config.model_type} is not described here"
     shape = run.steps[-1][-1]
     tool_run = ToolRun(
-        step=step,
+        step=step if sharing is None else under_fsdp1(step, train, sharing),
         config=run.config,
         train=train.model_copy(update={"offload": "none", "offload_activations": "none", "sharding": "none"}),
         target=run.target,
         rows=shape.rows,
         length=shape.length,
         micro_batches=2 if run.micro_batches_per_step > 1 else 1,
+        sharing=sharing,
     )
     by_phase, peak_bytes = _peaks(tool_run)
     headroom = run.params.estimate.headroom_percent
-    state = judge_bytes(peak_bytes, run.device, "tensors", MARGINS["tool_one_gpu"], headroom)
-    return AsTool(run=tool_run, by_phase=by_phase, state=state)
+    margin = MARGINS["tool_one_gpu" if sharing is None else "tool_several_gpus"]
+    state = judge_bytes(peak_bytes, run.device, "tensors", margin, headroom)
+    return AsTool(run=tool_run, by_phase=by_phase, state=state, margin=margin)
 
 
 def _peaks(run: ToolRun) -> tuple[dict[str, Peak], int]:

@@ -1,7 +1,7 @@
 """How other tools share a training step among several GPUs: PyTorch's own FSDP1 on fake tensors, and DDP's buckets."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -19,9 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
 from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
+from lean_finetune.memory.trace.setting import Setting
 
 # FSDP1 joins the weights of a unit (a decoder layer; each trained matrix of an adapter; the rest) into one flat tensor,
 # of which each process stores a part. Frozen and trained weights are in different units, so a flat tensor is of one
@@ -35,6 +37,8 @@ from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
 # backward all saved inputs exist still, and the gradient of every layer's input besides.
 
 Result = TypeVar("Result")
+ACCELERATED = ("TRL", "LLaMA-Factory", "Axolotl")
+"""Tools that share a run by accelerate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,11 @@ class _Recomputed(nn.Module):
 
 @contextmanager
 def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> Iterator[Shared]:
-    """Share a model of fake tensors as one of the processes sees it. Call before its weights are registered."""
+    """Share a model of fake tensors as one of the processes sees it. Call before its weights are registered.
+
+    Raises:
+        UserError: FSDP1 cannot share the model.
+    """
     if sharing is None or sharing.gpus == 1:
         yield Shared(model)
         return
@@ -106,7 +114,10 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sharing.gpus)
         stack.callback(dist.destroy_process_group)
         _patch(stack)
-        root = _fsdp1(model, sharing)
+        try:
+            root = _fsdp1(model, sharing)
+        except ValueError as error:  # A unit has weights of several types: packed experts, for example.
+            raise UserError(f"FSDP1 cannot share this model: {error}") from None
         stack.enter_context(_counting_resized(trace))
         stack.enter_context(following_streams(trace))
         yield Shared(model, root)
@@ -150,7 +161,7 @@ def _fsdp1(model: nn.Module, sharing: Sharing) -> Fsdp1:
     _store_4_bits_in_16(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     kinds = {type(layer) for layer in layers}
-    adapted = not all(parameter.requires_grad for parameter in model.parameters())
+    adapted = hasattr(model, "peft_config")
 
     def is_unit(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """For torch's auto_wrap_policy. peft makes a unit of every trained layer without parts."""
@@ -200,3 +211,23 @@ def under_fsdp1(step: ToolStep, train: Train, sharing: Sharing) -> ToolStep:
         return step
     trained_in_fp32 = sharing.mixed_precision and not train.adapted
     return replace(step, fp32_parts="none", weights="fp32" if trained_in_fp32 else step.weights)
+
+
+def sharing_of(tool: str, keys: Mapping[str, Any], setting: Setting, step: ToolStep) -> Sharing | str | None:
+    """How a tool shares a run among the GPUs of `setting`, by its configuration; None on one, or why it is not known.
+
+    Without FSDP or DeepSpeed in the configuration, accelerate uses DDP. The tools' transformers of 2026 recompute
+    layers inside FSDP1's units.
+    """
+    if setting.gpus == 1:
+        return None
+    if tool not in ACCELERATED or max(setting.layout.tensor, setting.layout.context, setting.layout.pipeline) > 1:
+        return f"how {tool} shares a step among several GPUs is not described here"
+    if keys.get("deepspeed"):
+        return "DeepSpeed's step is not described here"
+    if not (keys.get("fsdp") or keys.get("fsdp_config")) and setting.mode == "ddp":
+        return Sharing(kind="ddp", gpus=setting.gpus)
+    versions = (keys.get(name) for name in ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version"))
+    if str(next((version for version in versions if version is not None), 1)) == "2":
+        return "FSDP2 shares weights there as here, where its step is ours"
+    return Sharing(kind="fsdp1", gpus=setting.gpus, mixed_precision=step.autocast, recomputed_outside=False)

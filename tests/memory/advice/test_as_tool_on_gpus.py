@@ -1,0 +1,49 @@
+"""`fit --from` on several GPUs: the step as the tool shares it."""
+
+import pytest
+
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
+from lean_finetune.memory.advice.margins import MARGINS
+from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.devices import resolve_gpu
+from tests.memory.common import llama
+
+KEYS = {"dtype": "bfloat16", "bf16": True, "optim": "adamw_torch", "use_liger_kernel": True}
+
+
+def run_with(sharding: str, **more: int) -> Run:
+    flags = ["train.method=full", "hardware.num_gpus=8", f"train.sharding={sharding}", "data.max_length=64"]
+    flags += ["bucket.max_tokens=128", *(f"train.{key}={value}" for key, value in more.items())]
+    params = with_flags(load_params(COMMON_PARAMS), flags)
+    return full_rows_run(params, llama(dtype="bfloat16", max_position_embeddings=128), resolve_gpu("A100-80GB")[0])
+
+
+def test_fsdp1_and_ddp_are_traced_with_the_margin_of_several_gpus():
+    """Eight GPUs' run answered as that of one, or not at all."""
+    sharded = predict_as_tool(run_with("zero3"), "TRL", {**KEYS, "fsdp": "full_shard auto_wrap"})
+    whole = predict_as_tool(run_with("ddp"), "TRL", KEYS)
+    assert isinstance(sharded, AsTool) and isinstance(whole, AsTool)
+    assert sharded.run.sharing is not None and sharded.run.sharing.kind == "fsdp1"
+    assert whole.run.sharing is not None and whole.run.sharing.kind == "ddp"
+    assert sharded.peak.by_category["weights"] < whole.peak.by_category["weights"] / 3  # fp32 of an eighth.
+    assert sharded.margin is whole.margin is MARGINS["tool_several_gpus"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "run", "why"),
+    [
+        ("TRL", {"deepspeed": "ds_z3.json"}, run_with("zero3"), "DeepSpeed's step"),
+        (
+            "Axolotl",
+            {"fsdp": ["full_shard"], "fsdp_version": 2},
+            run_with("zero3"),
+            "FSDP2 shares weights there as here",
+        ),
+        ("torchtune", {}, run_with("zero3"), "how torchtune shares a step"),
+        ("TRL", {}, run_with("zero3", context_parallel=2), "how TRL shares a step"),
+    ],
+)
+def test_what_is_not_described_says_so(tool, keys, run, why):
+    """A step of one GPU taken for that of several."""
+    assert why in str(predict_as_tool(run, tool, {**KEYS, **keys}))
