@@ -52,7 +52,7 @@ PATH = click.Path(path_type=Path)
     "--from",
     "config",
     type=PATH,
-    help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, ms-swift or Unsloth.",
+    help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")

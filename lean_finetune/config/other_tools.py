@@ -36,7 +36,8 @@ def our_names(key: str) -> list[str]:
     found = []
     for table in tables():
         for name, rule in table["keys"].items():
-            ours = rule if isinstance(rule, str) else rule.get("to") or shared()["facts"].get(rule.get("fact"))
+            fact = "adapted_layers" if "adapts" in rule else None if isinstance(rule, str) else rule.get("fact")
+            ours = rule if isinstance(rule, str) else rule.get("to") or shared()["facts"].get(fact)
             last = name.rpartition(".")[2]
             if ours and (key == name or (key == last != "name")) and ours not in found:
                 found.append(ours)

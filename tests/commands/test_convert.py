@@ -26,6 +26,29 @@ from tests.commands.tool_configs import (
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
 
+LITGPT = """\
+checkpoint_dir: org/model
+precision: bf16-true
+quantize: bnb.nf4-dq
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.1
+lora_query: true
+lora_key: false
+lora_value: true
+lora_projection: false
+lora_mlp: true
+lora_head: false
+train:
+  global_batch_size: 8
+  micro_batch_size: 2
+  max_seq_length: 512
+  epochs: 4
+  lr_warmup_steps: 10
+optimizer:
+  class_path: torch.optim.AdamW
+seed: 1337
+"""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LLaMA-Factory": (
         LLAMA_FACTORY,
@@ -120,6 +143,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "train.tokens_per_step": 4096,
             "train.grad_ckpt": True,
             "train.lr": 2e-4,
+        },
+    ),
+    "LitGPT": (
+        LITGPT,
+        {
+            "model.name": "org/model",
+            "train.method": "qlora",
+            "train.precision": "pure_bf16",
+            "train.quant.double": True,
+            "train.lora.rank": 32,
+            "train.lora.targets": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+            "data.max_length": 512,
+            "bucket.max_tokens": 1024,
+            "train.tokens_per_step": 4096,
+            "train.epochs": 4,
         },
     ),
     "torchtune": (
@@ -343,7 +381,7 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         (
             "a: 1\n",
-            "must be a training configuration of Axolotl, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL, "
+            "must be a training configuration of Axolotl, LitGPT, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL, "
             "Unsloth; got",
         ),
         ("- 1\n", "must be a mapping of keys"),

@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 
 INTRODUCTION = """# Names of parameters in other tools
 
-What LLaMA-Factory, Axolotl, TRL, torchtune, ms-swift and Unsloth call our parameters. `lean-finetune import
+What LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift and Unsloth call our parameters. `lean-finetune import
 config.yaml` writes them into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run
 ([command.md](command.md)). Values differ as well: the commands convert them.
 
@@ -30,7 +30,8 @@ def ours_of(rule: str | Mapping[str, str]) -> str | None:
         return rule
     if "source" in rule:
         return f"data.{rule['source']}" if rule["source"] != "weight" else "data.source"
-    name = rule.get("to") or shared()["facts"].get(rule.get("fact"))
+    fact = "adapted_layers" if "adapts" in rule else rule.get("fact")
+    name = rule.get("to") or shared()["facts"].get(fact)
     return name and name.partition(" (")[0]
 
 

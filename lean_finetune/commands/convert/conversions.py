@@ -204,7 +204,7 @@ def combine_facts(facts: Mapping[str, Any], converted: Converted, table: Table, 
 def _method(facts: Mapping[str, Any], table: Table, path: Path) -> str:
     """train.method."""
     component = str(facts.get("component", "")).rpartition(".")[2]
-    adapter = facts.get("adapter", "full")
+    adapter = facts.get("adapter", "lora" if facts.get("adapted_layers") else "full")
     if component.startswith(("qlora_", "lora_")):
         adapter = "lora"
     bits = 4 if component.startswith("qlora_") else facts.get("bits")
@@ -223,6 +223,8 @@ def _combine_adapter(facts: Mapping[str, Any], values: dict[str, Any], table: Ta
     """Rank, alpha and targets."""
     if "train.lora.rank" in values and "train.lora.alpha" not in values and "alpha_per_rank" in table:
         values["train.lora.alpha"] = table["alpha_per_rank"] * values["train.lora.rank"]
+    if "adapted_layers" in facts:
+        values["train.lora.targets"] = facts["adapted_layers"]
     if "attention_targets" in facts:
         names = [LAYER_NAMES.get(name, name) for name in facts["attention_targets"]]
         values["train.lora.targets"] = [*names, *(MLP_LAYERS if facts.get("mlp_targets") else [])]

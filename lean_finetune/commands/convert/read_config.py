@@ -233,6 +233,14 @@ class _Reading:
 
     def _apply(self, rule: Mapping[str, Any], key: str, value: Any, *, is_given: bool) -> None:
         converted, values = self.converted, rule.get("values")
+        if "adapts" in rule:
+            adapted = self.facts.setdefault("adapted_layers", [])
+            adapted += rule["adapts"] if value is True else []
+            converted.used[key] = shared()["facts"]["adapted_layers"]
+            return
+        for ours, by_value in rule.get("also", {}).items():
+            if not isinstance(value, list) and value in by_value:
+                converted.values[ours] = by_value[value]
         if "differs" in rule:
             if value not in (False, 0):
                 converted.differs.append(f"{key}={shortened(str(value))}: {rule['differs']}")

@@ -1,0 +1,73 @@
+"""Memory that other people measured in other tools, against the traces of these tools' steps.
+
+Rows with known settings: fms-acceleration (Hugging Face's Trainer on A100), LitGPT, torchtune. Every row is printed, misses
+too. A row whose run ran out of memory has no size: its verdict is checked.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import median
+
+import torch
+
+from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, in_new_processes
+from benchmarks.published_rows import PublishedRow, published_rows
+from lean_finetune.memory.advice.margins import MARGINS, judge_bytes
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.tool_step.trace_tool import predict_tool
+from lean_finetune.memory.trace.memory_trace import INPUTS
+
+CLOSE, LOW = 0.08, 0.10
+HEADROOM_PERCENT = 0.0
+QUICK = 4
+
+
+def predicted(name: str) -> Row:
+    """Bytes of tensors of a row as its tool runs it, and the verdict."""
+    torch.set_num_threads(1)
+    row = _rows()[name]
+    device, _ = resolve_gpu(row.gpu)
+    peaks = predict_tool(row.run)
+    peaks.pop(INPUTS, None)
+    phase = max(peaks, key=lambda name: peaks[name].bytes)
+    tool_bytes = peaks[phase].bytes
+    error = None if row.allocated_bytes is None else tool_bytes / row.allocated_bytes - 1
+    return {
+        "row": row.id,
+        "recipe": row.recipe,
+        "measured_bytes": row.allocated_bytes,
+        "tool_bytes": tool_bytes,
+        "error": error,
+        "phase": phase,
+        "ran": row.ran,
+        "verdict": judge_bytes(tool_bytes, device, "tensors", MARGINS["tool_one_gpu"], HEADROOM_PERCENT),
+        "note": row.note,
+    }
+
+
+@cache
+def _rows() -> dict[str, PublishedRow]:
+    return {row.id: row for row in published_rows()}
+
+
+def measure(quick: bool) -> Measured:
+    """Trace every row on one GPU; with `quick` the first few."""
+    chosen = [row.id for row in _rows().values() if row.gpus == 1][: QUICK if quick else None]
+    rows = in_new_processes(predicted, chosen, "fork")
+    return Measured(rows=rows, bars=[] if quick else bars(rows))
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """The bars over the rows with a measured size, and over the verdicts."""
+    errors = [row["error"] for row in rows if row["error"] is not None]
+    fits = [row["ran"] for row in rows if row["verdict"] == "fits"]
+    return [
+        at_most("median error of allocated bytes, %", 100 * median(map(abs, errors)), 2),
+        at_least("rows within 8 %, %", 100 * sum(abs(error) <= CLOSE for error in errors) / len(errors), 90),
+        at_most("rows too low by more than 10 %", sum(error < -LOW for error in errors), 0),
+        at_least("verdicts 'fits' that were right, %", 100 * sum(fits) / len(fits), 99),
+    ]
+
+
+if __name__ == "__main__":
+    benchmark("published", measure)()
