@@ -1,7 +1,7 @@
 """Memory that other people measured in other tools, against the traces of these tools' steps.
 
-Rows with known settings: fms-acceleration (Hugging Face's Trainer on A100), LitGPT, torchtune. Every row is printed, misses
-too. A row whose run ran out of memory has no size: its verdict is checked.
+Rows with known settings: fms-acceleration (Hugging Face's Trainer on A100), LitGPT, torchtune. Every row is printed,
+misses too. A row whose run ran out of memory has no size: its verdict is checked.
 """
 
 from collections.abc import Sequence

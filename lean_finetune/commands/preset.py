@@ -128,8 +128,8 @@ def _descriptions() -> list[str]:
 def import_config(config: Path, out: Path, gpus: int) -> None:
     """Write the params.yaml of another tool's run.
 
-    CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, Unsloth or ms-swift, whose shell script may
-    start `swift sft`. In a checkout, the comments of its params.yaml stay, and so does its section `run`.
+    CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, Unsloth or ms-swift, whose shell script
+    may start `swift sft`. In a checkout, the comments of its params.yaml stay, and so does its section `run`.
     """
     converted = read_config_of_tool(config, gpus)
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())

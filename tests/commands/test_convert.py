@@ -381,8 +381,8 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         (
             "a: 1\n",
-            "must be a training configuration of Axolotl, LitGPT, LLaMA-Factory, LLaMA-Factory v1, ms-swift, torchtune, TRL, "
-            "Unsloth; got",
+            "must be a training configuration of Axolotl, LitGPT, LLaMA-Factory, LLaMA-Factory v1, ms-swift, "
+            "torchtune, TRL, Unsloth; got",
         ),
         ("- 1\n", "must be a mapping of keys"),
         ("", "must be a mapping of keys; got an empty file"),
@@ -420,6 +420,8 @@ def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Pa
     lines = invoke(fit, *options).stdout.replace(str(small_llama), "DIR").replace(str(tmp_path), "DIR").splitlines()
     assert lines[0].startswith("verdict              fits: ")
     assert max(len(line) for line in lines) <= 100
+    assert lines[1].startswith("as it runs there     LLaMA-Factory: fits: peak ")
+    assert any(line.startswith("as it would run here ") and line.endswith(" less") for line in lines)
     start = lines.index("from a configuration of LLaMA-Factory")
     assert any(line.startswith("  used               quantization_bit → train.method") for line in lines[start:])
     content = json.loads(invoke(fit, *options, "--json").stdout)
