@@ -1,6 +1,7 @@
 """How other tools share a training step among several GPUs: PyTorch's own FSDP1 on fake tensors, and DDP's buckets."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -172,16 +173,18 @@ def _fsdp1(model: nn.Module, sharing: Sharing) -> Fsdp1:
     half = torch.bfloat16
     mixed = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half) if sharing.mixed_precision else None
     strategy = ShardingStrategy.FULL_SHARD if sharing.kind == "fsdp1" else ShardingStrategy.NO_SHARD
-    root = Fsdp1(
-        _Root(model),
-        auto_wrap_policy=is_unit,
-        mixed_precision=mixed,
-        sharding_strategy=strategy,
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        limit_all_gathers=True,
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+        root = Fsdp1(
+            _Root(model),
+            auto_wrap_policy=is_unit,
+            mixed_precision=mixed,
+            sharding_strategy=strategy,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            limit_all_gathers=True,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
     if sharing.recomputed_outside:
         for parent in model.modules():
             for name, unit in list(parent.named_children()):

@@ -89,3 +89,13 @@ def test_ddp_keeps_a_copy_of_the_gradients_in_its_buckets():
     shared = peak_of(run_of(config, "full", 2, 1, length=64, kind="ddp"))
     weights = 2 * LlamaForCausalLM(config).num_parameters()
     assert shared - alone == pytest.approx(weights, abs=2048)
+
+
+def test_fsdp1_without_shards_keeps_all_weights_and_joined_gradients():
+    """answer.ai's `ddp` on two RTX-3090 taken for PyTorch's DDP, or refused for a deprecation."""
+    config = llama(dtype="bfloat16")
+    whole, sharded = (
+        predict_tool(run_of(config, "full", 2, 1, length=64, kind=kind))["optimizer"].by_category["weights"]
+        for kind in ("fsdp1_no_shard", "fsdp1")
+    )
+    assert whole == pytest.approx(2 * sharded, abs=2048)
