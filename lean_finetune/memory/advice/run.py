@@ -30,6 +30,7 @@ from lean_finetune.memory.predict.traced_step import (
     traced_steps,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
+from lean_finetune.memory.trace.gradients_alone import FIRST
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
@@ -51,9 +52,6 @@ from lean_finetune.plan.planner import PlanSettings, pad_multiple
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
-
-FIRST = BatchShape(rows=1, length=8, supervised=7, packed_lengths=None)
-"""A micro-batch so small that the next one sets the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

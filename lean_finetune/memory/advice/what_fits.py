@@ -174,8 +174,11 @@ def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints
     """The largest count, from 1 to `most`, whose peak is at most `usable`; 0 if there is none.
 
     Peaks grow nearly linearly with the count. So each guess is where the line through the nearest two known peaks meets
-    `usable`. `hints` replace known peaks at the start. The result fits; it may be too small by one part in PRECISION.
+    `usable`. `hints` replace known peaks at the start; that of 0 is a lower bound. The result fits; it may be too small
+    by one part in PRECISION.
     """
+    if hints.get(0, 0) > usable:
+        return 0
     known: dict[float, int] = {}
     low, high = 0, most + 1
     for _ in range(MOST_TRACES):

@@ -15,8 +15,10 @@ from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
-from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace, OriginTrace
 from lean_finetune.memory.trace.setting import Setting
+from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
@@ -167,10 +169,12 @@ def _trace_steps(
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
         part_loop(trace, skip=skip),
     ):
-        return trace, _run_steps(parallel, trace, model, steps)
+        return trace, _run_steps(parallel, trace, model, steps, skip)
 
 
-def _run_steps(parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps) -> tuple[int, int]:
+def _run_steps(
+    parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps, skip: bool
+) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
     setting, target = model.setting, model.target
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
@@ -205,24 +209,28 @@ def _run_steps(parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, 
         if accumulates_gradients and len(steps[step]) == 1:
             yield idle_batch(0, TokenPart(index=0, parts=parts) if parts > 1 else None)
 
+    # Origins are of the operations that create gradients, and experts count the rows of every micro-batch.
+    leave_out = skip and not (setting.distributed or isinstance(trace, OriginTrace) or has_experts(parallel.model))
     with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):
-            training_step(
-                parallel.model,
-                optimizer,
-                batches(step),
-                supervised_tokens=1,
-                train=train,
-                foreach=cuda,
-                phase=lambda name: _phase(
-                    trace, name, cuda_autocast=cuda_autocast, on_host=on_host and name in UPDATE_PHASES
-                ),
-                guard=lambda losses, norm: None,
-                scaler=scaler,
-                offload=offload,
-                parallel=parallel,
-                micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
-            )
+            left_out = leave_out and leaves_gradients_alone(steps[step])
+            with first_left_out(parallel) if left_out else nullcontext():
+                training_step(
+                    parallel.model,
+                    optimizer,
+                    batches(step),
+                    supervised_tokens=1,
+                    train=train,
+                    foreach=cuda,
+                    phase=lambda name: _phase(
+                        trace, name, cuda_autocast=cuda_autocast, on_host=on_host and name in UPDATE_PHASES
+                    ),
+                    guard=lambda losses, norm: None,
+                    scaler=scaler,
+                    offload=offload,
+                    parallel=parallel,
+                    micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
+                )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position
 

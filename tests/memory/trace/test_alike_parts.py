@@ -1,20 +1,26 @@
-"""Parts of a loop that a trace skips: its events are those of running every part, and parts that differ all run."""
+"""What a trace skips, parts of a loop and a small first micro-batch, changes no result; what differs runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lean_finetune.memory.advice.run import largest_steps
+from lean_finetune.memory.predict import traced_step
 from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
-from lean_finetune.memory.predict.peak import OriginWindowTrace
+from lean_finetune.memory.predict.peak import OriginWindowTrace, predict
 from lean_finetune.memory.predict.traced_step import TracedModel, _trace_steps
 from lean_finetune.memory.trace.alike_parts import PartsDiffer, part_loop, skipping_parts
+from lean_finetune.memory.trace.gradients_alone import FIRST, first_left_out, leaves_gradients_alone
 from lean_finetune.memory.trace.memory_trace import MemoryTrace, OpRules
 from lean_finetune.step import head_loss
 from lean_finetune.step.chunk_loop import in_parts
+from lean_finetune.step.parallel_model import ParallelModel
 from tests.memory.common import CPU_TARGET, gpu_target, llama, setting_of, shape
 
 CONFIG = llama(hidden_size=32, intermediate_size=64, vocab_size=128)
@@ -131,3 +137,51 @@ def test_a_last_part_with_other_memory_is_found():
         traced(work_of([]), 9, skip=True)
     found, ran = skipping_parts(lambda skip: traced(work_of([]), 9, skip=skip))
     assert ran == 9 and found.events == traced(work_of([]), 9, skip=False)[0].events
+
+
+SMALL_FIRST = largest_steps(shape(4, 96, 380), several=True)
+TWO_STEPS = (*SMALL_FIRST, *largest_steps(replace(shape(1, 96, 95), packed_lengths=(96,)), several=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({"method": "full", "optimizer": "adamw_8bit"}, CPU_TARGET),
+        ({"method": "full", "precision": "fp16", "loss_chunk": None, "offload": "optimizer"}, gpu_target("T4")),
+        ({"method": "qlora", "precision": "bf16", "grad_ckpt": True, "offload_activations": "cpu"}, gpu_target("H100")),
+    ],
+)
+def test_a_small_first_micro_batch_that_is_left_out_changes_no_prediction(changes, target, monkeypatch):
+    """Gradients that do not exist at the peak, or memory of the first micro-batch that is missing there."""
+    model = TracedModel(llama(num_hidden_layers=16), setting_of(**changes), target)
+    left_out = predict(model, TWO_STEPS)
+    monkeypatch.setattr(traced_step, "leaves_gradients_alone", lambda shapes: False)
+    assert predict(model, TWO_STEPS) == left_out
+
+
+def test_a_first_micro_batch_is_left_out_only_before_larger_ones():
+    """A peak in the first micro-batch of rows that are hardly longer."""
+    assert all(map(leaves_gradients_alone, TWO_STEPS))
+    for shapes in [(FIRST,), (shape(1, 96, 95),) * 2, largest_steps(shape(1, 32, 31), several=True)[0]]:
+        assert not leaves_gradients_alone(shapes)
+
+
+class HalfUsed(ParallelModel):
+    """A model of which a micro-batch uses one of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(2)))
+
+    def step(self, used: int) -> None:
+        for _ in range(2):
+            loss = self.run(lambda model: torch.stack([*model.parameters()][:used]).sum())
+            loss.backward()
+
+
+def test_a_parameter_without_a_gradient_gets_none_from_a_micro_batch_that_is_left_out():
+    """Gradients of layers that a text model does not use, counted at the peak."""
+    model = HalfUsed()
+    with first_left_out(model):
+        model.step(used=2)
+    with pytest.raises(PartsDiffer), first_left_out(model):
+        model.step(used=1)
