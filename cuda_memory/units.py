@@ -18,10 +18,15 @@ def reading_unit(count: int) -> tuple[int, str]:
     return next(((size, name) for size, name in UNITS if 10 * count >= size), UNITS[-1])
 
 
+def significant(value: float, digits: int) -> str:
+    """A number of at least 0.0001 rounded to this many digits, without an exponent: `100`, `0.25`."""
+    return f"{float(f'{value:.{digits}g}'):.15g}"
+
+
 def readable_size(count: int) -> str:
     """A byte count with four digits in its best unit: `22.08 GiB`, `3.5 MiB`."""
     divisor, unit = reading_unit(count)
-    return f"{count / divisor:.4g} {unit}"
+    return f"{significant(count / divisor, 4)} {unit}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -35,13 +40,13 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 def readable_time(seconds: float) -> str:
     """Seconds with two digits: `1.5 h`."""
     size, unit = next((time for time in TIMES if seconds >= 2 * time[0]), TIMES[-1])
-    return f"{seconds / size:.2g} {unit}"
+    return f"{significant(seconds / size, 2)} {unit}"
 
 
 def readable_times(low: float, high: float) -> str:
     """A range of seconds with two digits in one unit: `1.5 to 5.2 h`."""
     size, unit = next((time for time in TIMES if high >= 2 * time[0]), TIMES[-1])
-    return f"{low / size:.2g} to {high / size:.2g} {unit}"
+    return f"{significant(low / size, 2)} to {significant(high / size, 2)} {unit}"
 
 
 COLUMNS = 80

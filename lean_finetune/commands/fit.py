@@ -17,6 +17,7 @@ from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.fit_apply import apply_offer, check_target
 from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -55,6 +56,16 @@ PATH = click.Path(path_type=Path)
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
+@click.option("--verdict", "verdict_alone", is_flag=True, help="Print the verdict alone: for scripts.")
+@click.option(
+    "--apply",
+    "offer",
+    type=click.IntRange(min=1),
+    is_flag=False,
+    flag_value=1,
+    metavar="[N]",
+    help="Write the Nth of the settings that would fit, or the first, into the params file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
 @click.option("--list-gpus", is_flag=True, help="List the known GPUs and exit.")
 def fit(
@@ -68,6 +79,8 @@ def fit(
     params: Path | None,
     config: Path | None,
     lengths: str | None,
+    verdict_alone: bool,
+    offer: int | None,
     as_json: bool,
     list_gpus: bool,
 ) -> None:
@@ -76,13 +89,18 @@ def fit(
     For example: lean-finetune fit --model Qwen/Qwen3-8B --gpu RTX-4090
 
     Prints the verdict, the peak memory of each phase, settings that fit if the run does not, the smallest GPU for the
-    run, the longest row and the largest micro-batch. Exit code: 0 if the run fits, 3 if it does not.
+    run, the longest row and the largest micro-batch. Exit code: 0 if the run fits, 3 if it does not, 2 if the command
+    line is wrong.
     """
     if list_gpus:
         click.echo("\n".join(_known_gpus()))
         return
     converted = None if config is None else read_config_of_tool(config, gpus or 1, with_data=False)
     usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
+    if offer is not None:
+        if verdict_alone or as_json:
+            raise UsageFault("--apply: prints what it changes; leave out --json and --verdict")
+        check_target(params or PARAMS_FILE, usual=usual)
     file = COMMON_PARAMS if usual else params or PARAMS_FILE
     p = load_params(file)
     if usual and model is None and "model.name" not in (converted.values if converted else {}):
@@ -104,11 +122,19 @@ def fit(
             named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.fit_text import fit_json, fit_lines, staircase_lines
+        from lean_finetune.commands.fit_text import fit_json, fit_lines, staircase_lines, verdict_json, verdict_text
         from lean_finetune.commands.fit_tool import tool_json, tool_lines
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
     run, prediction, memory, stairs = _predicted(p, sets, lengths, shorten=shorten, usual=usual and converted is None)
+    if verdict_alone:
+        alone = verdict_json(run, prediction, memory)
+        click.echo(json.dumps(alone, indent=2) if as_json else f"verdict {verdict_text(run, prediction, memory)}")
+        _end(run, prediction, memory)
+    if offer is not None:
+        for text in _applied(run, prediction, memory, offer, file, flags):
+            click.echo(text)
+        return
     run_of = partial(_converted_run, run, load_params(file), flags)
     if as_json:
         answer = fit_json(run, prediction, memory)
@@ -154,6 +180,18 @@ def _predicted(
         run = with_rows(fit_run(p, shorten=shorten), index)
     prediction, stairs = predict_staircase(run)
     return replace(run, steps=prediction.steps_of_peak), prediction, stairs.memory, stairs
+
+
+def _applied(
+    run: "Run", prediction: "Prediction", memory: "PlanMemory | None", offer: int, file: Path, flags: Sequence[str]
+) -> Iterator[str]:
+    """Apply an offer to the params file; what changes, line by line."""
+    from lean_finetune.commands.fit_text import offers_of, verdict_text
+    from lean_finetune.memory.advice.verdict import judge_run
+
+    if judge_run(run, prediction, memory).fits:
+        raise UserError(f"--apply: nothing to apply: the run {verdict_text(run, prediction, memory)}")
+    yield from apply_offer(file, offer, offers_of(run, prediction, memory), flags)
 
 
 def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Converted) -> "Run":

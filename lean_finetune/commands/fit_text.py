@@ -1,13 +1,23 @@
 """The answer of `lean-finetune fit` as lines of at most 80 columns, and as JSON."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from cuda_memory.units import COLUMNS, LABEL_WIDTH, bar_line, counted, labelled, readable_size, readable_time
+from cuda_memory.units import (
+    COLUMNS,
+    LABEL_WIDTH,
+    bar_line,
+    counted,
+    labelled,
+    readable_size,
+    readable_time,
+    significant,
+)
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
@@ -16,7 +26,7 @@ from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
 from lean_finetune.memory.advice.tiers import deciding_tier, room_bytes
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
-from lean_finetune.memory.advice.verdict import Verdict, answer, confirmed_peak, describe, judge_run
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
@@ -36,7 +46,7 @@ def fit_lines(
     `option` make the lines that apply settings: `lean-finetune fit …` and `--set`.
     """
     verdict = judge_run(run, prediction, memory)
-    yield labelled("verdict", _verdict_text(run, prediction, memory, verdict))
+    yield labelled("verdict", verdict_text(run, prediction, memory))
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     yield ""
@@ -46,13 +56,13 @@ def fit_lines(
     yield labelled("params", source)
     yield from _run_lines(run, prediction)
     if not verdict.fits:
-        found = answer(run, prediction, memory, confirm=partial(confirmed_peak, run))
+        offers = offers_of(run, prediction, memory)
         yield ""
-        if not found.remedies:
+        if not offers:
             yield labelled("what would fit", "no settings found: choose a larger device")
         else:
             yield labelled("what would fit", "the least harmful to learning first, then the fastest")
-        for remedy in found.remedies:
+        for remedy in offers:
             yield from _remedy_lines(remedy, command, option)
         yield ""
     limits = find_limits(run, prediction.peak.bytes)
@@ -62,8 +72,14 @@ def fit_lines(
     yield labelled("largest micro-batch", batch)
 
 
-def _verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None, verdict: Verdict) -> str:
+def offers_of(run: Run, prediction: Prediction, memory: PlanMemory | None) -> Sequence[Remedy]:
+    """Settings with which a run fits that does not, best first."""
+    return answer(run, prediction, memory, confirm=partial(confirmed_peak, run)).remedies
+
+
+def verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None) -> str:
     """The verdict, with the tier that decides, its peak and its room."""
+    verdict = judge_run(run, prediction, memory)
     headroom_percent = run.params.estimate.headroom_percent
     tier, size = deciding_tier(prediction, memory, run.device, headroom_percent), prediction.peak.bytes
     if memory is not None and tier == "reserved":
@@ -164,7 +180,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are per GPU")
     yield labelled("micro-batches", describe(run.steps[-1][-1]))
     if (speed := tokens_per_second(run)) is not None:
-        slow, fast = (f"{tokens:,.2g}" if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
+        slow, fast = (significant(tokens, 2) if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
         of_each = p.hardware.num_gpus > 1 and not prediction.stages
         per_gpu = " on each GPU, less where GPUs wait for each other" if of_each else ""
         yield labelled("speed", f"{slow} to {fast} tokens/s{per_gpu}, by the data sheet (not measured)")
@@ -196,7 +212,8 @@ def _remedy_lines(remedy: Remedy, command: str, option: str) -> Iterator[str]:
         else:
             line += f" {words}"
     yield line
-    yield f"    peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+    text = f"peak {readable_size(remedy.peak_bytes)}, {remedy.slowdown:.2f}x time per token; {remedy.effect}"
+    yield textwrap.fill(text, COLUMNS, initial_indent=" " * 4, subsequent_indent=" " * 4)
     if remedy.host_bytes:
         disk = f", {readable_size(remedy.disk_bytes)} on disk" if remedy.disk_bytes else ""
         step = "" if remedy.step_seconds is None else f"; {readable_time(remedy.step_seconds)} a step"
@@ -208,11 +225,9 @@ def _tokens(found: Largest) -> str:
     return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
 
 
-def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any]:
-    """The complete answer. Sizes are in bytes, lengths in tokens."""
-    verdict, limits = judge_run(run, prediction, memory), find_limits(run, prediction.peak.bytes)
-    found = None if verdict.fits else answer(run, prediction, memory, confirm=partial(confirmed_peak, run))
-    shape = run.steps[-1][-1]
+def verdict_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any]:
+    """The part of the answer that needs no search. Sizes are in bytes."""
+    verdict = judge_run(run, prediction, memory)
     return {
         "verdict": verdict.state,
         "why_tight": verdict.why_tight,
@@ -221,6 +236,16 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
         "usable_bytes": run.usable_bytes,
         "deciding_tier": deciding_tier(prediction, memory, run.device, run.params.estimate.headroom_percent),
         "tiers": memory and memory.tiers(),
+    }
+
+
+def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any]:
+    """The complete answer. Sizes are in bytes, lengths in tokens."""
+    verdict, limits = judge_run(run, prediction, memory), find_limits(run, prediction.peak.bytes)
+    offers = () if verdict.fits else offers_of(run, prediction, memory)
+    shape = run.steps[-1][-1]
+    return {
+        **verdict_json(run, prediction, memory),
         "worst_phase": prediction.worst_phase,
         "phases": {
             phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}
@@ -246,7 +271,7 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
         "micro_batch": {"rows": shape.rows, "tokens_per_row": shape.length},
         "would_fit": [
             {"settings": list(remedy.flags), **{k: v for k, v in remedy.as_json().items() if k != "command"}}
-            for remedy in (found.remedies if found else ())
+            for remedy in offers
         ],
         "smallest_gpu": limits.smallest_gpu,
         "longest_row_tokens": asdict(limits.longest_row),

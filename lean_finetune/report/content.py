@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cuda_memory.page.html import Table
-from cuda_memory.units import GIB, counted, readable_size
+from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
@@ -142,7 +142,9 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         Result("Measured peak memory", size(train["peak_bytes_measured"]), measured),
         *_reserved(estimate, train, errors["reserved"]),
         Result(
-            "Device", f"{estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB", f"predicted use {share:.3g} %; {fits}"
+            "Device",
+            f"{estimate['gpu']}, {estimate['capacity_gib']:.4g} GiB",
+            f"predicted use {significant(share, 3)} %; {fits}",
         ),
         Result("Speed", f"{train['tokens_per_second']:,.0f} tokens/s", f"on {train['device']}"),
     ]

@@ -13,7 +13,7 @@ from cuda_memory.page.charts import (
     memory_lines,
     step_lines,
 )
-from cuda_memory.units import GIB, reading_unit
+from cuda_memory.units import GIB, reading_unit, significant
 from lean_finetune.report.content import CPU, plan_note, size, switches
 from lean_finetune.report.report_inputs import Inputs, in_order
 
@@ -70,7 +70,7 @@ def _phases(inputs: Inputs) -> Picture:
     share = 100 * estimate["peak_bytes_predicted"] / (estimate["capacity_gib"] * GIB)
     place = "too large for this scale" if capacity is None else "dashed line"
     note = f"Capacity of {estimate['gpu']} ({place}): {estimate['capacity_gib']:.4g} GiB. "
-    note += f"The predicted peak is {share:.3g} % of it."
+    note += f"The predicted peak is {significant(share, 3)} % of it."
     title = "Predicted peak of each phase by category, and the measured peak"
     return Picture(title, bar_chart(bars, title=title, capacity=capacity), legend, note)
 

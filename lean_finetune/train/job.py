@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from cuda_memory.units import MIB
+from cuda_memory.units import MIB, significant
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params, Train
 from lean_finetune.core.atomic_files import read_json
@@ -63,7 +63,7 @@ def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     parameters = sum(parameter.numel() for parameter in meta_model(config).parameters())
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
     trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
-    size = f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    size = f"{significant(parameters / 1e9, 3)} B" if parameters >= 1e9 else f"{significant(parameters / 1e6, 3)} M"
     return lr, f"usual for {trained} {size} parameters"
 
 

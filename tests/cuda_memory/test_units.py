@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuda_memory.units import GIB, MIB, counted, readable_size, reading_unit
+from cuda_memory.units import GIB, MIB, counted, readable_size, readable_time, readable_times, reading_unit, significant
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,17 @@ def test_a_count_agrees_with_its_noun():
     assert [counted(count, "row") for count in (0, 1, 4747)] == ["0 rows", "1 row", "4,747 rows"]
     assert counted(2, "micro-batch") == "2 micro-batches" and counted(2, "process") == "2 processes"
     assert counted(1, "entry", "entries") == "1 entry" and counted(2, "entry", "entries") == "2 entries"
+
+
+def test_a_time_of_three_digits_has_no_exponent():
+    """`1e+02 s a step`."""
+    assert [readable_time(seconds) for seconds in (99.6, 100, 119, 81, 0.25)] == [
+        "100 s",
+        "100 s",
+        "120 s",
+        "81 s",
+        "0.25 s",
+    ]
+    assert readable_time(8.64e6) == "100 days" and readable_times(3600, 119 * 3600) == "0.042 to 5 days"
+    assert [significant(number, 3) for number in (1234.5, 999.6, 7)] == ["1230", "1000", "7"]
+    assert readable_size(99999 * GIB) == "100000 GiB"

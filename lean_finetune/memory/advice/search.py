@@ -151,7 +151,7 @@ class _Search:
             flags=candidate.flags,
             peak_bytes=peak_bytes,
             slowdown=candidate.slowdown,
-            effect=EFFECTS[candidate.effect],
+            effect=candidate.effect_text,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
             step_seconds=self._costs.step_time(candidate.run),

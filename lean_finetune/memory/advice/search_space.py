@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.run import Run, full_batch, in_stages
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import (
+    EFFECTS,
     LESS_DATA,
+    ROUNDED,
     SAME,
     SMALLER_STEPS,
     UNCLIPPED,
@@ -28,6 +31,7 @@ SHORTEST_ROW_TOKENS = 64
 ROW_MULTIPLE = 8
 SAME_SPEED = 0.005
 """Slowdowns closer than this count as equal, because the cost model is no more accurate."""
+PAGED_NOTE = "8-bit optimizer state, paged from host memory"
 HARDEST = 9
 """Ease of shorter rows."""
 
@@ -48,6 +52,8 @@ class Option:
     """Position in its switch. A stronger option needs less memory."""
     run: Run
     """The run with the micro-batches of this option."""
+    note: str = ""
+    """What it changes besides its effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,11 @@ class Candidate:
     def effect(self) -> int:
         """The most harmful effect of its options."""
         return max((option.effect for option in self.options if option.flags), default=SAME)
+
+    @property
+    def effect_text(self) -> str:
+        """What it changes in learning."""
+        return ", ".join(filter(None, [EFFECTS[self.effect], *(option.note for option in self.options)]))
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -165,24 +176,35 @@ def _options_of(switch: Switch, run: Run, support: Support) -> Iterator[Option]:
     """The options of a switch for a run, each stronger than the one before."""
     variants = [different(run.setting, variant) for variant in switch.lighter(run.setting, support)]
     for number, values in enumerate(filter(None, variants)):
+        other_optimizer = switch.one_micro_batch and "train.optimizer" in values
         option = Option(
             flags=tuple(flag(key, value) for key, value in values.items()),
             values=values,
-            effect=max(switch.effect, UNCLIPPED if "train.max_grad_norm" in values else SAME),
+            effect=max(
+                switch.effect,
+                UNCLIPPED if "train.max_grad_norm" in values else SAME,
+                ROUNDED if other_optimizer else SAME,
+            ),
             ease=switch.ease + number,
             level=1 + number,
             run=run,
+            note=PAGED_NOTE if other_optimizer else "",
         )
-        if switch.one_micro_batch:
-            yield from _of_one_micro_batch(option)
-        else:
+        if not switch.one_micro_batch:
             yield option
+            continue
+        packed = [*_of_one_micro_batch(option)]
+        yield from packed[-1:] if number else packed  # Of a lighter variant the smallest steps: levels are one order.
 
 
 def _compatible(options: Sequence[Option]) -> bool:
     """Whether no switch excludes another, and no parameter has two values."""
     chosen = {name for name, option in zip(switch_names(), options, strict=True) if option.flags}
     if any(switch.name in chosen and chosen & switch.excludes for switch in SWITCHES):
+        return False
+    changed = {key: value for option in options for key, value in option.values.items()}
+    paged = "train.optimizer" in changed and OPTIMIZERS[changed["train.optimizer"]].paged
+    if paged and changed.get("train.offload", "none") != "none":
         return False
     values: dict[str, str] = {}
     pairs = (flag.split("=", 1) for option in options for flag in option.flags)

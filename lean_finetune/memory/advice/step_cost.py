@@ -20,6 +20,7 @@ from lean_finetune.memory.predict.state_formulas import (
     FP32_BYTES,
     ModelShapes,
     model_shapes,
+    paged_lines,
     state_bytes,
     state_lines,
     trained_values,
@@ -88,11 +89,13 @@ class Costs:
         return self._states(setting).get(WEIGHTS, 0) * setting.shards_of(WEIGHTS)
 
     def offloaded_bytes(self, setting: Setting) -> tuple[int, int]:
-        """Bytes that train.offload needs in the memory of a host, and on its disk."""
+        """Bytes that train.offload or a paged optimizer needs in the memory of a host, and on its disk."""
         key = _state_key(setting)
         if key not in self._offloaded:
             processes = processes_per_host(setting, self._run.nodes)
             in_memory, on_disk = offloaded_state_bytes(self._shapes_of(setting), setting)
+            paged = paged_lines(self._shapes_of(setting), setting, cuda=self.cuda)
+            in_memory += sum(line.total_bytes(1) for line in paged)
             self._offloaded[key] = processes * in_memory, processes * on_disk
         return self._offloaded[key]
 
@@ -293,10 +296,15 @@ def _update_seconds(setting: Setting, trained: int, element_bytes: int, bandwidt
 
 
 def _link_bytes(run: Run, parameters: int, trained: int, element_bytes: int, micro_batches: int) -> float:
-    """Bytes of an offloaded state between host and GPU: gradients, updated weights, and weights for each pass."""
-    setting = run.setting
+    """Bytes of an offloaded state between host and GPU: gradients, updated weights, and weights for each pass.
+
+    Of a paged optimizer: all of its state, there and back, as on a GPU that is full.
+    """
+    setting, kind = run.setting, OPTIMIZERS[run.setting.train.optimizer]
     value_bytes = element_bytes if setting.train.method == "full" else FP32_BYTES
-    state = 2 * trained * value_bytes if setting.train.offload != "none" else 0
+    state = 2.0 * trained * value_bytes if setting.train.offload != "none" else 0.0
+    if kind.paged:
+        state += 2 * trained * kind.values_per_trained_value * (kind.state_bits or 8 * value_bytes) / 8
     share = 1 / setting.shards_of_weights if setting.train.offload == "parameters" else 0
     weight_bytes = 0.5 if setting.train.method == "qlora" else element_bytes
     return state + 2 * share * parameters * weight_bytes * micro_batches

@@ -86,10 +86,15 @@ def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Val
 
 
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
-    """Update each weight in the backward pass, which excludes clipping."""
+    """Update each weight in the backward pass, which excludes clipping; then with AdamW's state paged from the host."""
     train = setting.train
     if train.method == "full" and train.precision != "fp16" and not setting.distributed:
-        yield {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
+        in_backward = {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
+        yield in_backward
+        least = OPTIMIZERS[train.optimizer].lighter or train.optimizer
+        paged = next((name for name, other in OPTIMIZERS.items() if other.use_instead == least), None)
+        if support.cuda and train.offload == "none" and paged is not None:
+            yield {**in_backward, "train.optimizer": paged}
 
 
 SWITCHES = [

@@ -113,10 +113,14 @@ class Limits:
 
 def find_limits(run: Run, peak_bytes: int) -> Limits:
     """Find all three limits. Every returned value was traced and fits. `peak_bytes` is the run's predicted peak."""
-    shape = run.steps[-1][-1]
-    near = {0: Costs(run).least_bytes(run.setting), shape.rows * shape.length: peak_bytes}
+    shape, least_bytes = run.steps[-1][-1], Costs(run).least_bytes(run.setting)
+    smallest = smallest_gpu(run, {_generation(run.device): peak_bytes})
+    if least_bytes > run.fitting_bytes:  # Not even its states fit.
+        nothing = Largest(value=0, limit=None)
+        return Limits(smallest_gpu=smallest, longest_row=nothing, largest_max_tokens=nothing)
+    near = {0: least_bytes, shape.rows * shape.length: peak_bytes}
     return Limits(
-        smallest_gpu=smallest_gpu(run, {_generation(run.device): peak_bytes}),
+        smallest_gpu=smallest,
         longest_row=longest_fitting_row(run, run.fitting_bytes, near),
         largest_max_tokens=largest_micro_batch(run, run.fitting_bytes, near),
     )
@@ -174,11 +178,8 @@ def largest_fitting(peak_of: Callable[[int], int], usable: int, most: int, hints
     """The largest count, from 1 to `most`, whose peak is at most `usable`; 0 if there is none.
 
     Peaks grow nearly linearly with the count. So each guess is where the line through the nearest two known peaks meets
-    `usable`. `hints` replace known peaks at the start; that of 0 is a lower bound. The result fits; it may be too small
-    by one part in PRECISION.
+    `usable`. `hints` replace known peaks at the start. The result fits; it may be too small by one part in PRECISION.
     """
-    if hints.get(0, 0) > usable:
-        return 0
     known: dict[float, int] = {}
     low, high = 0, most + 1
     for _ in range(MOST_TRACES):

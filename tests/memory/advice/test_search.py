@@ -4,21 +4,23 @@ import json
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from cuda_memory.units import GIB, MIB
-from lean_finetune.config.load import keeps_rules, load_params, with_flags
+from lean_finetune.config.load import COMMON_PARAMS, keeps_rules, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import search, search_space, what_fits
-from lean_finetune.memory.advice.run import Run, full_batch, full_rows_run, largest_steps
+from lean_finetune.memory.advice.run import Run, fit_run, full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, SAME, UNCLIPPED
+from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, ROUNDED, SAME, SMALLER_STEPS, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
-from lean_finetune.memory.advice.verdict import answer
+from lean_finetune.memory.advice.tiers import predict_tiers
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak
 from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_fitting_row, smallest_gpu
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape
@@ -101,6 +103,40 @@ def test_updates_in_backward_are_offered_where_nothing_else_trains_all_weights(n
     assert found[0].effect == EFFECTS[effect]
     assert {"train.optimizer_in_backward=true", "bucket.mode=packed", "bucket.max_tokens=191"} <= {*found[0].flags}
     assert ("train.max_grad_norm=null" in found[0].flags) is (norm is not None)
+
+
+def test_updates_in_backward_with_a_paged_optimizer_are_the_lightest_full_training():
+    """All weights of an 8B, trained on 24 GB, that are not offered, or offered as the same training."""
+    run = workload(method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=128)
+    costs = Costs(run)
+    space = Space(run, costs)
+    found = [c for effect in range(len(EFFECTS)) for c in space.of_effect(effect) if c.level("in_backward") == 3]
+    paged = min(found, key=lambda candidate: candidate.total_level)
+    assert {"train.optimizer=paged_adamw_8bit", "train.tokens_per_step=64", "train.max_grad_norm=null"} < {*paged.flags}
+    assert paged.effect_text == (
+        "smaller optimizer steps without gradient clipping, 8-bit optimizer state, paged from host memory"
+    )
+    others = [c for c in space.of_effect(SMALLER_STEPS) if c.level("in_backward") == 2 and c.total_level == 2]
+    assert min(costs.least_bytes(c.run.setting) for c in others) > costs.least_bytes(paged.run.setting)
+    # The state goes to the device and back, and is in host memory.
+    assert paged.slowdown > max(c.slowdown for c in others)
+    assert costs.offloaded_bytes(paged.run.setting)[0] > 0 == costs.offloaded_bytes(others[0].run.setting)[0]
+    unclipped = workload(
+        method="full", precision="bf16", max_tokens=64, longest=64, tokens_per_step=64, max_grad_norm=None
+    )
+    light = [c for c in Space(unclipped, Costs(unclipped)).of_effect(ROUNDED) if c.level("in_backward") == 2]
+    assert light and all("8-bit optimizer state" in c.effect_text for c in light)
+
+
+@pytest.mark.slow
+def test_full_training_of_an_8b_is_offered_on_24_gb():
+    """Adapters alone offered to somebody with 24 GB who wants to train all weights."""
+    flags = ["model.name=docs/examples/llama-3.1-8b", "hardware.gpu=RTX-4090", "train.method=full"]
+    run = fit_run(with_flags(load_params(COMMON_PARAMS), flags))
+    prediction, memory = predict_tiers(run)
+    found = answer(run, prediction, memory, confirm=partial(confirmed_peak, run)).remedies
+    (remedy,) = (remedy for remedy in found if "train.optimizer_in_backward=true" in remedy.flags)
+    assert 19 * GIB < remedy.peak_bytes < 20 * GIB and remedy.host_bytes > 14 * GIB
 
 
 @pytest.mark.parametrize(

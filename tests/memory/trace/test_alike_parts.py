@@ -153,7 +153,7 @@ TWO_STEPS = (*SMALL_FIRST, *largest_steps(replace(shape(1, 96, 95), packed_lengt
 )
 def test_a_small_first_micro_batch_that_is_left_out_changes_no_prediction(changes, target, monkeypatch):
     """Gradients that do not exist at the peak, or memory of the first micro-batch that is missing there."""
-    model = TracedModel(llama(num_hidden_layers=16), setting_of(**changes), target)
+    model = TracedModel(llama(), setting_of(**changes), target)
     left_out = predict(model, TWO_STEPS)
     monkeypatch.setattr(traced_step, "leaves_gradients_alone", lambda shapes: False)
     assert predict(model, TWO_STEPS) == left_out
@@ -174,7 +174,7 @@ class HalfUsed(ParallelModel):
 
     def step(self, used: int) -> None:
         for _ in range(2):
-            loss = self.run(lambda model: torch.stack([*model.parameters()][:used]).sum())
+            loss = self.run(lambda model: torch.stack(tuple(model.parameters())[:used]).sum())
             loss.backward()
 
 
