@@ -98,4 +98,4 @@ def test_fsdp1_without_shards_keeps_all_weights_and_joined_gradients():
         predict_tool(run_of(config, "full", 2, 1, length=64, kind=kind))["optimizer"].by_category["weights"]
         for kind in ("fsdp1_no_shard", "fsdp1")
     )
-    assert whole == pytest.approx(2 * sharded, abs=2048)
+    assert whole == pytest.approx(2 * sharded, abs=4096)  # Each unit is padded.
