@@ -44,6 +44,13 @@ from lean_finetune.step.run_optimizer import device_state
 #
 # PyTorch's own FSDP2 runs; what it allocates beside the model is counted as `sharding`. The module uses private
 # PyTorch functions.
+#
+# A GPU's streams could keep memory in use that a CPU frees at once. FSDP2 keeps it by references instead of
+# record_stream, and its code runs here: in forward, a layer's gathered buffer until the next layer is copied out
+# (AllGatherState); in backward, the buffer of the layer to come, gathered while one computes, and the input of a
+# reduction until the next one (ReduceScatterState). So the bytes of tensors are those of a GPU. Blocks are not: one
+# that is freed serves only the stream on which it was allocated, which `following_streams` notes for the replay of
+# reserved memory. No GPU has measured either yet.
 
 GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
 """FSDP2's functions that gather a layer; it reduces gradients by `foreach_reduce`."""
