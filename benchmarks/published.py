@@ -1,7 +1,7 @@
 """Memory that other people measured in other tools, against the traces of these tools' steps.
 
-Rows with known settings: fms-acceleration (Hugging Face's Trainer on A100), LitGPT, torchtune. Every row is printed,
-misses too. A row whose run ran out of memory has no size: its verdict is checked.
+Rows with known settings: fms-acceleration (Hugging Face's Trainer on 1, 2 and 4 A100), LitGPT, torchtune. Every row is
+printed, misses too. A row whose run ran out of memory has no size: its verdict is checked.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,16 @@ import torch
 
 from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, in_new_processes
 from benchmarks.published_rows import PublishedRow, published_rows
+from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.trace_tool import predict_tool
 from lean_finetune.memory.trace.memory_trace import INPUTS
 
 CLOSE, LOW = 0.08, 0.10
-HEADROOM_PERCENT = 0.0
+HEADROOM_PERCENT = load_params(COMMON_PARAMS).estimate.headroom_percent
+"""Of `fit`."""
 QUICK = 4
 
 
@@ -27,20 +30,29 @@ def predicted(name: str) -> Row:
     torch.set_num_threads(1)
     row = _rows()[name]
     device, _ = resolve_gpu(row.gpu)
-    peaks = predict_tool(row.run)
+    known = {
+        "row": row.id,
+        "recipe": row.recipe,
+        "gpus": row.gpus,
+        "measured_bytes": row.allocated_bytes,
+        "reserved_bytes": row.reserved_bytes,
+        "process_bytes": row.process_bytes,
+        "ran": row.ran,
+    }
+    try:
+        peaks = predict_tool(row.run)
+    except UserError as error:
+        return {**known, "tool_bytes": None, "error": None, "phase": None, "verdict": None, "note": str(error)}
     peaks.pop(INPUTS, None)
     phase = max(peaks, key=lambda name: peaks[name].bytes)
     tool_bytes = peaks[phase].bytes
-    error = None if row.allocated_bytes is None else tool_bytes / row.allocated_bytes - 1
+    margin = MARGINS["tool_one_gpu" if row.gpus == 1 else "tool_several_gpus"]
     return {
-        "row": row.id,
-        "recipe": row.recipe,
-        "measured_bytes": row.allocated_bytes,
+        **known,
         "tool_bytes": tool_bytes,
-        "error": error,
+        "error": None if row.allocated_bytes is None else tool_bytes / row.allocated_bytes - 1,
         "phase": phase,
-        "ran": row.ran,
-        "verdict": judge_bytes(tool_bytes, device, "tensors", MARGINS["tool_one_gpu"], HEADROOM_PERCENT),
+        "verdict": judge_bytes(tool_bytes, device, "tensors", margin, HEADROOM_PERCENT),
         "note": row.note,
     }
 
@@ -51,8 +63,8 @@ def _rows() -> dict[str, PublishedRow]:
 
 
 def measure(quick: bool) -> Measured:
-    """Trace every row on one GPU; with `quick` the first few."""
-    chosen = [row.id for row in _rows().values() if row.gpus == 1][: QUICK if quick else None]
+    """Trace every row; with `quick` the first few."""
+    chosen = [*_rows()][: QUICK if quick else None]
     rows = in_new_processes(predicted, chosen, "fork")
     return Measured(rows=rows, bars=[] if quick else bars(rows))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import (
     FalconConfig,
@@ -22,7 +22,8 @@ from benchmarks.estimate_facts import read_facts
 from benchmarks.specs import changed, llama, train_of
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.tool_step.tool_step import ToolStep
+from lean_finetune.memory.tool_step.sharing import Sharing, under_fsdp1
+from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 from lean_finetune.memory.tool_step.trace_tool import ToolRun
 from lean_finetune.memory.trace.cuda_kernels import target_of
 
@@ -35,8 +36,15 @@ def _llama(
     return llama(hidden, inner, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, **more)
 
 
+def _of(kind: Any, **values: Any) -> PretrainedConfig:
+    """A configuration: some classes take arguments that are not among their fields."""
+    config: PretrainedConfig = kind(**values)
+    return config
+
+
 def _mistral(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
-    return kind(
+    return _of(
+        kind,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=32,
@@ -49,8 +57,9 @@ def _mistral(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
     )
 
 
-def _phi(hidden: int, layers: int, rotated: float) -> PhiConfig:
-    return PhiConfig(
+def _phi(hidden: int, layers: int, rotated: float) -> PretrainedConfig:
+    return _of(
+        PhiConfig,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
@@ -62,8 +71,9 @@ def _phi(hidden: int, layers: int, rotated: float) -> PhiConfig:
     )
 
 
-def _gemma(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> GemmaConfig:
-    return GemmaConfig(
+def _gemma(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> PretrainedConfig:
+    return _of(
+        GemmaConfig,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -86,7 +96,8 @@ MODELS: Mapping[str, PretrainedConfig] = {
     "yi-34b": _llama(7168, 20480, 60, 56, 8, 64000, max_position_embeddings=4096),
     "mistral-7b": _mistral(MistralConfig),
     "mixtral-8x7b": _mistral(MixtralConfig, num_local_experts=8, num_experts_per_tok=2),
-    "powerlm-3b": GraniteConfig(
+    "powerlm-3b": _of(
+        GraniteConfig,
         hidden_size=2304,
         intermediate_size=9216,
         num_hidden_layers=40,
@@ -96,12 +107,20 @@ MODELS: Mapping[str, PretrainedConfig] = {
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     ),
-    "santacoder": GPTBigCodeConfig(
-        n_embd=2048, n_head=16, n_layer=24, n_inner=8192, vocab_size=49280, n_positions=2048, multi_query=True
+    "santacoder": _of(
+        GPTBigCodeConfig,
+        n_embd=2048,
+        n_head=16,
+        n_layer=24,
+        n_inner=8192,
+        vocab_size=49280,
+        n_positions=2048,
+        multi_query=True,
     ),
     "phi-1.5": _phi(2048, 24, 0.5),
     "phi-2": _phi(2560, 32, 0.4),
-    "phi-3-mini": Phi3Config(
+    "phi-3-mini": _of(
+        Phi3Config,
         hidden_size=3072,
         intermediate_size=8192,
         num_hidden_layers=32,
@@ -113,7 +132,8 @@ MODELS: Mapping[str, PretrainedConfig] = {
     ),
     "gemma-2b": _gemma(2048, 16384, 18, 8, 1),
     "gemma-7b": _gemma(3072, 24576, 28, 16, 16),
-    "stablelm-alpha-3b": GPTNeoXConfig(
+    "stablelm-alpha-3b": _of(
+        GPTNeoXConfig,
         hidden_size=4096,
         intermediate_size=16384,
         num_hidden_layers=16,
@@ -122,7 +142,8 @@ MODELS: Mapping[str, PretrainedConfig] = {
         max_position_embeddings=4096,
         rotary_pct=0.25,
     ),
-    "falcon-7b": FalconConfig(
+    "falcon-7b": _of(
+        FalconConfig,
         hidden_size=4544,
         ffn_hidden_size=18176,
         num_hidden_layers=32,
@@ -163,7 +184,7 @@ def step_of_recipe(recipe: str, method: str) -> ToolStep:
         return changed_step(_TRAINER, tool="fsdp_qlora", loss="fp32_logits", autocast=False, adapters="16 bits")
     # fms-acceleration: transformers 4.48 in the first file, 4.45 in the others; GPTBigCode has a loss of its own.
     table, _, plugins = recipe.partition(": ")
-    loss = "shifted_logits" if table == "fms" else "fp32_logits"
+    loss: Loss = "shifted_logits" if table == "fms" else "fp32_logits"
     loss = "logits_in_16_bits" if "GPTBigCode" in plugins else "liger" if "liger" in plugins else loss
     fast = "foak" in plugins
     mixed = table == "fms-liger" or "bnb" in plugins
@@ -213,12 +234,18 @@ def _row(values: Mapping[str, str]) -> PublishedRow:
     def size(name: str) -> int | None:
         return int(values[f"{name}_bytes"]) if values[f"{name}_bytes"] else None
 
-    gpus = int(values["gpus"])
+    gpus, train = int(values["gpus"]), _train(values)
     device, _ = resolve_gpu(values["gpu"])
+    step, sharing = step_of_recipe(values["recipe"], values["method"]), None
+    if gpus > 1:
+        kind: Literal["fsdp1", "fsdp1_no_shard"] = "fsdp1_no_shard" if train.sharding == "ddp" else "fsdp1"
+        sharing = Sharing(kind=kind, gpus=gpus, mixed_precision=step.autocast)
+        step = under_fsdp1(step, train, sharing)
     run = ToolRun(
-        step=step_of_recipe(values["recipe"], values["method"]),
+        step=step,
         config=MODELS[values["model"]],
-        train=_train(values),
+        train=train,
+        sharing=sharing,
         target=target_of(device),
         rows=int(values["rows"]),
         length=int(values["length"]),
