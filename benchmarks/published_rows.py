@@ -116,6 +116,7 @@ MODELS: Mapping[str, PretrainedConfig] = {
         vocab_size=49280,
         n_positions=2048,
         multi_query=True,
+        activation_function="gelu_fast",
     ),
     "phi-1.5": _phi(2048, 24, 0.5),
     "phi-2": _phi(2560, 32, 0.4),

@@ -66,6 +66,8 @@ def _cross_entropy(step: ToolStep, values: torch.Tensor, labels: torch.Tensor) -
     if step.fused_cross_entropy:
         loss: torch.Tensor = _FusedCrossEntropy.apply(rows)
         return loss
+    if step.autocast:  # Of CUDA, where it computes losses in fp32.
+        rows = rows.float()
     return F.cross_entropy(rows, labels.view(-1), ignore_index=IGNORED)
 
 

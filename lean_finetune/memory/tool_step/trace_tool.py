@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from bitsandbytes.autograd._functions import MatMul4Bit
 from torch import nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
@@ -109,6 +110,8 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
     with ExitStack() as stack:
         for context in (refuse_untraceable(run.config), CachedFakeMode(), target.attention()):
             stack.enter_context(context)
+        if step.autocast:
+            stack.enter_context(_layer_norms_in_fp32())
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
         model, head = _model(run)
@@ -237,6 +240,22 @@ def _to_fp32(lm: nn.Module, which: Literal["none", "all", "norms"]) -> None:
             if which == "all" or (which == "norms" and parameter.ndim == 1):
                 made.setdefault(id(parameter), nn.Parameter(parameter.data.float(), requires_grad=False))
                 module._parameters[name] = made[id(parameter)]
+
+
+@contextmanager
+def _layer_norms_in_fp32() -> Iterator[None]:
+    """Layer norms as CUDA's autocast runs them; that of CPUs leaves them in 16 bits."""
+    normalise: Any = F.layer_norm
+
+    def in_fp32(x: torch.Tensor, shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.is_autocast_enabled("cuda"):
+            x = x.float()
+            args = tuple(each.float() if isinstance(each, torch.Tensor) else each for each in args)
+        normed: torch.Tensor = normalise(x, shape, *args, **kwargs)
+        return normed
+
+    with patch.object(F, "layer_norm", in_fp32):
+        yield
 
 
 @contextmanager
