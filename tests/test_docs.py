@@ -172,6 +172,16 @@ def test_the_prediction_in_the_readme_is_what_the_command_prints():
 
 
 @pytest.mark.slow
+def test_the_curve_of_a_first_step_is_what_the_command_prints():
+    """The case of a run that died in its first update, which its user must recognise."""
+    section = (ROOT / "docs/out-of-memory.md").read_text(encoding="utf-8").split("ran out in the first update\n")[1]
+    command, shown = re.search(r"```sh\n(lean-finetune fit [^\n]*)\n```\n```\n(.*?)```", section, re.DOTALL).groups()  # type: ignore[union-attr]
+    program = [sys.executable, "-m", "lean_finetune.cli", *shlex.split(command)[1:]]
+    done = run_bounded(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 3 and shown.strip() in done.stdout
+
+
+@pytest.mark.slow
 def test_the_command_for_70b_prints_the_figures_of_its_table():
     """Peak, RAM, disk and time of training all weights on one card, which only this page states."""
     text = (

@@ -122,7 +122,8 @@ def fit(
             named_gpu(p.hardware.gpu)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.fit_text import fit_json, fit_lines, staircase_lines, verdict_json, verdict_text
+        from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
+        from lean_finetune.commands.fit_tiers import staircase_lines
         from lean_finetune.commands.fit_tool import tool_json, tool_lines
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
@@ -148,7 +149,7 @@ def fit(
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    lines = fit_lines(run, prediction, memory, source, shlex.join(words), option)
+    lines = fit_lines(run, prediction, memory, source, shlex.join(words), option, of_tool=converted is not None)
     of_tool: Iterable[str] = ()
     if converted is not None and config is not None:
         as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)

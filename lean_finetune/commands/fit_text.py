@@ -10,7 +10,6 @@ from typing import Any
 
 from cuda_memory.units import (
     COLUMNS,
-    LABEL_WIDTH,
     bar_line,
     counted,
     labelled,
@@ -18,13 +17,13 @@ from cuda_memory.units import (
     readable_time,
     significant,
 )
+from lean_finetune.commands.fit_tiers import dying_lines, tier_lines
 from lean_finetune.config.rules import SWITCHED_OFF
-from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
-from lean_finetune.memory.advice.tiers import deciding_tier, room_bytes
+from lean_finetune.memory.advice.tiers import deciding_tier, dying_first_step, room_bytes
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
@@ -33,17 +32,23 @@ from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
 LARGEST_PARTS = 5
-MOST_STAIRS = 10
-"""Lines of a staircase."""
 
 
 def fit_lines(
-    run: Run, prediction: Prediction, memory: PlanMemory | None, source: str, command: str, option: str
+    run: Run,
+    prediction: Prediction,
+    memory: PlanMemory | None,
+    source: str,
+    command: str,
+    option: str,
+    *,
+    of_tool: bool = False,
 ) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
     `memory` is the replay of the run, if there is one. `source` says where the parameters come from. `command` and
-    `option` make the lines that apply settings: `lean-finetune fit …` and `--set`.
+    `option` make the lines that apply settings: `lean-finetune fit …` and `--set`. `of_tool`: another tool's step is
+    shown besides, so most tools' first step is left out.
     """
     verdict = judge_run(run, prediction, memory)
     yield labelled("verdict", verdict_text(run, prediction, memory))
@@ -51,7 +56,9 @@ def fit_lines(
         yield labelled("host", shortage)
     yield ""
     yield from _peak_lines(run, prediction)
-    yield from tier_lines(memory) if memory else _unknown_tiers(run)
+    yield from tier_lines(run, prediction, memory)
+    if not of_tool:
+        yield from dying_lines(run, prediction)
     yield ""
     yield labelled("params", source)
     yield from _run_lines(run, prediction)
@@ -88,57 +95,6 @@ def verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None) ->
     usable = f"{readable_size(room_bytes(tier, run.device, headroom_percent))} usable on {run.device.name}"
     why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
     return f"{verdict.state}: {name} peak {readable_size(size)}, {usable}{why}"
-
-
-SEGMENTS = {"expandable": "expandable", "native": "fixed"}
-
-
-def tier_lines(memory: PlanMemory) -> Iterator[str]:
-    """The three tiers of memory with either kind of segments, the run's own kind first."""
-    tiers = memory.tiers()
-    kinds = sorted(tiers, key=lambda kind: kind != memory.chosen)
-    yield _tier_line(
-        "by kind of segments", *(SEGMENTS[kind] + " (this run)" * (kind == memory.chosen) for kind in kinds)
-    )
-    for tier in ("tensors", "reserved"):
-        yield _tier_line(f"  {tier}", *(readable_size(tiers[kind][f"{tier}_bytes"]) for kind in kinds))
-    process = [(tiers[kind]["process_bytes"], tiers[kind]["process_margin_bytes"]) for kind in kinds]
-    yield _tier_line("  process", *(f"{readable_size(low)} to {readable_size(low + more)}" for low, more in process))
-    for kind in kinds:
-        failed, retries = tiers[kind]["out_of_memory"], tiers[kind]["retries"]
-        if failed is not None:
-            yield labelled("", f"{SEGMENTS[kind]} segments: out of memory in {failed}")
-        elif retries:
-            times = counted(retries, "time")
-            yield labelled("", f"{SEGMENTS[kind]} segments fit, as cached blocks are released {times}")
-
-
-def _tier_line(label: str, own: str, other: str) -> str:
-    """A line with the figures of both kinds of segments."""
-    return f"{label:<{LABEL_WIDTH + 2}}{own:<28}{other}"
-
-
-def staircase_lines(stairs: Staircase) -> Iterator[str]:
-    """Reserved memory by optimizer step: each new maximum of fixed segments, when they settle, and in which order."""
-    yield labelled("staircase", f"reserved with fixed segments, {stairs.played} played")
-    rises = stairs.stairs("native")
-    shown = rises if len(rises) <= MOST_STAIRS else [*rises[: MOST_STAIRS - 1], rises[-1]]
-    for number, size, shape, is_largest in shown:
-        why = "the largest so far" if is_largest else "other shapes than before"
-        yield f"  {f'step {number}':<{LABEL_WIDTH}}{readable_size(size):<12}{describe(shape)}, {why}"
-    if len(rises) > len(shown):
-        yield labelled("", f"and {counted(len(rises) - len(shown), 'rise')} before the last one")
-    settled = [f"{SEGMENTS[kind]} after step {stairs.settled_step(kind)}" for kind in ("native", "expandable")]
-    yield labelled("settles", ", ".join(settled))
-    planned = readable_size(stairs.memory.unlimited["native"].reserved_peak_bytes)
-    mixed = readable_size(stairs.shuffled.reserved_peak_bytes)
-    yield labelled("order", f"as planned, largest first: {planned}; the same at random: {mixed}")
-
-
-def _unknown_tiers(run: Run) -> Iterator[str]:
-    """Why reserved memory is not known."""
-    if run.device.kind == "cuda":
-        yield labelled("reserved memory", "unknown for stages of a pipeline, and so is the process")
 
 
 def _peak_lines(run: Run, prediction: Prediction) -> Iterator[str]:
@@ -246,6 +202,7 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
     shape = run.steps[-1][-1]
     return {
         **verdict_json(run, prediction, memory),
+        "first_step_elsewhere": (dying := dying_first_step(run, prediction)) and asdict(dying),
         "worst_phase": prediction.worst_phase,
         "phases": {
             phase: {"peak_bytes": peak.bytes, "by_category_bytes": _by_size(peak.by_category)}

@@ -8,6 +8,7 @@ from typing import Any
 from cuda_memory.units import labelled, readable_size
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.fit_tiers import first_step_lines
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
 from lean_finetune.memory.advice.run import Run
@@ -33,6 +34,9 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
     yield labelled("as it runs there", f"{converted.tool}: {state}")
     phases = ", ".join(f"{phase} {readable_size(peak.bytes)}" for phase, peak in found.by_phase.items())
     yield labelled("", phases)
+    if (dying := found.dying_first_step(run.device.usable_bytes(0))) is not None:
+        yield "  over its first step"
+        yield from first_step_lines(dying, run.device, dying.update)
     for number, cause in enumerate(found.causes()):
         yield labelled("  because of" if number == 0 else "", f"{readable_size(cause.bytes)}: {cause.what}")
     if (best := best_key(found, _variants(path, converted, run_of))) is not None:

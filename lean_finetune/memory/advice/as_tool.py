@@ -7,6 +7,7 @@ from typing import Any
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, Margin, State, judge_bytes
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.predict.first_step import FirstStep
 from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
 from lean_finetune.memory.tool_step.sharing import sharing_of, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT
@@ -47,6 +48,14 @@ class AsTool:
     def peak(self) -> Peak:
         """The highest peak."""
         return self.by_phase[self.worst_phase]
+
+    def dying_first_step(self, room_bytes: int) -> FirstStep | None:
+        """The first optimizer step, if only its update does not fit; None for another run."""
+        state = "adamw" == self.run.train.optimizer and not self.run.train.optimizer_in_backward
+        if not state or self.by_phase["loading"].bytes > room_bytes or self.peak.bytes <= room_bytes:
+            return None
+        found = FirstStep.of_tool(_peaks(replace(self.run, optimizer_steps=1, micro_batches=1))[0])
+        return found if found.dies_in_update(room_bytes) else None
 
     def causes(self) -> list[Cause]:
         """What the differences cost, the largest first; each is traced without it alone."""

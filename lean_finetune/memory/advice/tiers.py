@@ -5,11 +5,15 @@ has a CUDA context besides (on several GPUs NCCL's buffers too), which only nvid
 """
 
 from cuda_memory.gpus import Device
+from lean_finetune.config.load import with_flags
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import Tier
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_steps
-from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.predict.first_step import FirstStep, first_step
 from lean_finetune.memory.predict.peak import Prediction, predict_with_events
 
+OFFLOADED = "train.offload=optimizer"
 ROUNDS = 2
 """Optimizer steps of full rows that are replayed: later ones find what the first one left reserved."""
 
@@ -31,6 +35,26 @@ def predict_tiers(run: Run) -> tuple[Prediction, PlanMemory | None]:
     gpus = run.setting.gpus
     memory = replay_steps(events, steps, expandable=run.expandable, device=run.device, rounds=ROUNDS, gpus=gpus)
     return prediction, memory
+
+
+def dying_first_step(run: Run, prediction: Prediction) -> FirstStep | None:
+    """The first step with state made in it, if only its update does not fit; None for another run.
+
+    Of one GPU: shards of state have other sizes on each.
+    """
+    if run.device.kind != "cuda" or run.setting.gpus > 1 or run.setting.train.offload != "none":
+        return None
+    found = first_step(run.model, prediction.by_phase, several=run.micro_batches_per_step > 1)
+    return found if found.dies_in_update(run.device.usable_bytes(0)) else None
+
+
+def offloaded_first_step(run: Run) -> FirstStep | None:
+    """The first step with the optimizer on the host; None if the run cannot have that."""
+    try:
+        run = full_rows_run(with_flags(run.params, [OFFLOADED]), run.config, run.device)
+        return first_step(run.model, run.predict().by_phase, several=run.micro_batches_per_step > 1)
+    except UserError:
+        return None
 
 
 def room_bytes(tier: Tier, device: Device, headroom_percent: float) -> int:

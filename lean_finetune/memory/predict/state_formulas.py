@@ -42,6 +42,7 @@ PAGED = "paged_optimizer"
 """Category of optimizer state in CUDA managed memory, outside of the device's allocator."""
 
 STEP_COUNTS, CODE_BOOK_TABLES = "a step count per tensor, fp32", "code books, fp32"
+MASTER_WEIGHTS = "master weights"
 IN_RAM = {STEP_COUNTS, CODE_BOOK_TABLES}
 """Descriptions of state that stays in memory where the rest is on disk."""
 
@@ -304,7 +305,7 @@ def state_lines(
         lines += by_type(GRADIENTS, "one per trained value, {size} bytes", trained)
     if setting.train.offload == "none":
         if masters:
-            lines += by_type(OPTIMIZER, "master weights, {type}", updated)
+            lines += by_type(OPTIMIZER, f"{MASTER_WEIGHTS}, {{type}}", updated)
         states = optimizer_tensors(updated, setting.train.optimizer, cuda=cuda)
         lines += [line for line in states if line.category == OPTIMIZER]
     return tuple(line for line in lines if line.tensor_bytes)

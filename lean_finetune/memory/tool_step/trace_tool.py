@@ -65,6 +65,8 @@ class ToolRun:
     length: int
     micro_batches: int = 1
     """Micro-batches of an optimizer step: with several, gradients exist in forward."""
+    optimizer_steps: int = 2
+    """State of AdamW is made in the first one, and exists in the forward pass of the second one."""
     sharing: Sharing | None = None
     """How several GPUs share the run; None on one."""
 
@@ -103,7 +105,7 @@ def predict_tool(run: ToolRun) -> dict[str, Peak]:
 
 
 def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
-    """Trace the first two optimizer steps; state of AdamW is made in the first one."""
+    """Trace the first optimizer steps; state of AdamW is made in the first one."""
     target, step = run.target, run.step
     vocabulary = run.config.get_text_config().vocab_size
     trace = kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
@@ -128,7 +130,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
             parameter.register_post_accumulate_grad_hook(partial(_register_gradient, trace))
         optimizer = _optimizer(run, model, trace)
         with trace.recording():
-            for _ in range(2):
+            for _ in range(run.optimizer_steps):
                 _run_step(run, trace, shared, head, optimizer, trained)
     return trace
 

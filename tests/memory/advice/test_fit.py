@@ -13,11 +13,15 @@ import pytest
 from cuda_memory.units import COLUMNS, LABEL_WIDTH, MIB, labelled
 from lean_finetune.commands import fit_text
 from lean_finetune.commands.fit import fit, gpu_flags
-from lean_finetune.commands.fit_text import fit_lines, tier_lines
+from lean_finetune.commands.fit_text import fit_lines
+from lean_finetune.commands.fit_tiers import dying_lines, tier_lines
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run, fit_run
-from lean_finetune.memory.advice.tiers import deciding_tier, predict_tiers
+from lean_finetune.memory.advice.tiers import deciding_tier, dying_first_step, offloaded_first_step, predict_tiers
 from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
+from lean_finetune.memory.predict.peak import Prediction
+from tests.conftest import ROOT
 from tests.memory.common import card_for
 from tests.pinning.hub_server import serve, use_hub
 from tests.workspace import error, invoke, lay_out
@@ -150,8 +154,40 @@ def test_reserved_memory_decides_where_tensors_alone_fit(workspace: Path):
     shown = fit_lines(run, prediction, memory, "", "lean-finetune fit", "--set")
     assert next(shown).startswith(labelled("verdict", "does not fit: reserved peak "))
     assert not judge_run(run, prediction, memory).fits and judge_run(run, prediction).fits
-    assert memory is not None and "fixed segments: out of memory in optimizer step 0, " in "".join(tier_lines(memory))
+    assert memory is not None and "fixed segments: out of memory in optimizer step 0, " in shown_tiers(
+        run, prediction, memory
+    )
     assert deciding_tier(prediction, memory, run.device, 0.0) == "reserved"
+
+
+def shown_tiers(run: Run, prediction: Prediction, memory: PlanMemory | None) -> str:
+    return " ".join(" ".join(tier_lines(run, prediction, memory)).split())
+
+
+def test_a_run_that_dies_in_its_first_update_shows_the_curve_of_its_first_step():
+    """A user whose tool reported 46 GB, 61 GB and out of memory does not find the run in the answer."""
+    flags = [f"model.name={ROOT}/docs/examples/llama-3.1-8b", "train.method=full", "train.master_weights=true"]
+    flags += ["data.max_length=128", "bucket.max_tokens=128"]
+    run, large = (
+        fit_run(with_flags(load_params(COMMON_PARAMS), [*flags, f"hardware.gpu={gpu}"]))
+        for gpu in ("A100-80GB", "H200")
+    )
+    prediction = run.predict()
+    found = dying_first_step(run, prediction)
+    assert found is not None and dying_first_step(large, prediction) is None
+    values = 8_030_261_248
+    for size, bytes_a_value in ((found.loading, 6), (found.after_backward, 8), (found.update, 16)):
+        assert size == pytest.approx(bytes_a_value * values, rel=0.02)
+    assert found.loading < found.forward < found.after_backward
+    lines = list(dying_lines(run, prediction))
+    marked = next(place for place, line in enumerate(lines) if "out of memory here: " in line)
+    assert lines[marked - 1].startswith("  first update") and sum("out of memory" in line for line in lines) == 1
+    flat = offloaded_first_step(run)
+    assert (
+        flat is not None and flat.update == pytest.approx(flat.after_backward, rel=0.001) and flat.update < 5 * values
+    )
+    shown = lines[lines.index("over the first step, with train.offload=optimizer") + 1 :]
+    assert [line[2:20].strip() for line in shown] == list(flat.instants())
 
 
 def test_several_gpus_add_nccl_to_the_process_and_a_pipeline_says_that_it_is_unknown(workspace: Path):
