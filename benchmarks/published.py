@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, in_new_processes
 from benchmarks.published_rows import PublishedRow, published_rows
+from benchmarks.verdict_counts import count_verdicts
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes
@@ -72,12 +73,13 @@ def measure(quick: bool) -> Measured:
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars over the rows with a measured size, and over the verdicts."""
     errors = [row["error"] for row in rows if row["error"] is not None]
-    fits = [row["ran"] for row in rows if row["verdict"] == "fits"]
+    counts = count_verdicts((row["verdict"], row["ran"]) for row in rows if row["verdict"] is not None)
+    print(f"\n{counts.text}")
     return [
         at_most("median error of allocated bytes, %", 100 * median(map(abs, errors)), 2),
         at_least("rows within 8 %, %", 100 * sum(abs(error) <= CLOSE for error in errors) / len(errors), 90),
         at_most("rows too low by more than 10 %", sum(error < -LOW for error in errors), 0),
-        at_least("verdicts 'fits' that were right, %", 100 * sum(fits) / len(fits), 99),
+        at_least("verdicts 'fits' that were right, %", 100 * counts.share_of_fits, 99),
     ]
 
 

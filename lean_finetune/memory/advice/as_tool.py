@@ -95,11 +95,11 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         return "other tools' steps are traced for GPUs alone; name one with --gpu"
     if step.decoder == "litgpt" and run.config.model_type not in LITGPT_FAMILIES:
         return f"LitGPT's code of {run.config.model_type} is not described here"
-    shape = run.steps[-1][-1]
+    shape, alone = run.steps[-1][-1], {"offload": "none", "offload_activations": "none", "sharding": "none"}
     tool_run = ToolRun(
         step=step if sharing is None else under_fsdp1(step, train, sharing),
         config=run.config,
-        train=train.model_copy(update={"offload": "none", "offload_activations": "none", "sharding": "none"}),
+        train=train.model_copy(update=alone | ({"grad_ckpt": False} if step.decoder == "litgpt" else {})),
         target=run.target,
         rows=shape.rows,
         length=shape.length,
@@ -127,7 +127,8 @@ def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
     def without(**changes: Any) -> ToolRun:
         return replace(run, step=replace(step, **changes))
 
-    if step.loss not in ("liger", "cut_cross_entropy"):
+    litgpt = step.decoder == "litgpt"
+    if step.loss not in ("liger", "cut_cross_entropy") and not litgpt:
         yield LOSS_TEXT[step.loss], without(loss="liger", outputs_in_fp32=False, logits_measured=False)
     if step.weights == "fp32":
         yield "base weights in fp32", without(weights="16 bits")
@@ -139,9 +140,10 @@ def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
         yield "4-bit layers of bitsandbytes 0.42, which save their inputs", without(old_4bit=False)
     if step.stable_embedding:
         yield "a second embedding, and its gradient", without(stable_embedding=False)
-    if step.decoder == "transformers" and not run.train.grad_ckpt:
+    if not run.train.grad_ckpt:
         train = run.train.model_copy(update={"grad_ckpt": True})
-        yield "activations of all layers (no gradient checkpointing)", replace(run, train=train)
+        why = "which LitGPT does not recompute on one GPU" if litgpt else "because gradient checkpointing is off"
+        yield f"activations of all layers, {why}", replace(run, train=train)
 
 
 def best_key(

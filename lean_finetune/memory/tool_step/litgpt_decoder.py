@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
@@ -275,6 +276,7 @@ class LitGptDecoder(nn.Module):
 
     def __init__(self, config: PretrainedConfig, train: Train, step: ToolStep):
         super().__init__()
+        self._recomputes = train.grad_ckpt  # LitGPT does so on several GPUs only.
         self.config, dtype, old_4bit = config, base_dtype(train), step.old_4bit
         C = config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, C, dtype=dtype)
@@ -308,7 +310,7 @@ class LitGptDecoder(nn.Module):
             x = x * 2.0
         cos, sin = self.cos[: ids_BT.shape[1]], self.sin[: ids_BT.shape[1]]
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False) if self._recomputes else layer(x, cos, sin)
         return self.last_norm(x)
 
 
