@@ -188,6 +188,10 @@ Recipe = Callable[["CachedFakeMode", Sequence[FakeTensor]], Any]
 """Recreates an operation's result for a mode, from the tensors among its arguments."""
 
 
+MISSING = object()
+"""Stands for a result that the cache does not have."""
+
+
 class NotCacheable(Exception):
     """The cache key does not cover a property of the call."""
 
@@ -222,6 +226,21 @@ class CachedFakeMode(FakeTensorMode):
         if key not in self._recipes and out is not NotImplemented:
             self._recipes[key] = self._recipe(key, func, args, kwargs or {}, tensors, out)
         return out
+
+    def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
+        """The result of an operation if the cache has it, else MISSING: without PyTorch's dispatcher, so twice as fast.
+
+        For the mode above this one, in place of calling the operation.
+        """
+        try:
+            key, tensors = cache_key(self, func, args, kwargs)
+        except NotCacheable:
+            return MISSING
+        made = self._recipes.get(key)
+        if made is None:
+            return MISSING
+        with torch._C._DisableTorchDispatch():  # As inside of this mode, the tensors created are no fake ones yet.
+            return made(self, tensors)
 
     def _recipe(
         self, key: tuple, func: Any, args: Sequence, kwargs: Mapping, tensors: Sequence[FakeTensor], out: Any

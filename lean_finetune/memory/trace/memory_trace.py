@@ -15,10 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _get_sequence_nr
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter
 
-from lean_finetune.memory.trace.cached_fake_mode import IN_PLACE, in_place_version, sole_owner_uses
+from lean_finetune.memory.trace.cached_fake_mode import (
+    IN_PLACE,
+    MISSING,
+    CachedFakeMode,
+    in_place_version,
+    sole_owner_uses,
+)
 from lean_finetune.step.batches import BatchShape
 
 # Record every allocation and release of memory while a step runs on fake tensors.
@@ -308,7 +314,10 @@ class MemoryTrace(TorchDispatchMode):
                 return expansion(*args, **kwargs)
         if func in IN_PLACE and self._phase == "backward":
             func = in_place_version(func, args)
-        out = func(*args, **kwargs)
+        below = _get_current_dispatch_mode()
+        out = below.known_result(func, args, kwargs) if type(below) is CachedFakeMode else MISSING
+        if out is MISSING:
+            out = func(*args, **kwargs)
         for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._count_tensor(value)
