@@ -1,145 +1,90 @@
-"""CPU seconds of a prediction: verdicts of 8B and 70B and the search for advice, on one core without weights.
+"""CPU seconds of `lean-finetune fit` as a user runs it, from the start of the process, as multiples of `import torch`.
 
-Each case runs in a new process with one thread. Seconds are CPU seconds after imports, which equal wall seconds on an
-idle core.
+CPU seconds depend on the machine and on what else it runs. Those of `import torch`, measured before and after each
+case, depend on both in the same way. Each process has one thread, and reads neither weights nor a GPU.
 """
 
-import resource
-import time
+import os
+import statistics
+import subprocess
+import sys
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import torch
+from benchmarks.harness import Measured, Row, at_most, benchmark
 
-from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
-from benchmarks.specs import changed, llama, train_of
-from lean_finetune.config.field_types import Method
-from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.memory.advice.plan_memory import replay_plan
-from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
-from lean_finetune.memory.advice.search import advise
-from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.peak import predict, predict_explained
-from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
-
-STEPS, MICRO_BATCHES = 10_000, 8
-MAX_TOKENS, LONGEST = 8192, 2048
-SIZES = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
-"""Hidden size, intermediate size, layers and heads."""
+TORCH_S = 3.0
+"""CPU seconds of `import torch` on the two-core machine for which the limits are stated."""
 MOST_RSS_GIB = 1.5
+LLAMA_8B, LLAMA_70B = (f"docs/examples/llama-3.1-{size}" for size in ("8b", "70b"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A question, and the CPU seconds that its answer may take."""
+    """A call of `fit`, and the CPU seconds that it may take where `import torch` takes `TORCH_S`."""
 
-    size: str
-    gpu: str
+    name: str
+    options: tuple[str, ...]
     limit_s: float
-    advice: bool = False
-    """Predict full fine-tuning without checkpointing and search for advice; else QLoRA's verdict."""
 
     @property
-    def name(self) -> str:
-        """Its name in the table."""
-        return f"{self.size} full advice, {self.gpu}" if self.advice else f"{self.size} QLoRA verdict"
+    def command(self) -> list[str]:
+        """The process."""
+        return [sys.executable, "-m", "lean_finetune.cli", "fit", "--gpu", "RTX-4090", *self.options]
 
 
 CASES = (
-    Case(size="8B", gpu="RTX-4090", limit_s=10),
-    Case(size="70B", gpu="A6000", limit_s=30),
-    Case(size="8B", gpu="A100-80GB", limit_s=60, advice=True),
-    Case(size="8B", gpu="RTX-4090", limit_s=60, advice=True),
+    Case(name="8B QLoRA, verdict", options=("--model", LLAMA_8B, "--verdict"), limit_s=6),
+    Case(name="8B QLoRA, complete answer", options=("--model", LLAMA_8B), limit_s=15),
+    Case(name="8B full, too large, with advice", options=("--model", LLAMA_8B, "--method", "full"), limit_s=25),
+    Case(name="70B QLoRA, too large, with advice", options=("--model", LLAMA_70B), limit_s=30),
+    Case(
+        name="8B QLoRA, a row of 131,072 tokens, verdict",
+        options=("--model", LLAMA_8B, "--length", "131072", "--verdict"),
+        limit_s=10,
+    ),
 )
+IMPORT_TORCH = [sys.executable, "-c", "import torch"]
+
+
+def run(command: list[str]) -> tuple[float, int, int, str]:
+    """CPU seconds of a process, its largest resident bytes, its exit code and its first line."""
+    alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **alone})
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    first = text.partition("\n")[0]
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, process.returncode, first
 
 
 def answer(case: Case) -> Row:
-    """Answer a case; meant for a new process, whose memory it measures."""
-    torch.set_num_threads(1)
-    hidden, intermediate, layers, heads = SIZES[case.size]
-    config = llama(hidden, intermediate, layers=layers, heads=heads, kv_heads=8, max_position_embeddings=131072)
-    method: Method = "full" if case.advice else "qlora"
-    spec = train_of(method, grad_ckpt=not case.advice)
-    setting = Setting(
-        train=changed(spec, optimizer="adamw", loss_chunk=None if case.advice else 512, max_grad_norm=1.0)
-    )
-    device, _ = resolve_gpu(case.gpu)
-    target = target_of(device)
-    p = load_params(COMMON_PARAMS)
-    bucket = p.bucket.model_copy(update={"mode": "bucketed", "max_tokens": MAX_TOKENS})
-    steps = largest_steps(full_batch(bucket, LONGEST), several=True)
-    found: dict[str, Any] = {"found": None, "replayed": None}
-    start, cpu = time.perf_counter(), time.process_time()
-    if case.advice:
-        prediction = predict(TracedModel(config, setting, target), steps)
-        run = Run(
-            params=with_flags(p, ["run.progress=false"]),
-            device=device,
-            config=config,
-            setting=setting.with_train(tokens_per_step=65536),
-            stored=torch.bfloat16,
-            bucket=bucket,
-            steps=prediction.steps_of_peak,
-            longest=LONGEST,
-            tokens_per_step=65536,
-            micro_batches_per_step=MICRO_BATCHES,
-        )
-        found["found"] = len(advise(run, Costs(run), peak=prediction.peak, usable_bytes=device.usable_bytes(8.0)))
-    else:  # As stage estimate does: with the peak's breakdown and the plan's reserved memory.
-        model = TracedModel(config, setting, target)
-        prediction, _ = predict_explained(model, steps)
-        memory, found["replayed"] = replay_plan(
-            _plan(),
-            np.full(MAX_TOKENS, 8),
-            TracedModel(config, setting, target),
-            prediction,
-            expandable=True,
-            device=device,
-        )
-        assert memory is not None, found["replayed"]
+    """Run a case between two imports of PyTorch."""
+    before = run(IMPORT_TORCH)[0]
+    cpu_s, rss_bytes, code, verdict = run(case.command)
+    torch_s = statistics.mean([before, run(IMPORT_TORCH)[0]])
+    if code not in (0, 3):
+        raise SystemExit(f"{case.name}: exit code {code}")
     return {
         "case": case.name,
-        "peak_bytes": prediction.peak.bytes,
-        **found,
-        "cpu_s": time.process_time() - cpu,
-        "wall_s": time.perf_counter() - start,
-        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "verdict": " ".join(verdict.split()),
+        "cpu_s": cpu_s,
+        "import_torch_cpu_s": torch_s,
+        "times_import_torch": cpu_s / torch_s,
+        "rss_bytes": rss_bytes,
     }
 
 
-def _plan() -> Plan:
-    """A plan of many steps, whose micro-batches have many lengths."""
-    lengths = [8, LONGEST] + [8 * (29 + 37 * number % 227) for number in range(STEPS * MICRO_BATCHES - 2)]
-    rows = [1] + [MAX_TOKENS // length for length in lengths[1:]]
-    return Plan.of(
-        [
-            MicroBatch(
-                epoch=0,
-                step=number // MICRO_BATCHES,
-                rows=np.arange(count),
-                length=length,
-                supervised=count * (length - 1),
-            )
-            for number, (count, length) in enumerate(zip(rows, lengths, strict=True))
-        ]
-    )
-
-
 def measure(quick: bool) -> Measured:
-    """Answer every case once; with `quick` the first one only."""
+    """Run every case once; with `quick` the first one only, without its time."""
     chosen = CASES[: 1 if quick else None]
-    rows = in_new_processes(answer, chosen)
-    bars = []
+    run(chosen[0].command)  # Files are read from the disk once, and compiled.
+    rows, bars = [answer(case) for case in chosen], []
     for case, row in zip(chosen, rows, strict=True):
-        gib = row["rss_bytes"] / 2**30
-        if not quick:  # CPU seconds depend on the machine and on what else it runs.
-            bars.append(at_most(f"{case.name}, CPU seconds", row["cpu_s"], case.limit_s))
-        bars.append(at_most(f"{case.name}, RSS GiB", gib, MOST_RSS_GIB))
+        if not quick:
+            limit = round(case.limit_s / TORCH_S, 1)
+            bars.append(at_most(f"{case.name}, times import torch", row["times_import_torch"], limit))
+        bars.append(at_most(f"{case.name}, RSS GiB", row["rss_bytes"] / 2**30, MOST_RSS_GIB))
     return Measured(rows=rows, bars=bars)
 
 

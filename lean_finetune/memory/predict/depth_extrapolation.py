@@ -99,8 +99,18 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     return shallow
 
 
+_known_signatures: dict[str, list[Signature] | None] = {}
+
+
 def _signatures(config: PretrainedConfig) -> list[Signature] | None:
-    """Signature of each layer, or None if the model has no list of layers."""
+    """Signature of each layer, or None if the model has no list of layers. A search asks for few configs many times."""
+    key = f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+    if key not in _known_signatures:
+        _known_signatures[key] = _find_signatures(config)
+    return _known_signatures[key]
+
+
+def _find_signatures(config: PretrainedConfig) -> list[Signature] | None:
     layers = decoder_layers(meta_model(config))
     if layers is None:
         return None
