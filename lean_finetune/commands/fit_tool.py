@@ -12,6 +12,7 @@ from lean_finetune.commands.fit_tiers import first_step_lines
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.tool_step.deepspeed import read_deepspeed
 from lean_finetune.memory.tool_step.tools import SAVING_KEYS
 
 RunOf = Callable[[Converted], Run]
@@ -21,7 +22,7 @@ RunOf = Callable[[Converted], Run]
 def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_of: RunOf) -> Iterator[str]:
     """The run as the tool does it, phase by phase; why it differs from here; the key that saves most there."""
     try:
-        found = predict_as_tool(run, converted.tool, converted.keys)
+        found = predict_as_tool(run, converted.tool, _keys(converted, path))
     except UserError as error:
         found = str(error)
     if isinstance(found, str):
@@ -50,7 +51,7 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
 def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict[str, Any]:
     """The same for `--json`: sizes in bytes, or the reason why it is not known."""
     try:
-        found = predict_as_tool(run, converted.tool, converted.keys)
+        found = predict_as_tool(run, converted.tool, _keys(converted, path))
     except UserError as error:
         found = str(error)
     if isinstance(found, str):
@@ -58,6 +59,13 @@ def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict
     best = best_key(found, _variants(path, converted, run_of))
     change = best and {"keys": best[0], "peak_bytes": best[1].peak.bytes, "verdict": best[1].state}
     return {**found.as_json(), "one_change": change}
+
+
+def _keys(converted: Converted, path: Path) -> Mapping[str, Any]:
+    """The configuration's values, with the content of the DeepSpeed configuration that it names."""
+    if "deepspeed" not in converted.keys:
+        return converted.keys
+    return {**converted.keys, "deepspeed": read_deepspeed(converted.keys["deepspeed"], path.parent)}
 
 
 def _variants(
@@ -69,6 +77,6 @@ def _variants(
             continue
         try:
             changed = read_config_of_tool(path, 1, with_data=False, changes=changes)
-            yield changes, run_of(changed), changed.tool, changed.keys
+            yield changes, run_of(changed), changed.tool, _keys(changed, path)
         except UserError:  # This configuration does not allow it.
             continue

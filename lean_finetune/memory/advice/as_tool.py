@@ -88,7 +88,7 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
     step = step_of(tool, keys, train)
     if step is None:
         return f"the training step of {tool} is not described here"
-    sharing = sharing_of(tool, keys, run.setting, step)
+    sharing = sharing_of(tool, keys, run.setting, step, run.config)
     if isinstance(sharing, str):
         return sharing
     if run.device.kind != "cuda":

@@ -17,10 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, _flat_param
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.tool_step.deepspeed import Zero, zero_of
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
 from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
@@ -46,11 +48,13 @@ ACCELERATED = ("TRL", "LLaMA-Factory", "Axolotl")
 class Sharing:
     """How the processes of a tool share a run."""
 
-    kind: Literal["fsdp1", "fsdp1_no_shard", "ddp"]
+    kind: Literal["fsdp1", "fsdp1_no_shard", "ddp", "zero"]
     """fsdp1_no_shard: flat tensors, but every process has all weights."""
     gpus: int
     mixed_precision: bool = False
     """FSDP1 gathers 16-bit copies of its shards, and reduces gradients in 16 bits."""
+    zero: Zero | None = None
+    """Of DeepSpeed, which kind `zero` has."""
     recomputed_outside: bool = True
     """Checkpointing is around FSDP1's units, not inside them."""
 
@@ -104,7 +108,7 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
     Raises:
         UserError: FSDP1 cannot share the model.
     """
-    if sharing is None or sharing.gpus == 1:
+    if sharing is None or sharing.gpus == 1 or sharing.kind == "zero":
         yield Shared(model)
         return
     if sharing.kind == "ddp":
@@ -212,11 +216,15 @@ def under_fsdp1(step: ToolStep, train: Train, sharing: Sharing) -> ToolStep:
     """
     if sharing.kind == "ddp":
         return step
+    if sharing.kind == "zero":  # DeepSpeed converts the whole model to 16 bits.
+        return replace(step, fp32_parts="none", weights="16 bits", adapters="16 bits", autocast=False)
     trained_in_fp32 = sharing.mixed_precision and not train.adapted
     return replace(step, fp32_parts="none", weights="fp32" if trained_in_fp32 else step.weights)
 
 
-def sharing_of(tool: str, keys: Mapping[str, Any], setting: Setting, step: ToolStep) -> Sharing | str | None:
+def sharing_of(
+    tool: str, keys: Mapping[str, Any], setting: Setting, step: ToolStep, config: PretrainedConfig
+) -> Sharing | str | None:
     """How a tool shares a run among the GPUs of `setting`, by its configuration; None on one, or why it is not known.
 
     Without FSDP or DeepSpeed in the configuration, accelerate uses DDP. The tools' transformers of 2026 recompute
@@ -226,8 +234,9 @@ def sharing_of(tool: str, keys: Mapping[str, Any], setting: Setting, step: ToolS
         return None
     if tool not in ACCELERATED or max(setting.layout.tensor, setting.layout.context, setting.layout.pipeline) > 1:
         return f"how {tool} shares a step among several GPUs is not described here"
-    if keys.get("deepspeed"):
-        return "DeepSpeed's step is not described here"
+    if given := keys.get("deepspeed"):
+        zero = zero_of(given, setting.gpus, config, setting.train)
+        return zero if isinstance(zero, str) else Sharing(kind="zero", gpus=setting.gpus, zero=zero)
     if not (keys.get("fsdp") or keys.get("fsdp_config")) and setting.mode == "ddp":
         return Sharing(kind="ddp", gpus=setting.gpus)
     versions = (keys.get(name) for name in ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version"))

@@ -22,6 +22,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     find_repetition,
     with_layers,
 )
+from lean_finetune.memory.tool_step.deepspeed import ZeroOptimizer
 from lean_finetune.memory.tool_step.fused_layers import fuse_layers
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of
@@ -106,7 +107,7 @@ def predict_tool(run: ToolRun) -> dict[str, Peak]:
 
 def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
     """Trace the first optimizer steps; state of AdamW is made in the first one."""
-    target, step = run.target, run.step
+    target, step, zero = run.target, run.step, None if run.sharing is None else run.sharing.zero
     vocabulary = run.config.get_text_config().vocab_size
     trace = kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
     with ExitStack() as stack:
@@ -121,9 +122,12 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
         shared = stack.enter_context(shared_by(run.sharing, model, trace))
         trained = [parameter for _, parameter in named_trained(model)]
         with trace.phase("loading"):
-            trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
+            if zero is None:
+                trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
+            else:
+                zero.register(trace, [*model.parameters(), *model.buffers()])
             trace.register(quantisation_tensors(model), QUANTISATION_STATE)
-            if run.train.adapted:
+            if run.train.adapted and (zero is None or zero.stage < 3):
                 trace.register(trained, ADAPTERS)
             trace.register_bytes(target.constant_bytes, WORKSPACE)
         for parameter in trained:
@@ -145,7 +149,7 @@ def _run_step(
     trace: MemoryTrace,
     shared: Shared,
     head: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | ZeroOptimizer,
     trained: list[nn.Parameter],
 ) -> None:
     """One optimizer step."""
@@ -161,11 +165,14 @@ def _run_step(
             with trace.phase("forward"), torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast):
                 loss = shared.run(partial(_forward, run, shared.model, head, ids_BT, labels_BT))
             with trace.phase("backward"):
+                buckets = optimizer.begin_backward() if isinstance(optimizer, ZeroOptimizer) else None
                 loss.backward()
+                del buckets
         finally:
             torch.set_autocast_enabled("cuda", cuda_autocast)
         del loss, ids_BT, labels_BT
-    if run.train.max_grad_norm is not None and not run.train.optimizer_in_backward:
+    of_deepspeed = isinstance(optimizer, ZeroOptimizer)
+    if run.train.max_grad_norm is not None and not run.train.optimizer_in_backward and not of_deepspeed:
         with trace.phase("clip"):
             shared.clip(trained)
     with trace.phase("optimizer"):
@@ -182,9 +189,11 @@ def _forward(
     return loss_of(run.step, head, decoder_hidden(causal_lm(model), ids_BT), labels_BT)
 
 
-def _optimizer(run: ToolRun, model: nn.Module, trace: MemoryTrace) -> torch.optim.Optimizer:
+def _optimizer(run: ToolRun, model: nn.Module, trace: MemoryTrace) -> torch.optim.Optimizer | ZeroOptimizer:
     """The optimizer; of AdamW without state, which its first step makes."""
     trained = [parameter for _, parameter in named_trained(model)]
+    if run.sharing is not None and run.sharing.zero is not None:
+        return ZeroOptimizer(run.sharing.zero, trained)
     if run.step.decoder == "litgpt" and run.train.adapted:
         trained = updated_by_litgpt(model)
     train = run.built_as.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
