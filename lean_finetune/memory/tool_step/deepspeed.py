@@ -19,7 +19,7 @@ from lean_finetune.memory.predict.state_formulas import model_shapes, trained_va
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 
 BUCKET_VALUES = 500_000_000
-"""DeepSpeed's default of reduce_bucket_size and allgather_bucket_size."""
+"""DeepSpeed's default of reduce_bucket_size."""
 LIVE_VALUES = 1_000_000_000
 """Its default of stage3_max_live_parameters."""
 STAGE_IN_NAME = re.compile(r"(?i)(?:z|zero|stage)[-_ ]?([0-3])")
@@ -38,7 +38,6 @@ class Zero:
     trained: int
     """Number of trained values."""
     reduce_bucket_values: int = BUCKET_VALUES
-    allgather_bucket_values: int = BUCKET_VALUES
     overlaps: bool = False
     """Reduction overlaps with backward, for which there are two buckets."""
     on_host: bool = False
@@ -88,16 +87,18 @@ class ZeroOptimizer:
         return self._zero.buckets()
 
     def step(self) -> None:
-        """Update this process's part, and gather the 16-bit weights of all."""
+        """Update this process's part; DeepSpeed then gathers the 16-bit weights of all in their place."""
         zero = self._zero
-        if not zero.on_host:
-            if self._moments is None:
-                self._moments = torch.empty(2 * zero.own_values, dtype=torch.float32)
-            gradient = torch.empty(zero.own_values, dtype=torch.float32)
-            del gradient
-        if zero.stage < 3:
-            gathered = torch.empty(min(zero.allgather_bucket_values, zero.trained), dtype=torch.bfloat16)
-            del gathered
+        if zero.on_host:
+            return
+        # Stages 1 and 2 join the gradients of the part in 16 bits before they convert them.
+        joined = torch.empty(zero.own_values if zero.stage < 3 else 0, dtype=torch.bfloat16)
+        gradient = torch.empty(zero.own_values, dtype=torch.float32)
+        del joined
+        self.own_gradients = None
+        if self._moments is None:
+            self._moments = torch.empty(2 * zero.own_values, dtype=torch.float32)
+        del gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients."""
@@ -147,7 +148,6 @@ def zero_of(given: object, gpus: int, config: PretrainedConfig, train: Train) ->
         weight_bytes=sum(line.total_bytes(1) for line in weight_lines(shapes, train)),
         trained=trained_values(shapes, train),
         reduce_bucket_values=values("reduce_bucket_size", BUCKET_VALUES, hidden * hidden),
-        allgather_bucket_values=values("allgather_bucket_size", BUCKET_VALUES, BUCKET_VALUES),
         overlaps=bool(content.get("overlap_comm", stage == 3)),
         on_host=device != "none" or (isinstance(given, str) and "offload" in given.lower()),
         live_values=values("stage3_max_live_parameters", LIVE_VALUES, LIVE_VALUES),

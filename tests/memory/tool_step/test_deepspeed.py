@@ -18,7 +18,7 @@ GPUS = 4
 
 
 def zero(stage: int, **content: Any) -> Zero:
-    small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000, "stage3_max_live_parameters": 1000}
+    small = {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}
     given = {"zero_optimization": {"stage": stage, **small, **content}}
     found = zero_of(given, GPUS, CONFIG, train_of("full", grad_ckpt=True))
     assert isinstance(found, Zero), found
@@ -50,6 +50,8 @@ def test_each_stage_divides_more_of_the_state():
     assert 0 < workspaces < 32 * slack
     assert found[1]["loading"] == pytest.approx(2 * values + copies + workspaces, abs=slack)
     assert found[1]["backward"] - found[2]["backward"] > values / 2  # Gradients of all weights, or of a part.
+    # From the second step on, sums and their joined copy exist in 16 bits beside fp32 gradients and moments.
+    assert found[2]["optimizer"] - found[2]["loading"] == pytest.approx((2 + 2 + 4 + 8) * values / GPUS, abs=slack)
     assert found[1]["optimizer"] > found[1]["loading"] + 8 * values / GPUS  # Moments, and the gradients' copy.
     assert found[3]["optimizer"] < found[2]["optimizer"] - values
 
