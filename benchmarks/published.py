@@ -15,9 +15,10 @@ from benchmarks.published_rows import PublishedRow, published_rows
 from benchmarks.verdict_counts import count_verdicts
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.as_tool import replayed_bytes
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.tool_step.trace_tool import predict_tool
+from lean_finetune.memory.tool_step.trace_tool import predict_tool_events
 from lean_finetune.memory.trace.memory_trace import INPUTS
 
 CLOSE, LOW = 0.08, 0.10
@@ -41,16 +42,20 @@ def predicted(name: str) -> Row:
         "ran": row.ran,
     }
     try:
-        peaks = predict_tool(row.run)
+        peaks, events = predict_tool_events(row.run)
     except UserError as error:
-        return {**known, "tool_bytes": None, "error": None, "phase": None, "verdict": None, "note": str(error)}
+        nothing = dict.fromkeys(("tool_bytes", "tool_reserved_bytes", "reserved_error"))
+        return {**known, **nothing, "error": None, "phase": None, "verdict": None, "note": str(error)}
     peaks.pop(INPUTS, None)
     phase = max(peaks, key=lambda name: peaks[name].bytes)
     tool_bytes = peaks[phase].bytes
+    held_bytes = None if events is None else replayed_bytes(row.run, events)
     margin = MARGINS["tool_one_gpu" if row.gpus == 1 else "tool_several_gpus"]
     return {
         **known,
         "tool_bytes": tool_bytes,
+        "tool_reserved_bytes": held_bytes,
+        "reserved_error": held_bytes / row.reserved_bytes - 1 if held_bytes and row.reserved_bytes else None,
         "error": None if row.allocated_bytes is None else tool_bytes / row.allocated_bytes - 1,
         "phase": phase,
         "verdict": judge_bytes(tool_bytes, device, "tensors", margin, HEADROOM_PERCENT),

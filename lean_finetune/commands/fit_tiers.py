@@ -31,6 +31,8 @@ def tier_lines(run: Run, prediction: Prediction, memory: PlanMemory | None) -> I
         yield _tier_line(f"  {tier}", *(readable_size(tiers[kind][f"{tier}_bytes"]) for kind in kinds))
     process = [(tiers[kind]["process_bytes"], tiers[kind]["process_margin_bytes"]) for kind in kinds]
     yield _tier_line("  process", *(f"{readable_size(low)} to {readable_size(low + more)}" for low, more in process))
+    if run.margin is not None:
+        yield labelled("", f"reserved and process are estimates: {run.margin.text}")
     for kind in kinds if prediction.peak.bytes <= run.usable_bytes else ():  # Else the tensors decide.
         failed, retries = tiers[kind]["out_of_memory"], tiers[kind]["retries"]
         if failed is not None:

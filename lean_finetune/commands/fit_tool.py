@@ -35,6 +35,9 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
     yield labelled("as it runs there", f"{converted.tool}: {state}")
     phases = ", ".join(f"{phase} {readable_size(peak.bytes)}" for phase, peak in found.by_phase.items())
     yield labelled("", phases)
+    if found.reserved_bytes is not None and found.process_bytes is not None:
+        reserved, process = readable_size(found.reserved_bytes), readable_size(found.process_bytes)
+        yield labelled("  reserved there", f"{reserved} with fixed segments, process {process}")
     if (dying := found.dying_first_step(run.device.usable_bytes(0))) is not None:
         yield "  over its first step"
         yield from first_step_lines(dying, run.device, dying.update)

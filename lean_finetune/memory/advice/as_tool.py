@@ -6,13 +6,16 @@ from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.margins import MARGINS, Margin, State, judge_bytes
+from lean_finetune.memory.advice.plan_memory import replay
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.predict.deep_events import StepEvents
 from lean_finetune.memory.predict.first_step import FirstStep
+from lean_finetune.memory.predict.process_memory import outside_of_blocks
 from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
 from lean_finetune.memory.tool_step.sharing import sharing_of, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT
 from lean_finetune.memory.tool_step.tools import Keys, step_of
-from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
+from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool, predict_tool_events
 from lean_finetune.memory.trace.memory_trace import INPUTS, Peak
 
 SHOWN_PART = 0.01
@@ -38,6 +41,10 @@ class AsTool:
     """The verdict, with the margin."""
     margin: Margin
     """That of other tools' steps, on one GPU or on several."""
+    reserved_bytes: int | None
+    """What the allocator reserves over two steps with fixed segments, which tools have; None if not known."""
+    process_bytes: int | None
+    """With the CUDA context and NCCL's buffers, without their margins."""
 
     @property
     def worst_phase(self) -> str:
@@ -72,6 +79,8 @@ class AsTool:
             "tool": self.run.step.tool,
             "verdict": self.state,
             "peak_bytes": self.peak.bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "process_bytes": self.process_bytes,
             "worst_phase": self.worst_phase,
             "phases": {phase: peak.bytes for phase, peak in self.by_phase.items()},
             "causes": [vars(cause) for cause in self.causes()],
@@ -106,11 +115,28 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         micro_batches=2 if run.micro_batches_per_step > 1 else 1,
         sharing=sharing,
     )
-    by_phase, peak_bytes = _peaks(tool_run)
+    by_phase, events = predict_tool_events(tool_run)
+    by_phase.pop(INPUTS, None)
+    peak_bytes = max(peak.bytes for peak in by_phase.values())
+    reserved_bytes = None if events is None else replayed_bytes(tool_run, events)
+    outside = sum(figure.bytes for figure in outside_of_blocks(run.device, run.setting.gpus))
     headroom = run.params.estimate.headroom_percent
     margin = MARGINS["tool_one_gpu" if sharing is None else "tool_several_gpus"]
     state = judge_bytes(peak_bytes, run.device, "tensors", margin, headroom)
-    return AsTool(run=tool_run, by_phase=by_phase, state=state, margin=margin)
+    return AsTool(
+        run=tool_run,
+        by_phase=by_phase,
+        state=state,
+        margin=margin,
+        reserved_bytes=reserved_bytes,
+        process_bytes=reserved_bytes and reserved_bytes + outside,
+    )
+
+
+def replayed_bytes(run: ToolRun, events: StepEvents) -> int:
+    """What the allocator reserves over a tool's steps with fixed segments."""
+    steps = ((run.shape,) * run.micro_batches,) * run.optimizer_steps
+    return replay(events, steps, expandable=False, capacity_bytes=None).reserved_peak_bytes
 
 
 def _peaks(run: ToolRun) -> tuple[dict[str, Peak], int]:

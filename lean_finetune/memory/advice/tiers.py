@@ -7,7 +7,7 @@ has a CUDA context besides (on several GPUs NCCL's buffers too), which only nvid
 from cuda_memory.gpus import Device
 from lean_finetune.config.load import with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.margins import Tier
+from lean_finetune.memory.advice.margins import Tier, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_steps
 from lean_finetune.memory.advice.run import Run, full_rows_run
 from lean_finetune.memory.predict.first_step import FirstStep, first_step
@@ -65,9 +65,14 @@ def room_bytes(tier: Tier, device: Device, headroom_percent: float) -> int:
 
 
 def deciding_tier(prediction: Prediction, memory: PlanMemory | None, device: Device, headroom_percent: float) -> Tier:
-    """The tier for which a run does not fit; of a run that fits, the one that takes more of its room."""
-    room = room_bytes("tensors", device, headroom_percent)
+    """The tier for which a run does not fit; of a run that fits, the one that takes more of its room.
+
+    On several GPUs the margin counts as taken: it is in tensors.
+    """
+    room, margin = room_bytes("tensors", device, headroom_percent), margin_of(prediction.setting, device)
     if memory is None or prediction.peak.bytes > room:
         return "tensors"
+    taken = prediction.peak.bytes if margin is None else margin.with_margin(prediction.peak.bytes)
     share = memory.held_bytes(memory.chosen) / room_bytes("reserved", device, headroom_percent)
-    return "reserved" if share > prediction.peak.bytes / room else "tensors"
+    fails = memory.failing_step(memory.chosen) is not None
+    return "reserved" if fails or share > taken / room else "tensors"

@@ -1,7 +1,7 @@
 """Trace another tool's training step on fake tensors, and predict its peak by phase."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
+from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of
 from lean_finetune.memory.predict.depth_extrapolation import (
     NotRepeated,
     WindowTrace,
@@ -92,6 +93,15 @@ def predict_tool(run: ToolRun) -> dict[str, Peak]:
     Raises:
         UserError: the step cannot be traced.
     """
+    return predict_tool_events(run)[0]
+
+
+def predict_tool_events(run: ToolRun) -> tuple[dict[str, Peak], StepEvents | None]:
+    """`predict_tool`, and every allocation and free of the steps; None if these do not repeat as the peaks do.
+
+    Raises:
+        UserError: the step cannot be traced.
+    """
     repetition, _ = find_repetition(run.config, run.train)
     if repetition is not None:
         configs = [with_layers(run.config, depth) for depth in repetition.depths]
@@ -101,8 +111,12 @@ def predict_tool(run: ToolRun) -> dict[str, Peak]:
         except NotRepeated:
             pass
         else:
-            return dict(deep_peaks(windows, run.target.granularity_bytes)[0])
-    return trace_tool(MemoryTrace, run).peaks()
+            events = None
+            with suppress(NotRepeated):
+                events = deep_events(traces, repetition)
+            return dict(deep_peaks(windows, run.target.granularity_bytes)[0]), events
+    trace = trace_tool(MemoryTrace, run)
+    return trace.peaks(), events_of(trace)
 
 
 def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:

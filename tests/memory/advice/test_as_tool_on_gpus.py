@@ -2,6 +2,7 @@
 
 import pytest
 
+from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
 from lean_finetune.memory.advice.margins import MARGINS
@@ -24,6 +25,9 @@ def test_fsdp1_and_ddp_are_traced_with_the_margin_of_several_gpus():
     sharded = predict_as_tool(run_with("zero3"), "TRL", {**KEYS, "fsdp": "full_shard auto_wrap"})
     whole = predict_as_tool(run_with("ddp"), "TRL", KEYS)
     assert isinstance(sharded, AsTool) and isinstance(whole, AsTool)
+    for found in (sharded, whole):  # With 256 MiB of NCCL's buffers and the CUDA context.
+        assert found.reserved_bytes is not None and found.process_bytes is not None
+        assert found.peak.bytes < found.reserved_bytes == found.process_bytes - (141 + 256) * MIB
     assert sharded.run.sharing is not None and sharded.run.sharing.kind == "fsdp1"
     assert whole.run.sharing is not None and whole.run.sharing.kind == "ddp"
     assert sharded.peak.by_category["weights"] < whole.peak.by_category["weights"] / 3  # fp32 of an eighth.
