@@ -240,7 +240,9 @@ def _row(values: Mapping[str, str]) -> PublishedRow:
     step, sharing = step_of_recipe(values["recipe"], values["method"]), None
     if gpus > 1:
         kind: Literal["fsdp1", "fsdp1_no_shard"] = "fsdp1_no_shard" if train.sharding == "ddp" else "fsdp1"
-        sharing = Sharing(kind=kind, gpus=gpus, mixed_precision=step.autocast)
+        # fsdp_qlora checkpoints layers after FSDP1 wrapped them, so inside its units.
+        inside = values["recipe"] == "fsdp_qlora"
+        sharing = Sharing(kind=kind, gpus=gpus, mixed_precision=step.autocast, recomputed_outside=not inside)
         step = under_fsdp1(step, train, sharing)
     run = ToolRun(
         step=step,
