@@ -37,7 +37,7 @@ def test_fsdp1_and_ddp_are_traced_with_the_margin_of_several_gpus():
 @pytest.mark.parametrize(
     ("tool", "keys", "run", "why"),
     [
-        ("TRL", {"deepspeed": "ds_z3.json"}, run_with("zero3"), "DeepSpeed's step"),
+        ("TRL", {"deepspeed": "ds.json"}, run_with("zero3"), "DeepSpeed's stage is not known from ds.json"),
         (
             "Axolotl",
             {"fsdp": ["full_shard"], "fsdp_version": 2},
