@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
-from lean_finetune.memory.trace.memory_trace import WEIGHTS, WORKSPACE, OpRules, OriginTrace
+from lean_finetune.memory.trace.memory_trace import WEIGHTS, WORKSPACE, OpRules
+from lean_finetune.memory.trace.origin_trace import OriginTrace
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)

@@ -16,7 +16,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
-from lean_finetune.memory.trace.memory_trace import NO_SEQUENCE, WORKSPACE, MemoryTrace, Peak
+from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
+from lean_finetune.memory.trace.origin_trace import NO_SEQUENCE
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm

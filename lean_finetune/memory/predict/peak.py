@@ -30,14 +30,8 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     stage_in_shallow_model,
 )
 from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedModel, TracedSteps, only, trace_steps
-from lean_finetune.memory.trace.memory_trace import (
-    CATEGORIES,
-    KIND_FIELDS,
-    AllocationKind,
-    MemoryTrace,
-    OriginTrace,
-    Peak,
-)
+from lean_finetune.memory.trace.memory_trace import CATEGORIES, MemoryTrace, Peak
+from lean_finetune.memory.trace.origin_trace import KIND_FIELDS, AllocationKind, OriginTrace
 from lean_finetune.memory.trace.setting import Setting
 
 # A model whose layers repeat is traced at three small depths and extrapolated; any other model is traced whole.

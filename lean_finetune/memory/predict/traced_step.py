@@ -16,7 +16,8 @@ from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_u
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
-from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace, OriginTrace
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model

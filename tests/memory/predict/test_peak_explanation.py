@@ -5,7 +5,8 @@ import pytest
 from cuda_memory.units import GIB
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, explain, predict, predict_explained, trace_origins
 from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.trace.memory_trace import CATEGORIES, EXISTING
+from lean_finetune.memory.trace.memory_trace import CATEGORIES
+from lean_finetune.memory.trace.origin_trace import EXISTING
 from tests.memory.common import CPU_TARGET, gpu_target, llama, setting_of, shape
 from tests.memory.predict.test_depth_extrapolation import CASES
 

@@ -50,7 +50,7 @@ def test_skipping_parts_changes_no_event_origin_or_window(changes, target, monke
     every, skipped = (_trace_steps(OriginWindowTrace, model, STEPS, skip) for skip in (False, True))
     assert skipped[1] == every[1]
     assert in_order(skipped[0].events) == in_order(every[0].events)
-    for name in ("origins", "exact_bytes", "phases", "micro_batches", "_categories", "_fullest"):
+    for name in ("origins", "exact_bytes", "streams", "phases", "micro_batches", "_categories", "_fullest"):
         assert getattr(skipped[0], name) == getattr(every[0], name), name
     assert skipped[0].peaks() == every[0].peaks() and skipped[0].windows() == every[0].windows()
 
