@@ -19,11 +19,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import replayed_bytes
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes, margin_of
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.deep_events import events_of
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.tool_step.trace_tool import predict_tool_events, trace_tool
-from lean_finetune.memory.trace.memory_trace import INPUTS, MemoryTrace
+from lean_finetune.memory.tool_step.trace_tool import predict_tool_events
+from lean_finetune.memory.trace.memory_trace import INPUTS
 from lean_finetune.memory.trace.setting import Setting
 
 CLOSE, LOW = 0.08, 0.10
@@ -57,8 +56,6 @@ def predicted(name: str) -> Row:
     peaks.pop(INPUTS, None)
     phase = max(peaks, key=lambda name: peaks[name].bytes)
     tool_bytes = peaks[phase].bytes
-    if events is None and row.reserved_bytes is not None:  # FSDP1's events do not repeat: all layers are traced.
-        events = events_of(trace_tool(MemoryTrace, row.run))
     held_bytes = None if events is None else replayed_bytes(row.run, events)
     margin = MARGINS["tool_one_gpu" if row.gpus == 1 else "tool_several_gpus"]
     return {

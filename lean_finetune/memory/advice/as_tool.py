@@ -162,6 +162,8 @@ def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
         yield "frozen parts in fp32, and hidden states with them", without(fp32_parts="none")
     if step.foreach_update and run.train.optimizer == "adamw":
         yield "multi-tensor update of AdamW", without(foreach_update=False)
+    if run.sharing is not None and run.sharing.kind == "ddp":
+        yield "DDP's buckets, a copy of all gradients", replace(run, sharing=None)
     if step.old_4bit:
         yield "4-bit layers of bitsandbytes 0.42, which save their inputs", without(old_4bit=False)
     if step.stable_embedding:

@@ -1,6 +1,9 @@
 """`fit --from` on several GPUs: the step as the tool shares it."""
 
+from dataclasses import replace
+
 import pytest
+from transformers import LlamaForCausalLM
 
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
@@ -32,6 +35,16 @@ def test_fsdp1_and_ddp_are_traced_with_the_margin_of_several_gpus():
     assert whole.run.sharing is not None and whole.run.sharing.kind == "ddp"
     assert sharded.peak.by_category["weights"] < whole.peak.by_category["weights"] / 3  # fp32 of an eighth.
     assert sharded.margin is whole.margin is MARGINS["tool_several_gpus"]
+
+
+def test_ddps_buckets_are_a_cause():
+    """The bytes that a second GPU costs, which adds no room for weights."""
+    config = llama(hidden_size=256, intermediate_size=1024, dtype="bfloat16", max_position_embeddings=128)
+    found = predict_as_tool(replace(run_with("ddp"), config=config), "TRL", KEYS)
+    assert isinstance(found, AsTool)
+    gradients = 2 * LlamaForCausalLM(config).num_parameters()  # In the type of the weights.
+    (bucket,) = (cause.bytes for cause in found.causes() if cause.what.startswith("DDP's buckets"))
+    assert bucket == pytest.approx(gradients, rel=0.01)
 
 
 @pytest.mark.parametrize(
