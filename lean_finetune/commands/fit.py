@@ -123,7 +123,6 @@ def fit(
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-        from lean_finetune.commands.fit_tiers import staircase_lines
         from lean_finetune.commands.fit_tool import tool_json, tool_lines
 
     shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
@@ -149,13 +148,13 @@ def fit(
     words, option = _this_command(), "--set"
     if file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    lines = fit_lines(run, prediction, memory, source, shlex.join(words), option, of_tool=converted is not None)
+    command, of_tools_step = shlex.join(words), converted is not None
+    lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
     of_tool: Iterable[str] = ()
     if converted is not None and config is not None:
         as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
         lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
-    of_rows = ["", *staircase_lines(stairs)] if stairs else []
-    for text in chain(lines, of_rows, of_tool):
+    for text in chain(lines, of_tool):
         click.echo(text)
     _end(run, prediction, memory)
 

@@ -17,8 +17,9 @@ from cuda_memory.units import (
     readable_time,
     significant,
 )
-from lean_finetune.commands.fit_tiers import dying_lines, tier_lines
+from lean_finetune.commands.fit_tiers import dying_lines, staircase_lines, tier_lines
 from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
@@ -43,12 +44,13 @@ def fit_lines(
     option: str,
     *,
     of_tool: bool = False,
+    stairs: Staircase | None = None,
 ) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 
     `memory` is the replay of the run, if there is one. `source` says where the parameters come from. `command` and
     `option` make the lines that apply settings: `lean-finetune fit …` and `--set`. `of_tool`: another tool's step is
-    shown besides, so most tools' first step is left out.
+    shown besides, so most tools' first step is left out. `stairs`: with --lengths.
     """
     verdict = judge_run(run, prediction, memory)
     yield labelled("verdict", verdict_text(run, prediction, memory))
@@ -59,6 +61,9 @@ def fit_lines(
     yield from tier_lines(run, prediction, memory)
     if not of_tool:
         yield from dying_lines(run, prediction)
+    if stairs is not None:
+        yield ""
+        yield from staircase_lines(stairs)
     yield ""
     yield labelled("params", source)
     yield from _run_lines(run, prediction)

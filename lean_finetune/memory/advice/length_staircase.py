@@ -46,11 +46,13 @@ def with_rows(run: Run, index: RowIndex) -> Run:
     Raises:
         UserError: the longest row does not fit in a micro-batch, or the run is not on one GPU.
     """
-    if run.setting.distributed:
+    if run.setting.gpus > 1:
         raise UserError(
             f"--lengths: needs one GPU, since communication allocates on other streams; got {run.setting.gpus}; leave "
             "--gpus or --lengths out"
         )
+    if run.setting.train.offload == "parameters":
+        raise UserError("--lengths: is not known with train.offload=parameters; leave one of them out")
     if run.device.kind != "cuda":
         raise UserError("--lengths: needs a GPU, since a CPU reserves nothing; name one with --gpu")
     index = index.shortened(run.params.data.max_length)
@@ -222,7 +224,7 @@ def _micro_batches(events: StepEvents, steps: TracedSteps) -> list[_MicroBatch]:
             )
         place += len(shapes)
     if len({len(one.gradients) for one in found if one.update}) > 1:
-        raise UserError("--lengths: steps of other shapes free other tensors; they are not put together from parts")
+        raise UserError("--lengths: is not known for steps that free other tensors with other shapes; leave it out")
     return _varying(found)
 
 
@@ -236,7 +238,7 @@ def _part(events: StepEvents, start: int, end: int, gradients: np.ndarray | None
         is_gradient = (target_E != NONE) & (gradients[place] == target_E)
         local, kept = np.where(is_gradient, GRADIENT - place, local), kept | is_gradient
     if (target_E[target_E != NONE] < events.micro_batches[0]).any():
-        raise UserError("--lengths: steps that replace what exists before them are not put together from parts")
+        raise UserError("--lengths: is not known for steps that replace what exists before them; leave it out")
     moved = np.concatenate([[0], np.cumsum(kept)])  # Positions after frees of other blocks' tensors are left out.
     local = np.where(local >= 0, moved[np.maximum(local, 0)], local)
     phases = (

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lean_finetune.commands.fit_tiers import staircase_lines
 from lean_finetune.commands.row_lengths import of_quantiles
@@ -90,7 +91,16 @@ def test_a_staircase_that_does_not_fit_fails_at_its_step(stairs: Staircase):
     assert reserved[-1] > reserved[0] and stairs.memory.failing_step("native") is None
 
 
-@pytest.mark.parametrize(("flags", "expected"), [(["hardware.num_gpus=2", "train.sharding=ddp"], "needs one GPU")])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["hardware.num_gpus=2", "train.sharding=ddp"], "needs one GPU"),
+        (["train.method=full", "train.offload=parameters"], r"not known with train\.offload=parameters"),
+        pytest.param(
+            ["hardware.gpu=auto"], "needs a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+        ),
+    ],
+)
 def test_what_cannot_be_played_is_refused(tmp_path: Path, flags: list[str], expected: str):
     with pytest.raises(UserError, match=expected):
         run_of(tmp_path, flags)
