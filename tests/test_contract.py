@@ -25,11 +25,14 @@ UNPINNED = {
     "cuda_memory/page/snapshot_page.py",
     "lean_finetune/cli.py",
     "lean_finetune/fit_params.yaml",
+    "lean_finetune/memory/advice/as_tool.py",
     "lean_finetune/memory/advice/length_staircase.py",
     "lean_finetune/report/compare_experiments.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
-UNPINNED_PACKAGES = tuple(f"lean_finetune/{name}/" for name in ("commands", "other_tools", "presets"))
+UNPINNED_PACKAGES = tuple(
+    f"lean_finetune/{name}/" for name in ("commands", "memory/tool_step", "other_tools", "presets")
+)
 LIBRARY = ("cuda_memory", "lean_finetune")
 
 
