@@ -196,6 +196,7 @@ def step_of_recipe(recipe: str, method: str) -> ToolStep:
         outputs_in_fp32=mixed,
         fused_layers="norms" if fast else "none",
         fused_cross_entropy=fast and loss != "liger",
+        kept_outputs=("c_attn",) if "GPTBigCode" in plugins else (),
         fp32_parts="norms" if plugins.startswith("baseline-peft-bnb") else "none",
     )
 

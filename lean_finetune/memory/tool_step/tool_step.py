@@ -55,6 +55,8 @@ class ToolStep:
     """A hook converts the head's output to fp32."""
     foreach_update: bool = False
     """AdamW updates with multi-tensor kernels, which need a temporary copy of the parameters."""
+    kept_outputs: tuple[str, ...] = ()
+    """Layers whose outputs live until the loss is known: a key/value cache that nobody reads is a view of them."""
     old_4bit: bool = False
     """bitsandbytes up to 0.42: 4-bit layers save their input for backward, and unpack by way of fp16."""
     decoder: Literal["transformers", "litgpt"] = "transformers"

@@ -176,7 +176,8 @@ def _run_step(
             labels_BT = torch.empty_like(ids_BT)
         torch.set_autocast_enabled("cuda", run.step.autocast)  # peft asks for CUDA's.
         try:
-            with trace.phase("forward"), torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast):
+            autocast = torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast)
+            with trace.phase("forward"), autocast, _keeping_outputs(shared.model, run.step.kept_outputs):
                 loss = shared.run(partial(_forward, run, shared.model, head, ids_BT, labels_BT))
             with trace.phase("backward"):
                 buckets = optimizer.begin_backward() if isinstance(optimizer, ZeroOptimizer) else None
@@ -265,6 +266,19 @@ def _to_fp32(lm: nn.Module, which: Literal["none", "all", "norms"]) -> None:
             if which == "all" or (which == "norms" and parameter.ndim == 1):
                 made.setdefault(id(parameter), nn.Parameter(parameter.data.float(), requires_grad=False))
                 module._parameters[name] = made[id(parameter)]
+
+
+@contextmanager
+def _keeping_outputs(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Keep the outputs of layers of these names until the block ends."""
+    kept: list[Any] = []
+    layers = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
+    hooks = [layer.register_forward_hook(lambda module, args, output: kept.append(output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

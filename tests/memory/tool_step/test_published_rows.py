@@ -17,6 +17,8 @@ ROWS = {
     # Liger's fused linear cross-entropy, and norms of one kernel.
     "fms-liger-llama-3-8b-lora-foak-fast-kernels-liger-1x8": 0.001,
     "fms-liger-llama-3-8b-lora-foak-fast-kernels-1x4": 0.001,
+    # A key/value cache, of which nobody reads anything, and a loss in 16 bits.
+    "fms-a100-santacoder-full-none-1x8": 0.001,
     # LitGPT's decoder, and bitsandbytes up to 0.42.
     "litgpt-2023-llama-2-7b-lora-1": 0.01,
     "litgpt-2023-llama-2-13b-qlora-1": 0.02,
