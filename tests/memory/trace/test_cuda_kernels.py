@@ -156,6 +156,15 @@ def test_cuda_attention_gives_the_shape_every_model_expects(masked, dtype, capab
         assert key.grad is not None and key.grad.shape == key.shape
 
 
+def test_autocast_converts_for_attention():
+    """Rotary embeddings of an fp32 model make fp32 queries; CUDA's autocast runs attention in 16 bits nevertheless."""
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        query, key = (torch.empty((1, heads, 64, 64)) for heads in (4, 2))
+        value = torch.empty((1, 2, 64, 64), dtype=torch.bfloat16)
+        out, _ = cuda_attention((8, 0))(torch.nn.Module(), query, key, value, None)
+    assert out.dtype == torch.bfloat16
+
+
 class Operations(TorchDispatchMode):
     """Names of the operations that run."""
 
