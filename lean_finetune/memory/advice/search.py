@@ -104,8 +104,8 @@ def advise(
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
-    The predicted `peak` of `run` does not fit into `usable_bytes` with its margin. Only `allowed` overrides are tried.
-    `confirm` checks a candidate before it is offered.
+    The predicted `peak` of `run` is more than `usable_bytes`, the largest with which it fits, without its margin. Only
+    `allowed` overrides are tried. `confirm` checks a candidate before it is offered.
     """
     space = Space(run, costs)
     search = _Search(run, costs, usable_bytes, confirm)
@@ -122,7 +122,7 @@ class _Search:
     """Traces candidates and collects those that fit."""
 
     def __init__(self, run: Run, costs: Costs, usable_bytes: int, confirm: Confirm | None):
-        self._costs, self._usable, self._confirm = costs, usable_bytes, confirm
+        self._costs, self._usable, self._confirm, self._margin = costs, usable_bytes, confirm, run.margin
         self._refused: set[tuple[str, ...]] = set()
         self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
         self._fitting: list[tuple[Candidate, int]] = []
@@ -235,9 +235,11 @@ class _Search:
         return not stronger and self._bound(candidate) <= most
 
     def _most(self, candidate: Candidate) -> int:
-        """The largest predicted peak with which a candidate fits: less than usable memory by the margin of its kind."""
-        margin = candidate.run.margin
-        return self._usable if margin is None else margin.most_bytes(self._usable)
+        """The largest predicted peak with which a candidate fits: another one than the run's if its margin differs."""
+        if candidate.run.margin is self._margin:
+            return self._usable
+        usable = self._usable if self._margin is None else self._margin.with_margin(self._usable)
+        return usable if candidate.run.margin is None else candidate.run.margin.most_bytes(usable)
 
     def _peak(self, candidate: Candidate) -> int:
         """Its predicted peak; more than any device has if it cannot be traced."""

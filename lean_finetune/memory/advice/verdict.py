@@ -199,7 +199,7 @@ def answer(
         run,
         costs,
         peak=prediction.peak,
-        usable_bytes=usable,
+        usable_bytes=run.fitting_bytes,
         allowed=partial(keeps_rules, params_of_rules(run.params)),
         confirm=confirm,
     )

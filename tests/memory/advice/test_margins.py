@@ -1,6 +1,7 @@
 """Margins: how much more than predicted a run may need, and what the verdict makes of it."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from transformers import LlamaConfig
@@ -10,12 +11,12 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes, margin_of
 from lean_finetune.memory.advice.run import full_rows_run
 from lean_finetune.memory.advice.search import Remedy
-from lean_finetune.memory.advice.verdict import Verdict, judge, judge_run
+from lean_finetune.memory.advice.verdict import Verdict, answer, confirmed_peak, judge, judge_run
 from lean_finetune.memory.devices import cpu_device, resolve_gpu
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.trace.memory_trace import Peak
 from tests.conftest import ROOT
-from tests.memory.common import card, setting_of, shape
+from tests.memory.common import card, llama, setting_of, shape
 
 CARD = card(100 * GIB, "card")
 LLAMA_2_70B = LlamaConfig(
@@ -100,6 +101,24 @@ def test_the_70b_run_that_ran_out_of_memory_is_not_said_to_fit():
     flags += ["train.lora.targets=[q_proj,k_proj,v_proj,o_proj]", "train.lora.rank=16", "train.lora.dropout=0.1"]
     run = full_rows_run(with_flags(load_params(COMMON_PARAMS), flags), LLAMA_2_70B, resolve_gpu("A100-80GB")[0])
     assert judge_run(run, run.predict()).state == "tight"
+
+
+@pytest.mark.slow
+def test_offers_for_a_tight_run_fit_with_the_margin_of_their_own_kind():
+    """Settings offered that the next answer calls tight, or none because all were held to the largest margin."""
+    flags = ["hardware.num_gpus=2", "train.sharding=zero3", "train.method=full", "data.max_length=512"]
+    flags += ["bucket.max_tokens=4096", "train.tokens_per_step=8192", "estimate.headroom_percent=0"]
+    params = with_flags(load_params(COMMON_PARAMS), [*flags, "train.loss_chunk=null"])
+    config = llama(hidden_size=256, vocab_size=8192, max_position_embeddings=512)
+    whole = full_rows_run(params, config, CARD)
+    prediction = whole.predict()
+    device = card(int(1.3 * prediction.peak.bytes) + CARD.context.max_bytes)
+    run = full_rows_run(params, config, device)
+    found = answer(run, prediction, confirm=partial(confirmed_peak, run))
+    assert found.verdict.state == "tight" and found.remedies
+    for remedy in found.remedies:
+        margin = margin_of(full_rows_run(with_flags(params, remedy.flags), config, device).setting, device)
+        assert margin is not None and margin.with_margin(remedy.peak_bytes) <= run.usable_bytes
 
 
 def test_docs_have_the_table_of_margins():
