@@ -62,7 +62,7 @@ MARGINS: Mapping[Kind, Margin] = {
         evidence="PEFT on an L40S: -5.7 % at worst over 15 figures",
     ),
     "sharded": Margin(
-        percent=55,
+        percent=60,
         of="sharded runs",
         measured=False,
         evidence="QLoRA of Llama-2-70B on 2 x A100-80GB ran out of memory under FSDP1; predicted for here: 34 % "
@@ -75,7 +75,7 @@ MARGINS: Mapping[Kind, Margin] = {
         evidence="LoRA of Llama-2-7B on 2 x RTX-3090, all weights on each: reserved 20 % more",
     ),
     "divided": Margin(
-        percent=55,
+        percent=60,
         of="runs with tensor, context or pipeline parallelism",
         measured=False,
         evidence="no published run; the margin of sharded runs",
