@@ -3,9 +3,9 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -95,18 +95,90 @@ def fit(
     if list_gpus:
         click.echo("\n".join(_known_gpus()))
         return
-    converted = None if config is None else read_config_of_tool(config, gpus or 1, with_data=False)
-    usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
+    if offer is not None and (verdict_alone or as_json):
+        raise UsageFault("--apply: prints what it changes; leave out --json and --verdict")
+    values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
+    asked = _asked_run(values, gpus, length, sets, params, config, applies=offer is not None)
+    p, flags, converted = asked.params, asked.flags, asked.converted
+    find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
+    with importing_without_compiler():  # Here: imports torch, which --help skips.
+        from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
+        from lean_finetune.commands.fit_tool import tool_json, tool_lines
+
+    given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
+    shorten = asked.usual and length is None and not given
+    run, prediction, memory, stairs = _predicted(
+        p, sets, lengths, shorten=shorten, usual=asked.usual and converted is None
+    )
+    if verdict_alone:
+        alone = verdict_json(run, prediction, memory)
+        click.echo(json.dumps(alone, indent=2) if as_json else f"verdict {verdict_text(run, prediction, memory)}")
+        _end(run, prediction, memory)
     if offer is not None:
-        if verdict_alone or as_json:
-            raise UsageFault("--apply: prints what it changes; leave out --json and --verdict")
+        for text in _applied(run, prediction, memory, offer, asked.file, flags):
+            click.echo(text)
+        return
+    run_of = partial(_converted_run, run, load_params(asked.file), flags)
+    if as_json:
+        answer = fit_json(run, prediction, memory)
+        answer["staircase"] = stairs and stairs.as_json()
+        answer["from"] = converted and vars(converted)
+        if converted is not None and config is not None:
+            answer["as_tool"] = tool_json(run, converted, config, run_of)
+        click.echo(json.dumps(answer, indent=2))
+        _end(run, prediction, memory)
+    source = str(config or asked.file) if config or not asked.usual else "a usual run; --set KEY=VALUE changes it"
+    words, option = _this_command(), "--set"
+    if asked.file == PARAMS_FILE:
+        words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
+    command, of_tools_step = shlex.join(words), converted is not None
+    lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
+    of_tool: Iterable[str] = ()
+    if converted is not None and config is not None:
+        as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
+        lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
+    for text in chain(lines, of_tool):
+        click.echo(text)
+    _end(run, prediction, memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the command line asks for."""
+
+    params: Params
+    file: Path
+    """Where the parameters come from."""
+    flags: list[str]
+    """Overrides of the command line."""
+    of_config: list[str]
+    """Overrides of another tool's configuration."""
+    converted: Converted | None
+    usual: bool
+    """The parameters are those of a usual run."""
+
+
+def _asked_run(
+    values: Mapping[str, str | None],
+    gpus: int | None,
+    length: int | None,
+    sets: Sequence[str],
+    params: Path | None,
+    config: Path | None,
+    *,
+    applies: bool,
+) -> _Asked:
+    """The parameters of a command line; `values` are options by parameter, None where they are not given."""
+    converted = None if config is None else read_config_of_tool(config, gpus or 1, with_data=False)
+    model = values["model.name"]
+    usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
+    if applies:
         check_target(params or PARAMS_FILE, usual=usual)
     file = COMMON_PARAMS if usual else params or PARAMS_FILE
     p = load_params(file)
     if usual and model is None and "model.name" not in (converted.values if converted else {}):
         why = f"{config} names no model" if converted else f"there is no {PARAMS_FILE} here"
         raise UsageFault(f"--model: name a hub id, a directory or a config.json; {why}")
-    values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     flags += _length_flags(p, length, usual=usual and converted is None)
     of_config = converted.flags() if converted else []
@@ -120,43 +192,7 @@ def fit(
         p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
         if p.hardware.gpu.strip().lower() != "auto":
             named_gpu(p.hardware.gpu)
-    find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
-    with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-        from lean_finetune.commands.fit_tool import tool_json, tool_lines
-
-    shorten = usual and length is None and not any(flag.startswith("data.max_length=") for flag in [*of_config, *sets])
-    run, prediction, memory, stairs = _predicted(p, sets, lengths, shorten=shorten, usual=usual and converted is None)
-    if verdict_alone:
-        alone = verdict_json(run, prediction, memory)
-        click.echo(json.dumps(alone, indent=2) if as_json else f"verdict {verdict_text(run, prediction, memory)}")
-        _end(run, prediction, memory)
-    if offer is not None:
-        for text in _applied(run, prediction, memory, offer, file, flags):
-            click.echo(text)
-        return
-    run_of = partial(_converted_run, run, load_params(file), flags)
-    if as_json:
-        answer = fit_json(run, prediction, memory)
-        answer["staircase"] = stairs and stairs.as_json()
-        answer["from"] = converted and vars(converted)
-        if converted is not None and config is not None:
-            answer["as_tool"] = tool_json(run, converted, config, run_of)
-        click.echo(json.dumps(answer, indent=2))
-        _end(run, prediction, memory)
-    source = str(config or file) if config or not usual else "a usual run; --set KEY=VALUE changes it"
-    words, option = _this_command(), "--set"
-    if file == PARAMS_FILE:
-        words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    command, of_tools_step = shlex.join(words), converted is not None
-    lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
-    of_tool: Iterable[str] = ()
-    if converted is not None and config is not None:
-        as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
-        lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
-    for text in chain(lines, of_tool):
-        click.echo(text)
-    _end(run, prediction, memory)
+    return _Asked(params=p, file=file, flags=flags, of_config=of_config, converted=converted, usual=usual)
 
 
 def _predicted(

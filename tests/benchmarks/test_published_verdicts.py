@@ -2,7 +2,7 @@
 
 from benchmarks.published import bars
 
-ROW = {"error": 0.01, "verdict": "fits", "here_verdict": None, "ran": True}
+ROW: dict[str, object] = {"error": 0.01, "verdict": "fits", "here_verdict": None, "ran": True}
 
 
 def share(rows: list[dict[str, object]], of: str) -> float:

@@ -20,7 +20,8 @@ def events_of_zero3() -> StepEvents:
 
 def live_bytes(events: StepEvents, stream: int, size: int) -> dict[str, int]:
     """The most bytes of blocks of a size that live at once on a stream, by phase."""
-    most, live = {}, 0
+    most: dict[str, int] = {}
+    live = 0
     for place, (target, of, bytes_) in enumerate(zip(events.target_E, events.stream_E, events.size_E, strict=True)):
         if of == stream and bytes_ == size:
             live += size if target == NONE else -size
