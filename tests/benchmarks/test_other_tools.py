@@ -1,6 +1,7 @@
 """The benchmark of other tools' configurations counts them, and finds one that is read wrongly."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_a_wrong_reading_is_found(
 ):
     """A benchmark that compares a reading with itself."""
 
-    def wrong(path: Path, gpus: int, **options: bool) -> object:
+    def wrong(path: Path, gpus: int, **options: Any) -> object:
         converted = read_config_of_tool(path, gpus, **options)
         if path.name == name:
             converted.values |= values

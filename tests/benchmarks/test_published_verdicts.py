@@ -1,23 +1,26 @@
 """The bars of benchmarks.published over verdicts: as the tool runs a row, and as it would run here."""
 
+from collections.abc import Sequence
+
+from benchmarks.harness import Row
 from benchmarks.published import bars
 
-ROW: dict[str, object] = {"error": 0.01, "verdict": "fits", "here_verdict": None, "ran": True}
+ROW: Row = {"error": 0.01, "verdict": "fits", "here_verdict": None, "ran": True}
 
 
-def share(rows: list[dict[str, object]], of: str) -> float:
+def share(rows: Sequence[Row], of: str) -> float:
     return next(bar.value for bar in bars(rows) if of in bar.name)
 
 
 def test_a_run_that_failed_and_was_said_to_fit_here_fails_the_bar():
     """The 70B of two A100: right as its tool runs it, and wrong as it would run here."""
-    failed = {"error": None, "verdict": "tight", "here_verdict": "fits", "ran": False}
-    rows = [ROW, {**ROW, "here_verdict": "fits"}, failed]
+    failed: Row = {"error": None, "verdict": "tight", "here_verdict": "fits", "ran": False}
+    rows: list[Row] = [ROW, {**ROW, "here_verdict": "fits"}, failed]
     assert share(rows, "'fits' that were right") == 100.0
     assert share(rows, "here on several GPUs") == 50.0
     assert not all(bar.holds for bar in bars(rows))
 
 
 def test_rows_without_a_trace_count_nowhere():
-    untraced = {"error": None, "verdict": None, "here_verdict": None, "ran": False}
+    untraced: Row = {"error": None, "verdict": None, "here_verdict": None, "ran": False}
     assert all(bar.holds for bar in bars([ROW, untraced]))

@@ -2,13 +2,19 @@
 
 from benchmarks.verdict_counts import JudgedRow, count_verdicts
 from cuda_memory.units import GIB
+from lean_finetune.memory.advice.margins import State
 from lean_finetune.memory.devices import resolve_gpu
 from tests.memory.common import card
 
 
 def test_only_fits_and_does_not_fit_can_be_right_or_wrong():
     """A tight run that ended counted as a wrong verdict, or a run that failed as a right one."""
-    pairs = [("fits", True)] * 3 + [("fits", False), ("tight", True), ("tight", False), ("does not fit", False)]
+    pairs: list[tuple[State, bool]] = [("fits", True)] * 3 + [
+        ("fits", False),
+        ("tight", True),
+        ("tight", False),
+        ("does not fit", False),
+    ]
     found = count_verdicts(pairs)
     assert (found.fits_right, found.fits_wrong, found.tight) == (3, 1, 2)
     assert (found.refused_right, found.refused_wrong) == (1, 0)
