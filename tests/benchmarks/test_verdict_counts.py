@@ -9,12 +9,8 @@ from tests.memory.common import card
 
 def test_only_fits_and_does_not_fit_can_be_right_or_wrong():
     """A tight run that ended counted as a wrong verdict, or a run that failed as a right one."""
-    pairs: list[tuple[State, bool]] = [("fits", True)] * 3 + [
-        ("fits", False),
-        ("tight", True),
-        ("tight", False),
-        ("does not fit", False),
-    ]
+    pairs: list[tuple[State, bool]] = [("fits", True), ("fits", True), ("fits", True), ("fits", False)]
+    pairs += [("tight", True), ("tight", False), ("does not fit", False)]
     found = count_verdicts(pairs)
     assert (found.fits_right, found.fits_wrong, found.tight) == (3, 1, 2)
     assert (found.refused_right, found.refused_wrong) == (1, 0)
