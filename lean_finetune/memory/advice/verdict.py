@@ -34,9 +34,11 @@ class Verdict:
     enforce: bool
     """Whether train refuses a run that does not fit."""
     state: State
-    """Tight: the device holds the prediction, but not with the headroom and the margin. Train refuses that too."""
+    """Tight: the device holds the prediction, but not with the headroom and the margin."""
     why_tight: str | None = None
     """What a tight run does not leave free."""
+    within_margin: bool = False
+    """The prediction leaves the headroom free, and only the margin does not fit. Train starts such a run."""
     refusal: str | None
     """One line with prediction, capacity, largest parts and settings that fit; None if the run fits."""
 
@@ -50,7 +52,8 @@ class Verdict:
 
         `precision` is the one that train.precision=auto means on the device; None if the user chose one.
         """
-        content = {"enforce": self.enforce, "refusal": self.refusal if self.enforce else None}
+        refused = self.enforce and not self.within_margin
+        content = {"enforce": self.enforce, "refusal": self.refusal if refused else None}
         return content if precision is None else {**content, "precision": precision}
 
 
@@ -124,10 +127,11 @@ def _within_margin(
     refusal = (
         f"hardware.gpu: predicted peak {readable_size(peak)} is within {margin.text}: it may need up to "
         f"{readable_size(margin.with_margin(peak))} of the {readable_size(usable)} usable on {device.name}; "
-        f"{would_fit or 'no change of the known switches makes it fit with the margin'}; "
-        "estimate.enforce=false trains it as it is"
+        f"{would_fit or 'no change of the known switches makes it fit with the margin'}; train starts it nevertheless"
     )
-    return Verdict(enforce=enforce, state="tight", why_tight=f"within {margin.text}", refusal=refusal)
+    return Verdict(
+        enforce=enforce, state="tight", why_tight=f"within {margin.text}", within_margin=True, refusal=refusal
+    )
 
 
 def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | None) -> str:

@@ -56,12 +56,20 @@ def test_a_run_on_several_gpus_fits_only_with_its_margin(sharding, percent):
     assert verdict_on(99.9, sharding=sharding, gpus=2).state == "does not fit"
 
 
+def test_train_starts_a_run_that_only_lacks_the_margin():
+    """Most runs on several GPUs refused until a GPU has measured one."""
+    tight = verdict_on(60, gpus=2, sharding="zero3")
+    assert tight.state == "tight" and tight.as_json(None)["refusal"] is None
+    without_headroom = verdict_on(95, gpus=2, sharding="zero3")
+    assert without_headroom.state == "tight" and without_headroom.as_json(None)["refusal"] is not None
+
+
 def test_a_refusal_names_the_margin_what_the_run_may_need_and_how_to_train_nevertheless():
     remedy = Remedy(flags=("train.optimizer=adamw_8bit",), peak_bytes=20 * GIB, slowdown=1.0, effect="none")
     assert verdict_on(60, (remedy,), sharding="zero3", gpus=2).refusal == (
         "hardware.gpu: predicted peak 60 GiB is within the margin of sharded runs, 60 %, not yet measured on a GPU: it "
         "may need up to 96 GiB of the 90 GiB usable on card; would fit: -S train.optimizer=adamw_8bit (20 GiB, 1.00x "
-        "time); estimate.enforce=false trains it as it is"
+        "time); train starts it nevertheless"
     )
 
 
