@@ -127,7 +127,7 @@ def fit(
             answer["as_tool"] = tool_json(run, converted, config, run_of)
         click.echo(json.dumps(answer, indent=2))
         _end(run, prediction, memory)
-    source = str(config or asked.file) if config or not asked.usual else "a usual run; --set KEY=VALUE changes it"
+    source = str(config or asked.file) if config or not asked.usual else "the defaults; --set KEY=VALUE changes them"
     words, option = _this_command(), "--set"
     if asked.file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"

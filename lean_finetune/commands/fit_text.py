@@ -53,7 +53,7 @@ def fit_lines(
     shown besides, so most tools' first step is left out. `stairs`: with --lengths.
     """
     verdict = judge_run(run, prediction, memory)
-    yield labelled("verdict", verdict_text(run, prediction, memory))
+    yield labelled("verdict here" if of_tool else "verdict", verdict_text(run, prediction, memory))
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     yield ""
@@ -122,6 +122,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     """The device, the model, and how it is trained."""
     p, train = run.params, run.setting.train
     less = run.device.headroom_text(run.params.estimate.headroom_percent)
+    less += " of headroom" if less.endswith("%") else ""
     yield labelled("device", f"{run.device.name}: {readable_size(run.device.memory_bytes)}, less {less}")
     layers = run.config.get_text_config().num_hidden_layers
     yield labelled("model", f"{run.params.model.name}: {run.config.model_type}, {counted(layers, 'layer')}")

@@ -26,7 +26,7 @@ def tier_lines(run: Run, prediction: Prediction, memory: PlanMemory | None) -> I
     tiers = memory.tiers()
     kinds = sorted(tiers, key=lambda kind: kind != memory.chosen)
     own, other = (SEGMENTS[kind] for kind in kinds)
-    yield _tier_line("by kind of segments", f"{own} (this run)", other)
+    yield _tier_line("allocator segments", f"{own} (this run)", other)
     for tier in ("tensors", "reserved"):
         yield _tier_line(f"  {tier}", *(readable_size(tiers[kind][f"{tier}_bytes"]) for kind in kinds))
     process = [(tiers[kind]["process_bytes"], tiers[kind]["process_margin_bytes"]) for kind in kinds]
@@ -48,10 +48,10 @@ def dying_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     if found is None:
         return
     yield ""
-    yield "over the first step, in tools that make the optimizer's state in it"
+    yield "tensors over the first step, in tools that make the optimizer's state in it"
     yield from first_step_lines(found, run.device, found.update)
     if (offloaded := offloaded_first_step(run)) is not None:
-        yield f"over the first step, with {OFFLOADED}"
+        yield f"tensors over the first step, with {OFFLOADED}"
         yield from first_step_lines(offloaded, run.device, found.update)
 
 

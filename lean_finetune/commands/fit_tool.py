@@ -26,29 +26,31 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
     except UserError as error:
         found = str(error)
     if isinstance(found, str):
-        yield labelled("as it runs there", f"not known: {found}")
+        yield labelled("as that tool runs it", f"not known: {found}")
         return
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
-    state = f"{found.state}: peak {readable_size(found.peak.bytes)}, in {found.worst_phase}; {usable}"
+    peak = f"tensor peak {readable_size(found.peak.bytes)} in {found.worst_phase}"
+    state = f"{found.state} in {converted.tool}: {peak}, {usable}"
     if found.state == "tight":
         state += f"; within {found.margin.text}"
-    yield labelled("as it runs there", f"{converted.tool}: {state}")
+    yield labelled("as that tool runs it", state)
     phases = ", ".join(f"{phase} {readable_size(peak.bytes)}" for phase, peak in found.by_phase.items())
-    yield labelled("", phases)
+    yield labelled("  by phase", phases)
     if found.reserved_bytes is not None and found.process_bytes is not None:
         reserved, process = readable_size(found.reserved_bytes), readable_size(found.process_bytes)
-        yield labelled("  reserved there", f"{reserved} with fixed segments, process {process}")
+        yield labelled("  reserved memory", f"{reserved} with fixed segments, process {process}")
     if (dying := found.dying_first_step(run.device.usable_bytes(0))) is not None:
-        yield "  over its first step"
+        yield "  tensors over its first step"
         yield from first_step_lines(dying, run.device, dying.update)
     for number, cause in enumerate(found.causes()):
-        yield labelled("  because of" if number == 0 else "", f"{readable_size(cause.bytes)}: {cause.what}")
+        yield labelled("  larger because of" if number == 0 else "", f"{readable_size(cause.bytes)}: {cause.what}")
     if (best := best_key(found, _variants(path, converted, run_of))) is not None:
         keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in best[0].items())
-        yield labelled("  one change there", f"{keys} → {readable_size(best[1].peak.bytes)}, {best[1].state}")
+        yield labelled("  best change there", f"{keys} → {readable_size(best[1].peak.bytes)}, {best[1].state}")
     saved = found.peak.bytes - here_bytes
     more = "less" if saved >= 0 else "more"
-    yield labelled("as it would run here", f"{readable_size(here_bytes)}: {readable_size(abs(saved))} {more}")
+    difference = f"{readable_size(abs(saved))} {more} than in {converted.tool}"
+    yield labelled("as it would run here", f"tensor peak {readable_size(here_bytes)}, {difference}")
 
 
 def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict[str, Any]:

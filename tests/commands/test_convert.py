@@ -418,10 +418,12 @@ def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Pa
         "128",
     ]
     lines = invoke(fit, *options).stdout.replace(str(small_llama), "DIR").replace(str(tmp_path), "DIR").splitlines()
-    assert lines[0].startswith("verdict              fits: ")
+    assert lines[0].startswith("verdict here         fits: ")
     assert max(len(line) for line in lines) <= 100
-    assert lines[1].startswith("as it runs there     LLaMA-Factory: fits: peak ")
-    assert any(line.startswith("as it would run here ") and line.endswith(" less") for line in lines)
+    assert lines[1].startswith("as that tool runs it fits in LLaMA-Factory: tensor peak ")
+    assert any(
+        line.startswith("as it would run here ") and line.endswith(" less than in LLaMA-Factory") for line in lines
+    )
     start = lines.index("from a configuration of LLaMA-Factory")
     assert any(line.startswith("  used               quantization_bit → train.method") for line in lines[start:])
     content = json.loads(invoke(fit, *options, "--json").stdout)

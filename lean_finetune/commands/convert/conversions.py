@@ -42,7 +42,7 @@ class Converted:
             value = json.dumps(self.values[ours], default=str) if ours in self.values else ""
             yield labelled("  used", f"{key} → {ours}{f'={value}' if value else ''}")
         for text in self.differs:
-            yield labelled("  otherwise here", text)
+            yield labelled("  different here", text)
         for reason, keys in self.ignored.items():
             yield labelled("  ignored", f"{', '.join(keys)} ({reason})")
         if self.unknown:

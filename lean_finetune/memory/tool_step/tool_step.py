@@ -20,11 +20,11 @@ LOSS_TEXT: dict[Loss, str] = {
     "shifted_logits": "logits of all positions, their fp32 copy, and a shifted copy (transformers 4.46 to 4.48)",
     "fp32_logits": "logits of all positions in fp32, and a shifted copy (transformers up to 4.45)",
     "logits_in_16_bits": "logits of all positions, and a shifted copy, in 16 bits",
-    "chunked_nll": "chunks of 256 tokens, recomputed in backward with an fp32 copy of the head",
+    "chunked_nll": "loss in chunks of 256 tokens, recomputed in backward with an fp32 copy of the head",
     "liger": "Liger's fused linear cross-entropy: one chunk of logits",
     "cut_cross_entropy": "cut cross-entropy: no logits",
-    "chunked_head": "eight chunks of logits in fp32, or in 16 bits if compiled, all kept until backward",
-    "chunked_logits": "chunks of 128 tokens' logits, all kept until backward",
+    "chunked_head": "logits in eight chunks, in fp32 or (if compiled) 16 bits, all kept until backward",
+    "chunked_logits": "logits in chunks of 128 tokens, all kept until backward",
 }
 """What each loss keeps in memory."""
 

@@ -54,7 +54,7 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     peaks = ["peak by phase, as a s", "at the peak, in forwa"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
     settings = ["params", "device", "model", "run", "micro-batches", "speed", "attention"]
-    assert labels == ["verdict", *peaks, "by kind of segments", *settings, *limits]
+    assert labels == ["verdict", *peaks, "allocator segments", *settings, *limits]
     assert lines[0].startswith(labelled("verdict", "fits: reserved peak "))
     assert labelled("smallest GPU", "P4 (of") in result.stdout
     assert labelled("longest row", "256 tokens (= the model's 256 positions)") in result.stdout
@@ -186,7 +186,7 @@ def test_a_run_that_dies_in_its_first_update_shows_the_curve_of_its_first_step()
     assert (
         flat is not None and flat.update == pytest.approx(flat.after_backward, rel=0.001) and flat.update < 5 * values
     )
-    shown = lines[lines.index("over the first step, with train.offload=optimizer") + 1 :]
+    shown = lines[lines.index("tensors over the first step, with train.offload=optimizer") + 1 :]
     assert [line[2:20].strip() for line in shown] == list(flat.instants())
 
 
