@@ -40,7 +40,7 @@ class AsTool:
     state: State
     """The verdict, with the margin."""
     margin: Margin
-    """That of other tools' steps, on one GPU or on several."""
+    """The margin of other tools' steps, on one GPU or on several."""
     reserved_bytes: int | None
     """What the allocator reserves over two steps with fixed segments, which tools have; None if not known."""
     process_bytes: int | None
@@ -88,7 +88,7 @@ class AsTool:
 
 
 def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
-    """The run as a tool does it, with the values of `keys` in its configuration; or why that is not known.
+    """Predict a run as a tool does it. `keys` are the values of its configuration. If that is not known, return why.
 
     Raises:
         UserError: the step cannot be traced.
@@ -147,7 +147,7 @@ def _peaks(run: ToolRun) -> tuple[dict[str, Peak], int]:
 
 
 def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
-    """Each difference of the step in words, with the run without it."""
+    """Each difference of the tool's step in words, and the run without this difference."""
     step = run.step
 
     def without(**changes: Any) -> ToolRun:

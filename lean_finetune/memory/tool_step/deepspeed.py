@@ -47,7 +47,7 @@ class Zero:
 
     @property
     def own_values(self) -> int:
-        """Trained values that a process updates."""
+        """The number of trained values that a process updates."""
         return -(-self.trained // self.gpus)
 
     def register(self, trace: MemoryTrace, weights: Sequence[torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ class Zero:
             trace.register_bytes(self.own_values * FP32_BYTES, OPTIMIZER)
 
     def buckets(self) -> list[torch.Tensor]:
-        """What exists during backward: buckets of gradients, and this process's gradients if they are divided."""
+        """What exists during backward: buckets of gradients, and this process's part of divided gradients."""
         count = 2 if self.overlaps else 1
         made = [torch.empty(self.reduce_bucket_values, dtype=torch.bfloat16) for _ in range(count)]
         return made
@@ -125,7 +125,7 @@ def read_deepspeed(given: object, folder: Path) -> object:
 
 
 def zero_of(given: object, gpus: int, config: PretrainedConfig, train: Train) -> Zero | str:
-    """ZeRO as a configuration, or the name of its file, says; or why that is not known."""
+    """The ZeRO settings of a DeepSpeed configuration (content or file name), or why they are not known."""
     content = given.get("zero_optimization", {}) if isinstance(given, Mapping) else {}
     named = STAGE_IN_NAME.search(Path(given).name) if isinstance(given, str) else None
     stage = content.get("stage", int(named[1]) if named else None)

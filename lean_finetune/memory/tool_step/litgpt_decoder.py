@@ -315,7 +315,7 @@ class LitGptDecoder(nn.Module):
 
 
 def litgpt_model(config: PretrainedConfig, train: Train, step: ToolStep) -> tuple[nn.Module, nn.Module]:
-    """The decoder on fake tensors and its head. Frozen is what LitGPT freezes."""
+    """The decoder and its head on fake tensors, frozen as LitGPT freezes them."""
     model = LitGptDecoder(config, train, step)
     if train.adapted:
         for name, parameter in model.named_parameters():
@@ -325,6 +325,6 @@ def litgpt_model(config: PretrainedConfig, train: Train, step: ToolStep) -> tupl
 
 
 def updated_by_litgpt(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the optimizer updates: not the embedding that was made after it."""
+    """The parameters that the optimizer updates. LitGPT makes the embedding later, so it is left out."""
     named = model.named_parameters()
     return [p for name, p in named if p.requires_grad and not name.startswith("embedding")]

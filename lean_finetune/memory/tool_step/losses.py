@@ -42,7 +42,7 @@ def _head_output(step: ToolStep, head: nn.Module, hidden_BTD: torch.Tensor) -> t
 
 
 def _of_logits(step: ToolStep, outputs: list[torch.Tensor], labels_BT: torch.Tensor) -> torch.Tensor:
-    """A loss for which all logits exist, and what else reads them: `outputs` holds the one reference to them."""
+    """A loss that needs all logits, and what else reads them. `outputs` holds the only reference to them."""
     if step.loss == "logits":
         labels = F.pad(labels_BT, (0, 1), value=IGNORED)[..., 1:].contiguous()
         values = outputs[0].float()

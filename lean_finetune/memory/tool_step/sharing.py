@@ -135,7 +135,7 @@ def ddp_bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def _counting_resized(trace: MemoryTrace) -> Iterator[None]:
-    """Count resized storages anew: FSDP1 frees and allocates gathered units so."""
+    """Count a storage again when its size changes: FSDP1 frees and allocates gathered units this way."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:

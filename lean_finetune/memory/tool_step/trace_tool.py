@@ -74,12 +74,12 @@ class ToolRun:
 
     @property
     def shape(self) -> BatchShape:
-        """Of each micro-batch."""
+        """The shape of each micro-batch."""
         return BatchShape(rows=self.rows, length=self.length, supervised=self.rows * self.length, packed_lengths=None)
 
     @property
     def built_as(self) -> Train:
-        """The section from which the model is built: with types of weights and adapters as the tool has them."""
+        """The parameters from which the model is built, with the tool's types of weights and adapters."""
         step, half = self.step, self.train.precision == "fp16"
         precision = "fp32" if step.weights == "fp32" else "fp16" if half and self.train.adapted else "bf16"
         if precision == "bf16" and step.adapters == "16 bits":
@@ -97,7 +97,7 @@ def predict_tool(run: ToolRun) -> dict[str, Peak]:
 
 
 def predict_tool_events(run: ToolRun) -> tuple[dict[str, Peak], StepEvents | None]:
-    """`predict_tool`, and every allocation and free of the steps; None if these do not repeat as the peaks do.
+    """The peaks of `predict_tool`, and every allocation and free; None for these if they do not repeat as the peaks do.
 
     Raises:
         UserError: the step cannot be traced.
@@ -205,7 +205,7 @@ def _forward(
 
 
 def _optimizer(run: ToolRun, model: nn.Module, trace: MemoryTrace) -> torch.optim.Optimizer | ZeroOptimizer:
-    """The optimizer; of AdamW without state, which its first step makes."""
+    """The optimizer. AdamW has no state yet: its first step makes it."""
     trained = [parameter for _, parameter in named_trained(model)]
     if run.sharing is not None and run.sharing.zero is not None:
         return ZeroOptimizer(run.sharing.zero, trained)
