@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PREDICTION = ("lean_finetune/memory/predict", "lean_finetune/memory/trace")
+PREDICTION = ("lean_finetune/memory/predict", "lean_finetune/memory/tool_step", "lean_finetune/memory/trace")
 """Packages that run for GPUs on every machine."""
 
 

@@ -37,6 +37,7 @@ def test_every_figure_of_the_files_has_its_row():
     others = [fact for fact, _ in openrlhf_facts()]
     assert len([*published_facts(), *others]) == lines.pop("published_memory.csv")
     del lines["cuda_traces.csv"]  # Of benchmarks.cuda_traces.
+    assert len(published_rows()) == lines.pop("published_2026.csv")
     assert not lines, "no benchmark reads this file"
     assert all(fact.assumed for fact in [*rows, *published_facts(), *others])
 

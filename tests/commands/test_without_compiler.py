@@ -1,7 +1,6 @@
 """`fit` runs without PyTorch's compiler, and the compiler is there for code that needs it."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers.utils.import_utils import define_import_structure
 from lean_finetune.commands import without_compiler
 from lean_finetune.commands.without_compiler import importing_without_compiler, modules_of_models
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 
 def test_names_of_models_are_those_that_transformers_finds():
@@ -68,8 +68,6 @@ except SystemExit as end:
 @pytest.mark.slow
 def test_fit_loads_no_compiler(small_llama):
     """A verdict that takes twice as long."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIT, str(small_llama)], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_bounded([sys.executable, "-c", FIT, str(small_llama)], check=True, cwd=ROOT)
     assert json.loads(done.stdout)["verdict"] == "fits"
     assert json.loads(done.stderr.splitlines()[-1]) == [0, [], True]
