@@ -17,6 +17,7 @@ from benchmarks.estimate_facts import (
     spec_of,
 )
 from benchmarks.estimate_t4 import t4_figures, t4_runs
+from benchmarks.published_rows import published_rows
 from benchmarks.variants import Variant, replayed, trace_variant
 from tests.memory.common import gpu_target
 
