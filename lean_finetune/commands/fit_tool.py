@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +68,28 @@ def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict
 
 
 def _keys(converted: Converted, path: Path) -> Mapping[str, Any]:
-    """The configuration's values, with the content of the DeepSpeed configuration that it names."""
-    if "deepspeed" not in converted.keys:
-        return converted.keys
-    return {**converted.keys, "deepspeed": read_deepspeed(converted.keys["deepspeed"], path.parent)}
+    """The configuration's values, with the content of the DeepSpeed configuration that it names or has inside."""
+    keys = converted.keys
+    if "deepspeed" in keys:
+        return {**keys, "deepspeed": read_deepspeed(keys["deepspeed"], path.parent)}
+    inside: dict[str, Any] = {}
+    for key, value in keys.items():
+        first, *sections = key.split(".")
+        if first == "deepspeed" and sections:
+            reduce(lambda found, name: found.setdefault(name, {}), sections[:-1], inside)[sections[-1]] = value
+    return {**keys, "deepspeed": inside} if inside else keys
 
 
 def _variants(
     path: Path, converted: Converted, run_of: RunOf
 ) -> Iterator[tuple[Mapping[str, Any], Run, str, Mapping[str, Any]]]:
     """The configuration with each of the tool's saving keys that it does not have yet."""
+    gpus = converted.values.get("hardware.num_gpus", 1)
     for changes in SAVING_KEYS.get(converted.tool, ()):
         if all(converted.keys.get(key) == value for key, value in changes.items()):
             continue
         try:
-            changed = read_config_of_tool(path, 1, with_data=False, changes=changes)
+            changed = read_config_of_tool(path, gpus, with_data=False, changes=changes)
             yield changes, run_of(changed), changed.tool, _keys(changed, path)
         except UserError:  # This configuration does not allow it.
             continue

@@ -7,14 +7,17 @@ from the configuration and the number of weights; no GPU has measured them for u
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values, weight_lines
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, SHARDING, WEIGHTS, MemoryTrace
 
@@ -22,6 +25,8 @@ BUCKET_VALUES = 500_000_000
 """DeepSpeed's default of reduce_bucket_size."""
 LIVE_VALUES = 1_000_000_000
 """Its default of stage3_max_live_parameters."""
+MOST_VALUES = 10**12
+"""Most values of a bucket: more than any model has."""
 STAGE_IN_NAME = re.compile(r"(?i)(?:z|zero|stage)[-_ ]?([0-3])")
 HALF_BYTES, FP32_BYTES = 2, 4
 
@@ -112,21 +117,31 @@ def _free(parameter: torch.Tensor) -> None:
 
 
 def read_deepspeed(given: object, folder: Path) -> object:
-    """The content of a DeepSpeed configuration that a key names, from here or from `folder`; else what was given."""
+    """The content of a DeepSpeed configuration that a key names, from here or from `folder`; else what was given.
+
+    Raises:
+        UserError: the file is not JSON.
+    """
     if not isinstance(given, str):
         return given
     for path in (Path(given), folder / given, folder / Path(given).name):
-        if path.is_file():
-            try:
-                return json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, OSError):
-                return given
+        try:
+            if path.is_file():
+                return json.loads(path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: must be JSON, as DeepSpeed's configurations are ({error}); correct it") from None
+        except OSError:  # The name is too long, or the file is another user's.
+            return given
     return given
 
 
 def zero_of(given: object, gpus: int, config: PretrainedConfig, train: Train) -> Zero | str:
-    """The ZeRO settings of a DeepSpeed configuration (content or file name), or why they are not known."""
-    content = given.get("zero_optimization", {}) if isinstance(given, Mapping) else {}
+    """The ZeRO settings of a DeepSpeed configuration (content or file name), or why they are not known.
+
+    Raises:
+        UserError: a value of the configuration has another type.
+    """
+    content = _section(given, "zero_optimization") if isinstance(given, Mapping) else {}
     named = STAGE_IN_NAME.search(Path(given).name) if isinstance(given, str) else None
     stage = content.get("stage", int(named[1]) if named else None)
     if stage not in (1, 2, 3):
@@ -136,10 +151,10 @@ def zero_of(given: object, gpus: int, config: PretrainedConfig, train: Train) ->
 
     def values(name: str, default: int, automatic: int) -> int:
         found = content.get(name, default)
-        return automatic if found == "auto" else int(float(found))
+        return automatic if found == "auto" else _number_of_values(name, found)
 
-    device = (content.get("offload_optimizer") or {}).get("device", "none")
-    if (content.get("offload_param") or {}).get("device", "none") != "none":
+    device = _section(content, "offload_optimizer").get("device", "none")
+    if _section(content, "offload_param").get("device", "none") != "none":
         return "DeepSpeed's offload of weights is not described here"
     hidden = text.hidden_size
     return Zero(
@@ -151,4 +166,24 @@ def zero_of(given: object, gpus: int, config: PretrainedConfig, train: Train) ->
         overlaps=bool(content.get("overlap_comm", stage == 3)),
         on_host=device != "none" or (isinstance(given, str) and "offload" in given.lower()),
         live_values=values("stage3_max_live_parameters", LIVE_VALUES, LIVE_VALUES),
+    )
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a configuration; empty if it is not there, or null."""
+    found = content.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise UserError(f"deepspeed: {name}: must be an object; got {shortened(repr(found))}; correct it")
+    return found or {}
+
+
+def _number_of_values(name: str, found: object) -> int:
+    if isinstance(found, int | float | str) and not isinstance(found, bool):
+        with suppress(ValueError, OverflowError):
+            number = int(float(found))
+            if 0 <= number <= MOST_VALUES:
+                return number
+    raise UserError(
+        f"deepspeed: {name}: must be auto, or a number from 0 to {MOST_VALUES:.0e}; got {shortened(repr(found))}; "
+        "correct it"
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.specs import train_of
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.tool_step.deepspeed import Zero, read_deepspeed, zero_of
 from lean_finetune.memory.tool_step.sharing import Sharing, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import ToolStep
@@ -93,3 +94,32 @@ def test_a_named_configuration_is_read_beside_the_tools_own(tmp_path: Path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     assert read_deepspeed("examples/ds.json", tmp_path) == {"zero_optimization": {"stage": 3}}
     assert read_deepspeed("missing.json", tmp_path) == "missing.json"
+
+
+def test_a_damaged_configuration_is_refused_and_not_guessed_from_its_name(tmp_path: Path):
+    (tmp_path / "ds_z3.json").write_text('{"zero_optimization": {"stage": 2,')
+    with pytest.raises(UserError, match=r"ds_z3\.json: must be JSON"):
+        read_deepspeed("ds_z3.json", tmp_path)
+    assert read_deepspeed("x" * 5000, tmp_path) == "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ([1], "zero_optimization: must be an object"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer: must be an object"),
+        ({"stage": 2, "offload_param": ["cpu"]}, "offload_param: must be an object"),
+        *(
+            ({"stage": 2, "reduce_bucket_size": size}, "reduce_bucket_size: must be auto, or a number")
+            for size in ("big", None, -5, float("inf"), float("nan"), 1e18, True, [1])
+        ),
+    ],
+)
+def test_values_of_other_types_are_refused(content: object, rule: str):
+    with pytest.raises(UserError, match=f"deepspeed: {rule}"):
+        zero_of({"zero_optimization": content}, 2, CONFIG, train_of("full"))
+
+
+def test_a_null_section_says_nothing():
+    found = zero_of({"zero_optimization": None}, 2, CONFIG, train_of("full"))
+    assert found == "DeepSpeed's stage is not known from its configuration"
