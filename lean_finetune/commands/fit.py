@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lean_finetune.memory.predict.peak import Prediction
 
 PATH = click.Path(path_type=Path)
+MOST_TOKENS = 2**26
+"""Tokens of a micro-batch: more than any GPU holds, and few enough to list their rows."""
 
 
 @click.command(cls=StageCommand)
@@ -100,6 +102,11 @@ def fit(
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     asked = _asked_run(values, gpus, length, sets, params, config, applies=offer is not None)
     p, flags, converted = asked.params, asked.flags, asked.converted
+    if p.bucket.max_tokens > MOST_TOKENS:
+        raise UsageFault(
+            f"bucket.max_tokens: must be at most {MOST_TOKENS} for a prediction; got {p.bucket.max_tokens}; lower the "
+            "micro-batch"
+        )
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
@@ -234,7 +241,8 @@ def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Conve
     """The run of another configuration of the same model and device, with the options of the command line."""
     from lean_finetune.memory.advice.run import full_rows_run
 
-    return full_rows_run(with_flags(p, [*converted.flags(), *flags]), run.config, run.device)
+    changed = full_rows_run(with_flags(p, [*converted.flags(), *flags]), run.config, run.device)
+    return replace(changed, steps=run.steps)  # Of --lengths, if it is given.
 
 
 def _end(run: "Run", prediction: "Prediction", memory: "PlanMemory | None") -> NoReturn:

@@ -431,6 +431,14 @@ def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Pa
     assert content["from"]["unknown"] == ["some_new_key"]
 
 
+def test_a_micro_batch_larger_than_any_gpu_is_a_wrong_command_line(small_llama: Path, tmp_path: Path):
+    """A machine whose memory fills with the list of its rows."""
+    text = TRL.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 1000000000")
+    (tmp_path / "run.yaml").write_text(text)
+    options = ["--from", str(tmp_path / "run.yaml"), "--model", str(small_llama), "--gpu", "T4"]
+    assert "bucket.max_tokens: must be at most 67108864 for a prediction" in error(invoke(fit, *options), 2)
+
+
 @pytest.mark.parametrize("option", [("--gpu", "NOPE"), ("--set", "train.lora.rank=many"), ("--set", "hardware.gpu=X")])
 def test_a_wrong_option_beside_a_configuration_is_a_wrong_command_line(tmp_path: Path, option: tuple[str, str]):
     """Exit code 1, as if the configuration were wrong."""

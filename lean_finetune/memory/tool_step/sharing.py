@@ -42,6 +42,8 @@ from lean_finetune.memory.trace.setting import Setting
 Result = TypeVar("Result")
 ACCELERATED = ("TRL", "LLaMA-Factory", "Axolotl")
 """Tools that share a run by accelerate."""
+OTHER_FSDP = ("shard_grad_op", "hybrid_shard", "no_shard", "offload auto_wrap", "full_shard offload")
+"""Values of other strategies than full_shard, in what a configuration says of FSDP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +241,11 @@ def sharing_of(
         return zero if isinstance(zero, str) else Sharing(kind="zero", gpus=setting.gpus, zero=zero)
     if not (keys.get("fsdp") or keys.get("fsdp_config")) and setting.mode == "ddp":
         return Sharing(kind="ddp", gpus=setting.gpus)
+    given_fsdp = " ".join(str(value) for key, value in keys.items() if key.startswith("fsdp")).lower()
+    if other := next((name for name in OTHER_FSDP if name in given_fsdp), None):
+        return f"FSDP with {other} is not described here"
+    if any(value is True for key, value in keys.items() if key.endswith(("offload_params", "cpu_offload"))):
+        return "FSDP's offload to the host is not described here"
     versions = (keys.get(name) for name in ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version"))
     if str(next((version for version in versions if version is not None), 1)) == "2":
         return "FSDP2 shares weights there as here, where its step is ours"

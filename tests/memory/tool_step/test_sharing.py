@@ -7,10 +7,10 @@ from transformers import LlamaForCausalLM, MistralConfig
 
 from benchmarks.specs import llama as large_llama
 from benchmarks.specs import train_of
-from lean_finetune.memory.tool_step.sharing import Sharing
+from lean_finetune.memory.tool_step.sharing import Sharing, sharing_of
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
-from tests.memory.common import gpu_target, llama
+from tests.memory.common import gpu_target, llama, setting_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PEFT = ToolStep(tool="SFTTrainer", loss="shifted_logits", autocast=False, reentrant=True, foreach_update=True)
@@ -99,3 +99,18 @@ def test_fsdp1_without_shards_keeps_all_weights_and_joined_gradients():
         for kind in ("fsdp1_no_shard", "fsdp1")
     )
     assert whole == pytest.approx(2 * sharded, abs=4096)  # Each unit is padded.
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"fsdp": "shard_grad_op auto_wrap"}, "FSDP with shard_grad_op is not described here"),
+        ({"fsdp": ["hybrid_shard", "auto_wrap"]}, "FSDP with hybrid_shard is not described here"),
+        ({"fsdp": True, "fsdp_config.offload_params": True}, "FSDP's offload to the host is not described here"),
+    ],
+)
+def test_other_strategies_of_fsdp_have_no_figure(keys, expected):
+    """The figure of full_shard for a run that keeps all gathered weights."""
+    config = llama(dtype="bfloat16")
+    setting = setting_of(method="lora", sharding="zero2", gpus=2)
+    assert sharing_of("TRL", keys, setting, PEFT, config) == expected
