@@ -50,6 +50,8 @@ def predicted(name: str) -> Row:
         "ran": row.ran,
     }
     try:
+        if row.run.train.offload != "none":
+            raise UserError("FSDP1's offload to the host is not traced")
         peaks, events = predict_tool_events(row.run)
     except UserError as error:
         return {**known, **dict.fromkeys(PREDICTED), "note": str(error)}
