@@ -193,8 +193,8 @@ def test_the_command_for_70b_prints_the_figures_of_its_table():
     program = [sys.executable, "-m", "lean_finetune.cli", *shlex.split(command)[1:]]
     done = run_bounded(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     peak, ram, disk, step = row.groups()
+    assert re.search(rf"^  tensors +{peak} GiB", done.stdout, re.MULTILINE) and "fits: " in done.stdout
     for shown in (
-        f"fits: tensor peak {peak} GiB",
         f"{ram} GiB: ",
         f"{disk} GiB: optimizer",
         f"{step} by the data sheet",
