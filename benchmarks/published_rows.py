@@ -183,7 +183,7 @@ def step_of_recipe(recipe: str, method: str) -> ToolStep:
         )
     if recipe == "fsdp_qlora":
         return changed_step(_TRAINER, tool="fsdp_qlora", loss="fp32_logits", autocast=False, adapters="16 bits")
-    # fms-acceleration: transformers 4.48 in the first file, 4.45 in the others; GPTBigCode has a loss of its own.
+    # fms-acceleration used transformers 4.48 for the first file and 4.45 for the others. GPTBigCode has another loss.
     table, _, plugins = recipe.partition(": ")
     loss: Loss = "shifted_logits" if table == "fms" else "fp32_logits"
     loss = "logits_in_16_bits" if "GPTBigCode" in plugins else "liger" if "liger" in plugins else loss

@@ -58,8 +58,8 @@ class AsTool:
 
     def dying_first_step(self, room_bytes: int) -> FirstStep | None:
         """The first optimizer step, if only its update does not fit; None for another run."""
-        state = "adamw" == self.run.train.optimizer and not self.run.train.optimizer_in_backward
-        if not state or self.by_phase["loading"].bytes > room_bytes or self.peak.bytes <= room_bytes:
+        makes_state = self.run.train.optimizer == "adamw" and not self.run.train.optimizer_in_backward
+        if not makes_state or self.by_phase["loading"].bytes > room_bytes or self.peak.bytes <= room_bytes:
             return None
         found = FirstStep.of_tool(_peaks(replace(self.run, optimizer_steps=1, micro_batches=1))[0])
         return found if found.dies_in_update(room_bytes) else None

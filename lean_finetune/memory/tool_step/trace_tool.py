@@ -264,7 +264,8 @@ def _to_fp32(lm: nn.Module, which: Literal["none", "all", "norms"]) -> None:
             if parameter is None or parameter.dtype not in HALVES or parameter.requires_grad:
                 continue
             if which == "all" or (which == "norms" and parameter.ndim == 1):
-                made.setdefault(id(parameter), nn.Parameter(parameter.data.float(), requires_grad=False))
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.data.float(), requires_grad=False)
                 module._parameters[name] = made[id(parameter)]
 
 
