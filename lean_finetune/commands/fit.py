@@ -118,8 +118,10 @@ def fit(
         p, sets, lengths, shorten=shorten, usual=asked.usual and converted is None
     )
     if verdict_alone:
-        alone = verdict_json(run, prediction, memory)
-        click.echo(json.dumps(alone, indent=2) if as_json else f"verdict {verdict_text(run, prediction, memory)}")
+        if as_json:
+            click.echo(json.dumps(verdict_json(run, prediction, memory), indent=2))
+        else:
+            click.echo(f"verdict {verdict_text(run, prediction, memory)}")
         _end(run, prediction, memory)
     if offer is not None:
         for text in _applied(run, prediction, memory, offer, asked.file, flags):

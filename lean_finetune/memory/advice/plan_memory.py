@@ -9,7 +9,7 @@ micro-batch there. The sample has micro-batches of the first step, the one that 
 steps at even distances.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -157,6 +157,28 @@ def replay(
     return Replay(steps=tuple(finished), reserved_by_phase=by_phase)
 
 
+class Replays(Mapping[str, Replay]):
+    """Replays by kind of segments, each made when it is first read: a verdict needs one kind alone."""
+
+    def __init__(self, make: Callable[[str], Replay]):
+        self._make = make
+        self._made: dict[str, Replay] = {}
+
+    def __getitem__(self, kind: str) -> Replay:
+        """The replay with segments of this kind."""
+        if kind not in self._made:
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        """The kinds of segments."""
+        return iter(ALLOCATORS)
+
+    def __len__(self) -> int:
+        """How many kinds there are."""
+        return len(ALLOCATORS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory:
     """The replays of sampled steps, with either kind of segments."""
@@ -268,12 +290,16 @@ def replay_steps(
     `numbers` are those of the optimizer steps; None = 0, 1, … `rounds` as for `replay`.
     """
     limit_bytes = device.memory_bytes - device.context.max_bytes
-    unlimited, limited = {}, {}
-    for kind, expands in ALLOCATORS.items():
-        play = partial(replay, events, steps, expandable=expands, rounds=rounds)
-        unlimited[kind] = limited[kind] = play(capacity_bytes=None)
-        if unlimited[kind].reserved_peak_bytes > limit_bytes:
-            limited[kind] = play(capacity_bytes=limit_bytes)
+
+    def play(kind: str, capacity_bytes: int | None) -> Replay:
+        return replay(events, steps, expandable=ALLOCATORS[kind], capacity_bytes=capacity_bytes, rounds=rounds)
+
+    def within_device(kind: str) -> Replay:
+        fits = unlimited[kind].reserved_peak_bytes <= limit_bytes
+        return unlimited[kind] if fits else play(kind, limit_bytes)
+
+    unlimited = Replays(partial(play, capacity_bytes=None))
+    limited = Replays(within_device)
     return PlanMemory(
         steps=numbers or tuple(range(len(steps) * rounds)),
         chosen=segments_of(expandable),

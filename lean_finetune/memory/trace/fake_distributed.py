@@ -10,7 +10,6 @@ from unittest.mock import patch
 import bitsandbytes.nn.modules as bnb_modules
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives their shape functions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
@@ -90,6 +89,9 @@ def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch
     if not setting.distributed:
         yield ParallelModel(model)
         return
+    # Gives collectives their shape functions; slow to import, and one GPU needs none.
+    from torch.distributed._tools import fake_collectives  # noqa: F401
+
     world = _fullest(model, setting)
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
