@@ -1,30 +1,6 @@
 """Pin the code of every stage: `python -m stages.code`."""
 
-import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
-
-# isort: split
-from pathlib import Path
-
-import click
-
-from lean_finetune.core.atomic_files import atomic_directory, write_json
-from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.pinning.code import code_hashes
-
-ENTRIES = sorted({path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "code"})
-
-
-@click.command(cls=StageCommand)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("locks/code"), show_default=True)
-def main(out: Path) -> None:
-    """Write one file per stage, with a hash of each module that the stage imports.
-
-    The hashes ignore comments, docstrings and formatting, so that editing them reruns no stage.
-    """
-    with atomic_directory(out) as aside:
-        for entry in ENTRIES:
-            write_json(aside / f"{entry}.json", code_hashes(f"stages.{entry}"))
-
+from lean_finetune.stages.code import main
 
 if __name__ == "__main__":
     main()

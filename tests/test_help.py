@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from lean_finetune.cli import main
-from stages.code import ENTRIES
+from lean_finetune.stages.code import entries
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -31,7 +31,7 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     """Seven seconds of imports for a page of text."""
     curve = tmp_path / "curve.csv"
     curve.write_text("step,live_gib\n" + "".join(f"{step},{10 + 0.02 * step}\n" for step in range(20)))
-    commands = [[f"stages.{stage}", "--help"] for stage in ("code", *ENTRIES)]
+    commands = [[f"stages.{stage}", "--help"] for stage in ("code", *entries(ROOT))]
     helps = [[name, "--help"] for name in main.commands]
     for arguments in (["--help"], *helps, ["fit", "--list-gpus"]):
         commands.append(["lean_finetune.cli", *arguments])

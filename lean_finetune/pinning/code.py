@@ -1,53 +1,56 @@
 """Hashes of the code that a stage runs. Edits of comments, docstrings and formatting do not change them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parent
-PACKAGES = ("cuda_memory", PACKAGE.name, "stages")
+STAGES = "stages"
+"""The package of a project that has the entries of its stages."""
+PACKAGES = ("cuda_memory", PACKAGE.name, STAGES)
 NO_DATA = ("cuda_memory/README.md", "cuda_memory/pyproject.toml", "build", "*.egg-info", "__pycache__")
 """Files and directories beside the code that it does not read."""
 
 
-def code_hashes(module: str, root: Path = ROOT) -> dict[str, str]:
-    """Hashes of the project files that running a module (by its dotted name) depends on, by path below `root`, sorted.
+def code_hashes(module: str, library: Path = ROOT, project: Path | None = None) -> dict[str, str]:
+    """Hashes of the files that running a module (by its dotted name) depends on, by relative path, sorted.
 
-    These are the module, those it imports, directly or indirectly, also inside functions, and the data files of their
-    packages, such as chat templates. Packages must have an empty `__init__.py`.
+    These are the module, those of ours that it imports, directly or indirectly, also inside functions, and the data
+    files of their packages, such as chat templates. Packages must have an empty `__init__.py`. `library` is the
+    directory of the library's packages; `project` is the directory of the package `stages`, by default the same.
     """
-    modules = _import_closure(module, root)
-    packages = {path.parent for path in modules}
-    data = {path for package in packages for path in _package_data(package)}
-    hashes = {path: _syntax_hash(path.read_bytes()) for path in modules} | {path: sha256_file(path) for path in data}
-    return {path.relative_to(root).as_posix(): hashes[path] for path in sorted(hashes)}
+    roots = {name: library for name in PACKAGES} | {STAGES: project or library}
+    modules = _import_closure(module, roots)
+    hashes = {name: _syntax_hash(path.read_bytes()) for name, path in modules.items()}
+    for package in {PurePosixPath(name).parent for name in modules}:
+        folder = roots[package.parts[0]] / package
+        for path in _package_data(folder):
+            hashes[(package / path.relative_to(folder)).as_posix()] = sha256_file(path)
+    return dict(sorted(hashes.items()))
 
 
-def _import_closure(module: str, root: Path) -> set[Path]:
-    """Files of a module and of everything that it imports from this project."""
-    found: set[Path] = set()
-    pending = [_file_of(module, root)]
+def _import_closure(module: str, roots: Mapping[str, Path]) -> dict[str, Path]:
+    """The files of a module and of everything of ours that it imports, by relative path."""
+    found: dict[str, Path] = {}
+    pending = [module]
     while pending:
-        path = pending.pop()
-        if path not in found:
-            found.add(path)
-            names = _imported_names(path.read_bytes())
-            pending += [file for name in names if (file := _file_of(name, root)).is_file()]
+        parts = pending.pop().split(".")
+        name = f"{'/'.join(parts)}.py"
+        path = roots[parts[0]] / name
+        if name not in found and path.is_file():
+            found[name] = path
+            pending += _imported_names(path.read_bytes())
     return found
-
-
-def _file_of(module: str, root: Path) -> Path:
-    return root.joinpath(*module.split(".")).with_suffix(".py")
 
 
 @cache
 def _imported_names(source: bytes) -> list[str]:
-    """Dotted names that a module imports from this project. `from a import b` gives `a` and `a.b`; either is a file."""
+    """Dotted names that a module imports from our packages. `from a import b` gives `a` and `a.b`; either is a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -8,7 +8,7 @@ from functools import partial
 
 from lean_finetune.data.read import source_blocks
 from lean_finetune.data.shards import shard_files, tokenize_run
-from stages import tokenize as entry
+from lean_finetune.stages import tokenize as entry
 
 BLOCK_BYTES = 1 << 15
 BLOCKS_PER_SHARD = 4

@@ -1,0 +1,49 @@
+"""Divide the training rows into optimizer steps and micro-batches: `python -m stages.bucket`."""
+
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
+
+# isort: split
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+
+from lean_finetune.config.declared_params import read_params
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
+from lean_finetune.core.progress import progress_bar
+from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
+from lean_finetune.plan.optimizer_steps import read_index
+from lean_finetune.plan.planner import PlanSettings, few_steps_note, summarise
+
+
+@click.command(cls=StageCommand)
+@click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
+@click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
+def main(index_path: Path, out: Path) -> None:
+    """Plan the rows of every optimizer step and its micro-batches, divided evenly among hardware.num_gpus.
+
+    The rows of a step depend only on seed, train.tokens_per_step, train.epochs and the sources' weights. bucket.* only
+    divides a step into micro-batches, so it changes memory and speed and never the training result.
+    """
+    p = read_params()
+    run = PlanSettings.from_params(p)
+    index = read_index(index_path, run.weights)
+    with atomic_directory(out) as aside:
+        parts = _shown(run.parts(index), p.run.progress)
+        write_plan(aside / "plan.arrow", parts, settings_hash=sha256_json(run.micro_batches.deciding))
+        plan = read_plan(aside / "plan.arrow")
+        summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
+        write_json(aside / FIGURES, summary)
+        rows = len(plan.rows)
+    few = few_steps_note(summary, rows, tokens_per_step=p.train.tokens_per_step, epochs=p.train.epochs)
+    if few is not None:
+        click.echo(f"note: {few}", err=True)
+
+
+def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:
+    """The parts of a plan, with a progress bar."""
+    with progress_bar(desc="bucket", unit=" rows", unit_scale=True, disable=not progress) as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part.rows))
