@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 
@@ -26,7 +26,7 @@ def code_hashes(module: str, library: Path = ROOT, project: Path | None = None) 
     """
     roots = {name: library for name in PACKAGES} | {STAGES: project or library}
     modules = _import_closure(module, roots)
-    hashes = {name: _syntax_hash(path.read_bytes()) for name, path in modules.items()}
+    hashes = {name: _read_module(path.read_bytes()).syntax_hash for name, path in modules.items()}
     for package in {PurePosixPath(name).parent for name in modules}:
         folder = roots[package.parts[0]] / package
         for path in _package_data(folder):
@@ -44,22 +44,7 @@ def _import_closure(module: str, roots: Mapping[str, Path]) -> dict[str, Path]:
         path = roots[parts[0]] / name
         if name not in found and path.is_file():
             found[name] = path
-            pending += _imported_names(path.read_bytes())
-    return found
-
-
-@cache
-def _imported_names(source: bytes) -> list[str]:
-    """Dotted names that a module imports from our packages. `from a import b` gives `a` and `a.b`; either is a file."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        found += [name for name in names if name.partition(".")[0] in PACKAGES]
+            pending += _read_module(path.read_bytes()).imported
     return found
 
 
@@ -74,19 +59,36 @@ def _package_data(package: Path) -> Iterator[Path]:
             yield path
 
 
+class Module(NamedTuple):
+    """What is known of a module by its source."""
+
+    syntax_hash: str
+    """Of its syntax tree without docstrings, comments and positions."""
+    imported: list[str]
+    """Dotted names that it imports from our packages. `from a import b` gives `a` and `a.b`; either is a file."""
+
+
 @cache
-def _syntax_hash(source: bytes) -> str:
-    """A hash of a module's syntax tree without docstrings, comments and positions."""
-    return sha256_json(_plain(ast.parse(source)))
+def _read_module(source: bytes) -> Module:
+    imported: list[str] = []
+    syntax = _plain(ast.parse(source), imported)
+    return Module(sha256_json(syntax), [name for name in imported if name.partition(".")[0] in PACKAGES])
 
 
-def _plain(value: Any) -> Any:
-    """A syntax tree as JSON without empty fields, of which later versions of Python have more."""
+def _plain(value: Any, imported: list[str]) -> Any:
+    """A syntax tree as JSON without empty fields, of which later versions of Python have more.
+
+    Appends the names that it imports.
+    """
     if isinstance(value, ast.AST):
-        fields = {name: _plain(field) for name, field in ast.iter_fields(value)}
+        if isinstance(value, ast.Import):
+            imported += [alias.name for alias in value.names]
+        elif isinstance(value, ast.ImportFrom) and value.module:
+            imported += [value.module, *(f"{value.module}.{alias.name}" for alias in value.names)]
+        fields = {name: _plain(field, imported) for name, field in ast.iter_fields(value)}
         return [type(value).__name__, {name: field for name, field in fields.items() if field not in (None, [])}]
     if isinstance(value, list):
-        return [_plain(item) for item in value if not _is_docstring(item)]
+        return [_plain(item, imported) for item in value if not _is_docstring(item)]
     return value if value is None else repr(value)
 
 
