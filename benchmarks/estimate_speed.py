@@ -15,7 +15,7 @@ from benchmarks.harness import Measured, Row, at_most, benchmark
 TORCH_S = 3.0
 """CPU seconds of `import torch` on the two-core machine for which the limits are stated."""
 MOST_RSS_GIB = 1.5
-LLAMA_8B, LLAMA_70B = (f"docs/examples/llama-3.1-{size}" for size in ("8b", "70b"))
+LLAMA_8B, LLAMA_70B = (f"llama-3.1-{size}" for size in ("8b", "70b"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ SWITCHES = (
     "grad_ckpt",
 )
 SMALL_LINES = 110
-FIT = ["fit", "--model", str(ROOT / "docs/examples/llama-3.1-8b"), "--gpu", "RTX-4090"]
+FIT = ["fit", "--model", str(ROOT / "lean_finetune/example_configs/llama-3.1-8b"), "--gpu", "RTX-4090"]
 STEP = "training_step"
 """The function of one optimizer step, on real tensors and on fake ones."""
 BEFORE_TRAINING = (("pin", "data"), ("pin", "model"), ("tokenize",), ("bucket",), ("estimate",))

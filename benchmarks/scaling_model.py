@@ -16,7 +16,7 @@ from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
 
-CASES = {"8B, full": ("docs/examples/llama-3.1-8b", "full"), "70B, lora": ("docs/examples/llama-3.1-70b", "lora")}
+CASES = {"8B, full": ("llama-3.1-8b", "full"), "70B, lora": ("llama-3.1-70b", "lora")}
 NODE_GPUS = 8
 NVLINK = 450 * GIGA
 """Bytes a second that a GPU sends: NVIDIA's data sheet of H100 SXM has 900 GB/s in both directions."""

@@ -41,7 +41,10 @@ MOST_TOKENS = 2**26
 
 
 @click.command(cls=StageCommand)
-@click.option("--model", help="A hub id (only its config.json is fetched), a directory, or a config.json.")
+@click.option(
+    "--model",
+    help="A hub id (only its config.json is fetched), a directory, a config.json, or a shipped one: llama-3.1-8b.",
+)
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs; they use zero3 unless --set says else.")
 @click.option("--method", type=click.Choice(get_args(Method)), help="What is trained. Default: qlora.")

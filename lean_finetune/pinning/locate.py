@@ -53,6 +53,8 @@ def _with_commit(name: str, revision: str | None) -> str:
 TINY = "tiny"
 TINY_DIRECTORY = Path(__file__).parents[1] / "tiny"
 TINY_IN_CHECKOUT = Path("lean_finetune/tiny")
+EXAMPLE_CONFIGS = Path(__file__).parents[1] / "example_configs"
+"""A directory for each shipped config.json, such as llama-3.1-8b: a prediction needs no more of a model."""
 CHAT_TEMPLATE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
 # The files of a tokenizer, and of a multimodal model's processor. The first is required, the others are optional.
@@ -257,8 +259,15 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> FileVersions:
     return FileVersions(versions)
 
 
+def example_names() -> list[str]:
+    """The names of the shipped configurations."""
+    return sorted(path.name for path in EXAMPLE_CONFIGS.iterdir())
+
+
 def find_model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model's config.json; `name` is a hub id, `tiny`, a directory, or the path of a config.json.
+    """The directory of a model's config.json.
+
+    `name` is a hub id, `tiny`, a shipped configuration, a directory, or the path of a config.json.
 
     Raises:
         UserError: there is no such file, or the hub cannot be reached.
@@ -268,10 +277,12 @@ def find_model(name: str, revision: str | None = None) -> Path:
     if (directory / CONFIG_FILE).is_file():
         return directory
     refuse_adapter(directory, name)
+    if not path.exists() and name in example_names():
+        return EXAMPLE_CONFIGS / name
     if path.exists() or not HUB_ID.fullmatch(name):
         raise UserError(
-            f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, or the path of a file of that "
-            f"name; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
+            f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, the path of a file of that name, "
+            f"or one of {', '.join(example_names())}; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
         )
     directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE])
     if not (directory / CONFIG_FILE).is_file():

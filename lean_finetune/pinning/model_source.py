@@ -18,7 +18,7 @@ from lean_finetune.pinning.config_file import (
 )
 from lean_finetune.pinning.data_source import NOTHING_LOCAL, refuse_unignored, watch
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
-from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TINY_IN_CHECKOUT, TOKENIZER_FILES
+from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TINY_IN_CHECKOUT, TOKENIZER_FILES, example_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -207,6 +207,10 @@ def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str], lis
 
 def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict[str, str], list[int]]:
     """A hub model's (commit, model files, tokenizer files, stop tokens). Small files are downloaded and checked."""
+    if name in example_names():
+        raise UserError(
+            f"model.name: {name} is a configuration without weights, for predictions; name the model itself"
+        )
     if not HUB_ID.fullmatch(name):
         raise UserError(
             f"model.name: must be {TINY}, an existing directory, or a hub id org/name; got {name!r}; check the path"

@@ -122,7 +122,7 @@ def test_a_ring_leaves_each_node_once():
 
 def test_the_lines_of_fit_are_those_of_the_documented_example():
     """Bytes of a node that are those of a GPU, or a network speed that docs/several-machines.md does not have."""
-    model = f"model.name={ROOT / 'docs/examples/llama-3.1-8b'}"
+    model = f"model.name={ROOT / 'lean_finetune/example_configs/llama-3.1-8b'}"
     flags = [model, "hardware.gpu=H100", "train.method=full", "run.nodes=2"]
     p = load_params(COMMON_PARAMS)
     run = fit_run(with_flags(p, [*flags, *gpu_flags(p, 16, flags)]))

@@ -108,3 +108,15 @@ def test_an_adapter_on_the_hub_names_its_base_model(tmp_path: Path, monkeypatch:
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="org/adapter has no config.json; name a model"):
         find_model("org/adapter")
+
+
+def test_a_shipped_configuration_is_a_model_for_predictions_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its name works in any directory; a directory of that name comes first; it has no weights to pin."""
+    monkeypatch.chdir(tmp_path)
+    assert json.loads((find_model("llama-3.1-8b") / "config.json").read_text())["num_hidden_layers"] == 32
+    with pytest.raises(UserError, match="llama-3.1-8b is a configuration without weights"):
+        pin_model("llama-3.1-8b", None, tmp_path)
+    own = tmp_path / "llama-3.1-8b"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    assert find_model("llama-3.1-8b") == Path("llama-3.1-8b")

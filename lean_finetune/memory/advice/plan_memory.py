@@ -126,11 +126,18 @@ def replay(
     next_steps = accumulate(len(shapes) for shapes in steps)
     bounds = [events.micro_batches[number] for number in (0, *next_steps) if number < len(events.micro_batches)]
     spans = list(pairwise([*bounds, len(events)]))
+    freed_earlier: set[int] = set()  # Allocations before the steps that these freed.
     # What precedes the first step belongs to it.
     for number, (start, end) in enumerate([(0, spans[0][1]), *spans[1:], *spans * (rounds - 1)]):
         if number and number % len(spans) == 0:
             for place in [place for place in handles if place >= start]:
-                allocator.free(handles.pop(place))
+                # The next round frees what replaced it, such as a moment that Adafactor computes anew in each step.
+                replaced = next((old for old in sorted(freed_earlier) if size[old] == size[place]), None)
+                if replaced is None:
+                    allocator.free(handles.pop(place))
+                else:
+                    freed_earlier.remove(replaced)
+                    handles[replaced] = handles.pop(place)
         allocator.reset_peaks()
         retries = allocator.retries
         for place in range(start, end):
@@ -138,8 +145,10 @@ def replay(
             try:
                 if target[place] == NONE:
                     handles[place] = allocator.allocate(size[place], arenas[stream[place]])
-                else:
+                elif target[place] not in freed_earlier:
                     allocator.free(handles.pop(target[place]))
+                    if target[place] < spans[0][0]:
+                        freed_earlier.add(target[place])
             except CapacityExceeded as error:
                 return Replay(
                     steps=tuple(finished), reserved_by_phase=by_phase, out_of_memory=error, failed_phase=phase

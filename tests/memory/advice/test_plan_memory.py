@@ -7,6 +7,7 @@ import pytest
 
 from cuda_memory.gpus import context_of
 from cuda_memory.units import GIB, MIB, readable_size
+from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.advice.plan_memory import (
     MAX_MICRO_BATCHES,
     MIN_MICRO_BATCHES,
@@ -66,6 +67,17 @@ def test_the_replayed_tensors_are_those_of_the_prediction(memory, prediction):
 
 
 STEPS = ((shape(2, 240, 300), shape(2, 256, 300)), (shape(4, 512, 1400),), (shape(1, 64, 30),))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_repeated_step_holds_what_the_first_one_holds(optimizer: str):
+    """A tensor that a step replaces, as Adafactor's moments, which the next round would free once more."""
+    setting = setting_of(method="full", precision="bf16", loss_chunk=256, optimizer=optimizer)
+    steps = STEPS[:1]
+    events, _ = step_events(TracedModel(CONFIG, setting, H100), steps)
+    found = replay(events, steps, expandable=True, capacity_bytes=None, rounds=3)
+    assert len({step.allocated_peak_bytes for step in found.steps}) == 1
+    assert found.steps[1].reserved_bytes == found.steps[2].reserved_bytes
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ CONFIGS = {
     "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
     "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
 }
-"""Model of a preset → directory of its config.json in docs/examples."""
+"""Model of a preset → directory of its config.json in lean_finetune/example_configs."""
 ROUNDING = 0.0051
 """Of figures with two decimals."""
 
@@ -34,7 +34,7 @@ def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Pat
     apply_preset(ROOT / f"lean_finetune/presets/{name}.yaml", tmp_path / "params.yaml")
     p = load_params(tmp_path / "params.yaml")
     device, _ = resolve_gpu(p.hardware.gpu)
-    config = read_config(ROOT / "docs/examples" / CONFIGS[p.model.name])
+    config = read_config(ROOT / "lean_finetune/example_configs" / CONFIGS[p.model.name])
     run = full_rows_run(p, config, device)
     peak_bytes, usable_bytes = run.predict().peak.bytes, run.usable_bytes
     assert peak_bytes <= usable_bytes

@@ -131,7 +131,7 @@ def test_updates_in_backward_with_a_paged_optimizer_are_the_lightest_full_traini
 @pytest.mark.slow
 def test_full_training_of_an_8b_is_offered_on_24_gb():
     """Adapters alone offered to somebody with 24 GB who wants to train all weights."""
-    flags = ["model.name=docs/examples/llama-3.1-8b", "hardware.gpu=RTX-4090", "train.method=full"]
+    flags = ["model.name=llama-3.1-8b", "hardware.gpu=RTX-4090", "train.method=full"]
     run = fit_run(with_flags(load_params(COMMON_PARAMS), flags))
     prediction, memory = predict_tiers(run)
     found = answer(run, prediction, memory, confirm=partial(confirmed_peak, run)).remedies
