@@ -34,7 +34,7 @@ UNPINNED = {
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
 UNPINNED_PACKAGES = tuple(
-    f"lean_finetune/{name}/" for name in ("commands", "memory/tool_step", "other_tools", "presets")
+    f"lean_finetune/{name}/" for name in ("commands", "example_configs", "memory/tool_step", "other_tools", "presets")
 )
 LIBRARY = ("cuda_memory", "lean_finetune")
 
