@@ -1,6 +1,8 @@
 """Errors for users, one line each, and the command class that prints them."""
 
+import codecs
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -72,7 +74,7 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{os.getpid()}.partial")
     with write_errors(path):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -95,6 +97,13 @@ def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
         ctx.exit(UsageFault.exit_code)
 
 
+def replace_unencodable() -> None:
+    """Print `?` where the encoding of standard output lacks a character, such as a bar in a pipe on Windows."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        out.reconfigure(errors="replace")
+
+
 class OneLineCommand(click.Command):
     """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
@@ -109,6 +118,7 @@ class OneLineCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, or with 1 if memory ran out."""
+        replace_unencodable()
         try:
             return super().invoke(ctx)
         except UserError as error:

@@ -18,6 +18,7 @@ from cuda_memory.gpus import BF16_CAPABILITY
 from cuda_memory.units import GIB, labelled, readable_size
 from lean_finetune.core.memory_limits import free_host_bytes, memory_limits
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.core.systems import usable_cores
 
 OLDEST_PYTHON = (3, 11)
 LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 2 * GIB, 40 * GIB
@@ -110,7 +111,7 @@ def check_memory() -> Iterator[Finding]:
 
 def check_cores() -> Iterator[Finding]:
     """CPU cores that this process may use."""
-    usable, all_of_them = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, all_of_them = usable_cores(), os.cpu_count() or 1
     text = f"{usable} of {all_of_them} cores" if usable < all_of_them else f"{usable} cores"
     yield Finding(level="ok", what="CPU", text=text)
 

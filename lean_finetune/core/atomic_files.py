@@ -13,6 +13,7 @@ from cuda_memory.errors import UserError, write_errors
 from lean_finetune.core import progress
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.signals import defer_signals
+from lean_finetune.core.systems import flush_to_disk
 
 READ_BLOCK_BYTES = 1 << 20
 FIGURES = "figures.json"
@@ -124,11 +125,7 @@ def _replace_directory(made: Path, path: Path, old: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file's bytes or a directory's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_to_disk(path)
     progress.report()
 
 
@@ -159,7 +156,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:

@@ -1,13 +1,14 @@
 """Lock a directory. The lock ends with the process, however that ends."""
 
-import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from cuda_memory.errors import write_errors
+from lean_finetune.core.systems import try_lock, wait_for_lock
 
 LOCK_FILE = "lock"
 
@@ -18,20 +19,17 @@ def lock_directory(directory: Path, waits: Callable[[], object] | None = None, *
     If another process has the lock, `waits` is called before waiting for it; without `waits` the result is None. Shared
     locks do not exclude each other. Raises OSError if the directory or the file could not be created.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / LOCK_FILE
         with suppress(FileNotFoundError), ExitStack() as opened:  # Another process may remove the directory.
             handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
             opened.callback(os.close, handle)
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(handle, shared=shared):
                 if waits is None:
                     return None
                 waits()
-                fcntl.flock(handle, kind)
+                wait_for_lock(handle, shared=shared)
             if os.path.samestat(path.stat(), os.fstat(handle)):
                 opened.pop_all()
                 return handle
@@ -49,13 +47,16 @@ def clear(directory: Path) -> None:
 
 def unlock_directory(directory: Path, handle: int) -> None:
     """Unlock a directory, and remove it if it is empty."""
+    if sys.platform == "win32":  # It removes no open files.
+        os.close(handle)
     # The lock file is removed last but before the directory: another process may then lock the directory at once, and
     # rmdir fails because it is no longer empty.
     with suppress(OSError):
         if [left.name for left in directory.iterdir()] == [LOCK_FILE]:
             (directory / LOCK_FILE).unlink()
             directory.rmdir()
-    os.close(handle)
+    if sys.platform != "win32":
+        os.close(handle)
 
 
 @contextmanager

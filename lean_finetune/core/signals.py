@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lean_finetune.core.systems import end_after, refuse_stages
+
 # End a stage when its parent process ends, so that nothing runs on after dvc or torchrun was killed.
 #
 # Only stages that DVC or torchrun started watch their parent. For `python -m stages.train` by hand, the usual means
@@ -26,7 +28,10 @@ from typing import Any
 # Alternatives are worse: PR_SET_PDEATHSIG also reacts to the end of the *thread* that started this process, and a
 # pidfd needs Linux 5.3 and is refused by some containers.
 
-PARENT_ENDED = signal.SIGUSR1
+if sys.platform == "win32":
+    PARENT_ENDED = signal.SIGBREAK
+else:
+    PARENT_ENDED = signal.SIGUSR1
 """The signal that this process then sends itself. It is not one that stops a process group."""
 LAUNCHER = "LEAN_FINETUNE_LAUNCHER"
 """Environment variable with the process id of the launcher, if one of our processes started this one."""
@@ -124,7 +129,7 @@ def raised() -> Iterator[None]:
             if signal.getsignal(each) is end:
                 # A signal to the process group also ends the parent. That is the same request, not a second one.
                 signal.signal(each, signal.SIG_IGN if each == PARENT_ENDED else signal.SIG_DFL)
-        signal.alarm(GRACE_SECONDS)
+        end_after(GRACE_SECONDS)
         if not _deferred:
             raise Interrupted(number)
         _deferred[0] = number
@@ -133,7 +138,7 @@ def raised() -> Iterator[None]:
         try:
             yield
         finally:
-            signal.alarm(0)
+            end_after(0)
 
 
 @contextmanager
@@ -189,6 +194,7 @@ def _exit_soon() -> None:
 
 
 if _is_a_stage():
+    refuse_stages()
     watch_parent()
     atexit.register(_exit_soon)  # Registered first, so called last.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -6,16 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-from bitsandbytes.functional import QuantState, dequantize_blockwise
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.weight_broadcast import DIVIDED
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
@@ -270,7 +269,9 @@ def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
             f"train.tensor_parallel: 4-bit weights have a scale for {BLOCK_WEIGHTS} inputs, which must divide the "
             f"{shape[1]} inputs that a process has of {state.shape[1]}; got {size}; lower it, or use train.method=lora"
         )
-    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    scales = (
+        bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    )
 
     def part_of(values: torch.Tensor) -> torch.Tensor:
         """The part of a tensor with one value for some inputs of an output."""
@@ -278,7 +279,7 @@ def _divide_4bit(layer: Any, dim: int, index: int, size: int) -> None:
         return Part.of(tuple(rows.shape), dim, index, size).take(rows).flatten()
 
     layer.weight.data = part_of(layer.weight.data).view(-1, 1)
-    layer.quant_state = layer.weight.quant_state = QuantState(
+    layer.quant_state = layer.weight.quant_state = bnb.functional.QuantState(
         absmax=part_of(scales.float()),
         shape=shape,
         code=state.code,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -20,6 +19,7 @@ from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.schema import Train
 from lean_finetune.core import progress
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.files.quantized_checkpoint import file_tensors
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.model_config import read_config

@@ -5,9 +5,8 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import bitsandbytes  # noqa: F401 (registers the operations named below)
 import torch
-import torch.nn.attention.varlen  # noqa: F401 (as well)
+import torch.nn.attention.varlen  # noqa: F401 (registers an operation named below)
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import operations
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import GROUPED_MATMULS
 
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 # Matmuls with a weight → position of their input among the arguments. Matmuls of two activations (the scores of
 # unfused attention) are not among them, since their outputs are the largest.
 MATMULS = {
-    **{aten.mm.default: 0, aten.addmm.default: 1, torch.ops.bitsandbytes.gemm_4bit.default: 0},
-    **dict.fromkeys(GROUPED_MATMULS, 0),
+    **{aten.mm.default: 0, aten.addmm.default: 1, **dict.fromkeys(GROUPED_MATMULS, 0)},
+    **dict.fromkeys(operations("gemm_4bit"), 0),
 }
 FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -20,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention

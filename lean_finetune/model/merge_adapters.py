@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,6 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import conversions_in_model, meta_model, names_in_model

@@ -3,9 +3,7 @@
 import logging
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import QuantState
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -18,6 +16,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb, require_bitsandbytes
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, has_experts, is_grouped
 from lean_finetune.model.experts.grouped_matmul import (
     BLOCK_WEIGHTS,
@@ -52,6 +51,8 @@ OUTLIER_THRESHOLD = 6.0
 def quantisation(weights: BaseWeights, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
     """The quantisation config of the frozen weights, without those of the layers `kept`; None without quantisation."""
     config = None
+    if weights.method in ("int8_lora", "qlora"):
+        require_bitsandbytes("train.method", weights.method, "train.method=lora")
     if weights.method == "int8_lora":
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=OUTLIER_THRESHOLD, llm_int8_skip_modules=kept)
     elif weights.method == "qlora":
@@ -228,13 +229,13 @@ def _set_4bit_weight(layer: bnb.nn.Linear4bit, weights: BaseWeights) -> None:
     """Give a meta layer the packed weight and state that quantising would make."""
     values = layer.out_features * layer.in_features
     blocks = -(-values // BLOCK_WEIGHTS)
-    nested = QuantState(
+    nested = bnb.functional.QuantState(
         absmax=_meta(-(-blocks // NESTED_BLOCK_VALUES), torch.float32),
         code=_meta(BYTE_LEVELS, torch.float32),
         blocksize=NESTED_BLOCK_VALUES,
         dtype=torch.float32,
     )
-    state = QuantState(
+    state = bnb.functional.QuantState(
         absmax=_meta(blocks, torch.uint8 if weights.quant.double else torch.float32),
         shape=torch.Size((layer.out_features, layer.in_features)),
         dtype=base_dtype(weights),

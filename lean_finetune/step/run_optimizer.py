@@ -8,7 +8,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
+from lean_finetune.core.optional_bitsandbytes import bnb, require_bitsandbytes
 from lean_finetune.step.offload.disk_weights import DiskMasterWeights, DiskPlace
 from lean_finetune.step.offload.master_weights import HostContext, HostTransfer, MasterWeights
 from lean_finetune.step.parallel_model import named_trained
@@ -137,6 +137,9 @@ def build_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     entry = OPTIMIZERS[train.optimizer]
+
+    if entry.factory.startswith("bitsandbytes."):
+        require_bitsandbytes("train.optimizer", train.optimizer, "train.optimizer=adamw")
 
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.

@@ -1,14 +1,14 @@
 """Allocator settings and limits that keep the memory of tokenize's processes small."""
 
-import ctypes
 import gc
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
+
+from lean_finetune.core.systems import malloc_function
 
 # Options of glibc's mallopt.
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
@@ -21,7 +21,7 @@ STATM = Path("/proc/self/statm")
 
 def return_freed_memory() -> None:
     """Make malloc and Arrow return freed buffers to the system: 20 MB less over three processes."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = malloc_function("mallopt")
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
         mallopt(M_ARENA_MAX, 1)
@@ -37,7 +37,7 @@ def prepare_fork() -> None:
     """
     gc.collect()
     gc.freeze()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = malloc_function("malloc_trim")
     if trim is not None:
         trim(0)
 
@@ -52,6 +52,8 @@ def limited_memory_growth(size_bytes: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not STATM.exists():
         yield
         return
+    import resource  # Here: Windows has none.
+
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = int(STATM.read_text().split()[0]) * resource.getpagesize() + size_bytes
     others = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]

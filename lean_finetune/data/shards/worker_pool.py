@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.signals import ENDINGS, PARENT_ENDED, PARENT_WATCH
+from lean_finetune.core.systems import usable_cores
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.read.worker_memory import prepare_fork, return_freed_memory
 from lean_finetune.data.shards.shard_files import BlockTokens
@@ -152,7 +153,7 @@ def is_safe_to_fork() -> bool:
 
 def available_workers() -> int:
     """Cores that this process may use: its CPU affinity, limited by a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
         allowed, period = quota.read_text().split()

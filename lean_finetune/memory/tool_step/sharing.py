@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
-import bitsandbytes as bnb
-import bitsandbytes.nn.modules as bnb_modules
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives their shape functions
@@ -22,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.memory.tool_step.deepspeed import Zero, zero_of
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
@@ -160,7 +159,7 @@ def _patch(stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(torch.Tensor, "data_ptr", identity))
     stack.enter_context(patch.object(_flat_param, "_same_storage", same_storage))
-    stack.enter_context(patch.object(bnb_modules, "fix_4bit_weight_quant_state_from_module", set_quant_state))
+    stack.enter_context(patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", set_quant_state))
 
 
 def _fsdp1(model: nn.Module, sharing: Sharing) -> Fsdp1:

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
-from bitsandbytes.autograd._functions import MatMul4Bit
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of
 from lean_finetune.memory.predict.depth_extrapolation import (
     NotRepeated,
@@ -301,7 +301,8 @@ def _layer_norms_in_fp32() -> Iterator[None]:
 @contextmanager
 def _old_4bit_layers() -> Iterator[None]:
     """Let 4-bit layers keep their inputs, and unpack by way of fp16, as bitsandbytes up to 0.42 does."""
-    forward, backward = MatMul4Bit.forward, MatMul4Bit.backward
+    matmul = bnb.autograd._functions.MatMul4Bit
+    forward, backward = matmul.forward, matmul.backward
 
     def keeping(ctx: Any, A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         ctx.kept_input = A
@@ -318,7 +319,7 @@ def _old_4bit_layers() -> Iterator[None]:
         return gradients
 
     with (
-        patch.object(MatMul4Bit, "forward", staticmethod(keeping)),
-        patch.object(MatMul4Bit, "backward", staticmethod(unpacking)),
+        patch.object(matmul, "forward", staticmethod(keeping)),
+        patch.object(matmul, "backward", staticmethod(unpacking)),
     ):
         yield

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import bitsandbytes.backends.cpu.ops as bnb_cpu
-import bitsandbytes.backends.default.ops as bnb_default
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -16,6 +14,7 @@ from transformers import masking_utils
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import FusedKernels
+from lean_finetune.core.optional_bitsandbytes import bnb, operations
 from lean_finetune.memory.trace.cuda_ops import (
     efficient_attention,
     efficient_backward,
@@ -76,7 +75,6 @@ class _RowPerMultiprocessor(TorchFunctionMode):
 # Sources: PyTorch's aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, bitsandbytes' backends/{cpu,default}/ops.py.
 
 aten = torch.ops.aten
-bnb = torch.ops.bitsandbytes
 
 CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
@@ -116,12 +114,13 @@ def cpu_rules() -> OpRules:
 
 def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
     """Bitsandbytes' CPU kernels that are written in torch operations."""
+    cpu, default = bnb.backends.cpu.ops, bnb.backends.default.ops
     expansions = {
-        "optimizer_update_8bit_blockwise": getattr(bnb_cpu, "_optimizer_update_8bit_blockwise_cpu", None),
-        "optimizer_update_32bit": getattr(bnb_cpu, "_optimizer_update_32bit_cpu", None),
-        "gemm_4bit": getattr(bnb_default, "_gemm_4bit_default_impl", None),
+        "optimizer_update_8bit_blockwise": getattr(cpu, "_optimizer_update_8bit_blockwise_cpu", None),
+        "optimizer_update_32bit": getattr(cpu, "_optimizer_update_32bit_cpu", None),
+        "gemm_4bit": getattr(default, "_gemm_4bit_default_impl", None),
     }
-    known = {getattr(bnb, name).default: function for name, function in expansions.items() if function is not None}
+    known = {op: function for name, function in expansions.items() if function for op in operations(name)}
     return {**known, **int8_expansions(cuda=False)}
 
 
@@ -270,9 +269,8 @@ def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
         aten.index_put_.default: index_put_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         **PROJECT_WORKSPACES,
+        **dict.fromkeys(operations("gemm_4bit"), gemm_4bit_bytes),
     }
-    if hasattr(bnb, "gemm_4bit"):
-        workspaces[bnb.gemm_4bit.default] = gemm_4bit_bytes
     return workspaces
 
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from bitsandbytes.autograd import _functions as bnb_autograd
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv
+
+from lean_finetune.core.optional_bitsandbytes import bnb, operations
 
 # Buffers of CUDA's reductions (sum, mean, norm, maximum) that several blocks of threads share.
 #
@@ -245,7 +246,7 @@ def backward_tile(D: int, *, half: bool, capability: tuple[int, int]) -> tuple[i
 #
 # Shape legend: inputs are M × K, a weight N × K. Sources: bitsandbytes' backends/{default,cuda}/ops.py.
 
-bnb = torch.ops.bitsandbytes
+packed = torch.ops.bitsandbytes
 LARGEST = 127.0
 PER_PRODUCT = 1.0 / LARGEST**2
 
@@ -254,23 +255,25 @@ Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def int8_expansions(*, cuda: bool) -> dict[Any, Callable[..., Any]]:
     """Functions to trace instead of bitsandbytes' operations."""
-    return {
-        bnb.int8_vectorwise_quant.default: _quantise_cuda if cuda else _quantise_cpu,
-        bnb.int8_mixed_scaled_mm.default: _mixed_product,
-        bnb.int8_scaled_mm.default: _product,
-        bnb.int8_mm_dequant.default: _dequantise_cuda if cuda else _dequantise_cpu,
+    functions: dict[str, Callable[..., Any]] = {
+        "int8_vectorwise_quant": _quantise_cuda if cuda else _quantise_cpu,
+        "int8_mixed_scaled_mm": _mixed_product,
+        "int8_scaled_mm": _product,
+        "int8_mm_dequant": _dequantise_cuda if cuda else _dequantise_cpu,
     }
+    return {operation: function for name, function in functions.items() for operation in operations(name)}
 
 
 @contextmanager
 def int8_training_as_on_cuda() -> Iterator[None]:
     """Multiply in 8 bits while training; for CPU tensors bitsandbytes would dequantise the weight instead."""
-    unpacking = bnb_autograd.MatMul8bitFp
-    bnb_autograd.MatMul8bitFp = bnb_autograd.MatMul8bitLt  # type: ignore[misc, assignment]
+    functions = bnb.autograd._functions
+    unpacking = functions.MatMul8bitFp
+    functions.MatMul8bitFp = functions.MatMul8bitLt  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        bnb_autograd.MatMul8bitFp = unpacking  # type: ignore[misc]
+        functions.MatMul8bitFp = unpacking  # type: ignore[misc]
 
 
 def _no_outliers(inputs_MK: torch.Tensor, threshold: float) -> torch.Tensor | None:
@@ -306,7 +309,7 @@ def _mixed_product(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All columns are multiplied in 8 bits."""
-    product = bnb.int8_scaled_mm.default(A_MK, B_NK, scales_M, scales_N, bias=bias, dtype=inputs.dtype)
+    product = packed.int8_scaled_mm.default(A_MK, B_NK, scales_M, scales_N, bias=bias, dtype=inputs.dtype)
     return product, inputs.new_empty(0)
 
 
@@ -319,8 +322,8 @@ def _product(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Sums in int32, then scaled."""
-    sums_MN = bnb.int8_linear_matmul.default(A_MK, B_NK)
-    return bnb.int8_mm_dequant.default(sums_MN, scales_M, scales_N, dtype=dtype or torch.float16, bias=bias)
+    sums_MN = packed.int8_linear_matmul.default(A_MK, B_NK)
+    return packed.int8_mm_dequant.default(sums_MN, scales_M, scales_N, dtype=dtype or torch.float16, bias=bias)
 
 
 def _dequantise_cuda(

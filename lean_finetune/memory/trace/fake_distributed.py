@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import bitsandbytes.nn.modules as bnb_modules
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import assign_owners
@@ -165,7 +165,7 @@ def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
         put(module, "check_same_shapes", lambda model, world, device: None)
         put(module, "broadcast_weights", lambda module, device: module)
     put(pipeline, "send_weights", lambda module, owner, world, device: None)
-    put(bnb_modules, "fix_4bit_weight_quant_state_from_module", set_quant_state)
+    put(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", set_quant_state)
     # DTensor derives shapes on separate fake tensors, which are not memory of the step.
     shapes = "_propagate_tensor_meta_non_cached"
     put(ShardingPropagator, shapes, _uncounted(trace, getattr(ShardingPropagator, shapes)))

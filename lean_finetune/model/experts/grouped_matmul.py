@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
-import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import QuantState
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from lean_finetune.core.optional_bitsandbytes import bnb
 
 # Weights of experts packed in 4 or 8 bits, expert by expert, as bitsandbytes packs one linear layer.
 #
@@ -143,9 +143,11 @@ def unpack_expert(
         return packed[expert].float().mul_((state[0][expert] / INT8_LARGEST)[:, None]).to(dtype)
     scales = state[0][expert]
     if len(state) > 1:
-        nested = QuantState(absmax=state[2][expert], code=state[3], blocksize=NESTED_BLOCK_VALUES, dtype=torch.float32)
+        nested = bnb.functional.QuantState(
+            absmax=state[2][expert], code=state[3], blocksize=NESTED_BLOCK_VALUES, dtype=torch.float32
+        )
         scales = bnb.functional.dequantize_blockwise(scales, nested).add_(state[1][expert])
-    quantised = QuantState(
+    quantised = bnb.functional.QuantState(
         absmax=scales, shape=torch.Size(shape[1:]), dtype=dtype, blocksize=BLOCK_WEIGHTS, quant_type=quant_type
     )
     return bnb.functional.dequantize_4bit(packed[expert][:, None], quantised)

@@ -8,14 +8,13 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, Self
 
-import bitsandbytes as bnb
 import torch
-from bitsandbytes.utils import unpack_tensor_to_dict
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils import CONFIG_NAME
 
 from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, give_back_memory, model_tensors
 from lean_finetune.pinning.model_source import INDEX
@@ -170,7 +169,7 @@ class BitsAndBytesWeight(QuantizedWeight):
     def _format(self) -> Mapping[str, Any]:
         """How a 4-bit weight is packed; empty for 8 bits."""
         found = [tensor for name, tensor in self.state.items() if "quant_state" in name]
-        return unpack_tensor_to_dict(found[0].read()) if found else {}
+        return bnb.utils.unpack_tensor_to_dict(found[0].read()) if found else {}
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 The format: the header's length (8 bytes, little-endian), the header (JSON, padded with blanks), the tensors' bytes.
 """
 
-import ctypes
 import json
 import struct
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from lean_finetune.core import progress
+from lean_finetune.core.systems import malloc_function
 from lean_finetune.pinning.model_source import INDEX, WEIGHTS, shard_names
 
 # In the order of safetensors' own writer: widest first, so that each tensor is aligned.
@@ -119,7 +119,7 @@ def give_back_memory() -> None:
 
     Quantising leaves freed temporary memory between packed weights: half as much again as the weights.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = malloc_function("malloc_trim")
     if trim is not None:
         trim(0)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar, cast
 
-from lean_finetune.core.signals import PARENT_ENDED, Interrupted
+from lean_finetune.core.signals import ENDINGS, PARENT_ENDED, Interrupted
 from lean_finetune.train.monitor.memory_monitor import RunPosition
 
 WRITE_ERRORS = (OSError, ValueError)
@@ -52,7 +52,7 @@ def ignore_output_errors() -> None:
 
 # Stop training on SIGTERM, Ctrl-C and similar signals: between two micro-batches, or immediately on a second one.
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, PARENT_ENDED)
+SIGNALS = ENDINGS if sys.platform == "win32" else (*ENDINGS, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 1.0
 """A signal this soon after the first is the same request: a process group and its leader are often signalled both."""
 Item = TypeVar("Item")
