@@ -137,7 +137,7 @@ def fit(
         answer["from"] = converted and vars(converted)
         if converted is not None and config is not None:
             answer["as_tool"] = tool_json(run, converted, config, run_of)
-        click.echo(json.dumps(answer, indent=2))
+        click.echo(json.dumps(answer, indent=2, default=str))  # YAML has dates.
         _end(run, prediction, memory)
     source = str(config or asked.file) if config or not asked.usual else "the defaults; --set KEY=VALUE changes them"
     words, option = _this_command(), "--set"

@@ -7,8 +7,12 @@ from tests.conftest import ROOT
 
 INTRODUCTION = """# Names of parameters in other tools
 
-What LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift and Unsloth call our parameters. `lean-finetune import
-config.yaml` writes them into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run
+```sh
+lean-finetune import config.yaml
+```
+
+This page has what LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift and Unsloth call our parameters. The command
+writes a configuration of theirs into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run
 ([command.md](command.md)). Values differ as well: the commands convert them.
 
 The option `--set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`

@@ -221,6 +221,8 @@ class _Reading:
             reason = next((reason for reason, keys in self.table["ignored"].items() if key in keys), None)
             if reason is None and key.startswith("ENV."):
                 reason = "variables of the environment stay yours"
+            if reason is None and key.startswith("deepspeed."):
+                reason = "set by train.sharding"
             if reason is None:
                 self.converted.unknown.append(key)
             else:

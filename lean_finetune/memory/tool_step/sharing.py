@@ -246,6 +246,9 @@ def sharing_of(
     if any(value is True for key, value in keys.items() if key.endswith(("offload_params", "cpu_offload"))):
         return "FSDP's offload to the host is not described here"
     versions = (keys.get(name) for name in ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version"))
-    if str(next((version for version in versions if version is not None), 1)) == "2":
+    version = next((version for version in versions if version is not None), 1)
+    if str(version) not in ("1", "2"):
+        return f"fsdp_version must be 1 or 2; got {version!r}"
+    if str(version) == "2":
         return "FSDP2 shares weights there as here, where its step is ours"
     return Sharing(kind="fsdp1", gpus=setting.gpus, mixed_precision=step.autocast, recomputed_outside=False)

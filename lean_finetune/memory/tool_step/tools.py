@@ -7,16 +7,30 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 
 Keys = Mapping[str, Any]
 """Values of a configuration by dotted key, with the tool's defaults."""
 LIGER: Literal["norms and MLPs"] = "norms and MLPs"
 FP32 = ("float32", "fp32", "fp32-true", "32-true")
+TYPES = (*FP32, "bfloat16", "bf16", "float16", "fp16", "auto")
+"""Values of `dtype`."""
 
 
 def _mixed(keys: Keys) -> bool:
     return bool(keys.get("bf16") not in (None, False, "full") or keys.get("fp16"))
+
+
+def _type(keys: Keys, name: str) -> str | None:
+    """The type of weights by a key; None if it is not set. Raises UserError for another value."""
+    given = keys.get(name)
+    if given is None:
+        return None
+    value = str(given).removeprefix("torch.")
+    if value not in TYPES:
+        raise UserError(f"{name}: must be one of {', '.join(TYPES)}; got {given!r}; correct it")
+    return value
 
 
 def _foreach(optimizer: object) -> bool:
@@ -29,7 +43,7 @@ def _trl(keys: Keys, train: Train) -> ToolStep:
     liger = bool(keys.get("use_liger_kernel"))
     named: str = keys.get("loss_type") or ("liger" if liger else "chunked_nll")
     loss: Loss = "chunked_nll" if named == "chunked_nll" else "liger" if liger else "logits"
-    stored = keys.get("dtype") or keys.get("torch_dtype") or "float32"
+    stored = _type(keys, "dtype") or _type(keys, "torch_dtype") or "float32"
     return ToolStep(
         tool="TRL",
         loss=loss,
@@ -88,7 +102,7 @@ def _torchtune(keys: Keys, train: Train) -> ToolStep:
         loss="chunked_head",
         fused_cross_entropy=bool(keys.get("compile")),
         autocast=False,
-        weights="fp32" if keys.get("dtype") in FP32 else "16 bits",
+        weights="fp32" if _type(keys, "dtype") in FP32 else "16 bits",
         adapters="16 bits",
         foreach_update=not keys.get("optimizer.fused"),
     )
