@@ -11,7 +11,7 @@ PYTHON_FILES := cuda_memory lean_finetune stages data/synth benchmarks tests
 # Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
 PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
-.PHONY: run test test-all test-newest test-oldest format lint bench-quick compare plots docs clean
+.PHONY: run test test-all test-newest test-oldest format lint project bench-quick compare plots docs clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -61,6 +61,10 @@ bench-quick: $(VENV)/.installed-test
 		echo "== benchmarks.$$name --quick"; \
 		$(WITH_VENV) python -m benchmarks.$$name --quick || failed=1; \
 	done; exit $$failed
+
+# The files that new projects share with this repository: after a change of params.yaml or dvc.yaml.
+project: $(VENV)/.installed-test
+	$(WITH_VENV) python -m tests.project_template
 
 # Experiments side by side: what changed, predicted and measured peak, speed, loss and its change from the baseline's.
 compare: $(VENV)/.installed

@@ -12,6 +12,7 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
+from lean_finetune.commands.init import init
 from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.core.stage_command import one_line_after_signals
 
@@ -48,7 +49,7 @@ def main() -> None:
     """
 
 
-for command in (fit, import_config, preset, doctor, chat, generate, export, explain, snapshot):
+for command in (init, fit, import_config, preset, doctor, chat, generate, export, explain, snapshot):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ UNPINNED = {
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
 UNPINNED_PACKAGES = tuple(
-    f"lean_finetune/{name}/" for name in ("commands", "example_configs", "memory/tool_step", "other_tools", "presets")
+    f"lean_finetune/{name}/"
+    for name in ("commands", "example_configs", "memory/tool_step", "other_tools", "presets", "project")
 )
 LIBRARY = ("cuda_memory", "lean_finetune")
 
@@ -93,6 +94,7 @@ def test_every_data_file_of_the_library_is_in_the_wheel():
         for package, patterns in packed.items()
         for pattern in patterns
         for path in (ROOT / package.replace(".", "/")).glob(pattern)
+        if path.is_file()
     }
     assert {path for path in library_files() if path.suffix != ".py"} == found
 

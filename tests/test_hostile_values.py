@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.commands.preset import change_params
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.config.load import COMMON_PARAMS, load_params, parse_params, with_flags
 from lean_finetune.config.other_tools import tables
 from lean_finetune.core.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuda_memory.units import counted
-from lean_finetune.commands.preset import change_params
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UsageFault, UserError
 

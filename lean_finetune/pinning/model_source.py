@@ -18,7 +18,7 @@ from lean_finetune.pinning.config_file import (
 )
 from lean_finetune.pinning.data_source import NOTHING_LOCAL, refuse_unignored, watch
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
-from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TINY_IN_CHECKOUT, TOKENIZER_FILES, example_names
+from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TOKENIZER_FILES, example_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -176,8 +176,8 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
             "leave model.revision blank"
         )
     else:
-        # DVC runs and watches the working directory's copy of tiny, even if this package was imported from elsewhere.
-        kind, watched = (TINY, TINY_IN_CHECKOUT) if name == TINY else ("directory", local)
+        # The shipped model is a part of the library, which pin_code watches.
+        kind, watched = (TINY, NOTHING_LOCAL) if name == TINY else ("directory", local)
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
         files, tokenizer, stops = _pin_directory(local)

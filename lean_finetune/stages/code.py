@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from lean_finetune.core.atomic_files import atomic_directory, write_json
+from lean_finetune.core.atomic_files import atomic_directory, sha256_file, write_json
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.pinning.code import code_hashes
+from lean_finetune.pinning.code import ROOT, code_hashes
+from lean_finetune.pinning.locate import TINY_DIRECTORY
 
 NOT_PINNED = ("__init__", "code")
 
@@ -17,6 +18,11 @@ NOT_PINNED = ("__init__", "code")
 def entries(project: Path) -> list[str]:
     """The names of a project's stages whose code is pinned."""
     return sorted({path.stem for path in (project / "stages").glob("*.py")} - {*NOT_PINNED})
+
+
+def shipped_model() -> dict[str, str]:
+    """Hashes of the files of the shipped model, for the stage that pins it."""
+    return {path.relative_to(ROOT).as_posix(): sha256_file(path) for path in TINY_DIRECTORY.iterdir()}
 
 
 @click.command(cls=StageCommand)
@@ -29,4 +35,5 @@ def main(out: Path) -> None:
     project = Path()
     with atomic_directory(out) as aside:
         for entry in entries(project):
-            write_json(aside / f"{entry}.json", code_hashes(f"stages.{entry}", project=project))
+            hashes = code_hashes(f"stages.{entry}", project=project)
+            write_json(aside / f"{entry}.json", hashes | (shipped_model() if entry == "pin" else {}))

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.preset import PRESETS, change_params, preset
+from lean_finetune.commands.preset import preset
+from lean_finetune.commands.project.params_file import PRESETS, change_params
 from lean_finetune.config.load import load_params
 from tests.conftest import ROOT
 from tests.workspace import error, invoke

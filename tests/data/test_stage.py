@@ -246,4 +246,4 @@ def test_the_sample_lock_names_the_sample(repo_root):
     for name, digest in {**model["files"], **read_json(repo_root / "locks/tokenizer.json")["files"]}.items():
         assert hashlib.sha256((repo_root / "lean_finetune/tiny" / name).read_bytes()).hexdigest() == digest, name
     assert os.readlink(repo_root / "locks/watched-data") == "../data/raw/sample.jsonl"
-    assert os.readlink(repo_root / "locks/watched-model") == "../lean_finetune/tiny"
+    assert os.readlink(repo_root / "locks/watched-model") == "README.md"

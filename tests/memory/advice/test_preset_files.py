@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.commands.preset import apply_preset
+from lean_finetune.commands.project.params_file import apply_preset
 from lean_finetune.config.load import load_params
 from lean_finetune.memory.advice.run import full_rows_run
 from lean_finetune.memory.devices import resolve_gpu

@@ -1,0 +1,42 @@
+"""The command `lean-finetune init`: make a project, or bring one to the installed version."""
+
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from lean_finetune.commands.preset import preset_names
+from lean_finetune.commands.project.create import Choices, create_project
+from lean_finetune.commands.project.params_file import presets
+from lean_finetune.config.field_types import Method
+from lean_finetune.core.errors import UsageFault
+from lean_finetune.core.stage_command import StageCommand
+
+
+@click.command(cls=StageCommand)
+@click.argument("directory", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--preset", shell_complete=preset_names, help="Start from these parameters; `lean-finetune preset` lists them."
+)
+@click.option(
+    "--model", help="A directory, or a hub id such as Qwen/Qwen3-8B. By default a tiny model for a first try."
+)
+@click.option("--data", help="Your rows: a file, a glob, a directory or hf://org/name. By default a small sample.")
+@click.option("--gpu", help="A known GPU, a size such as 24GiB, or auto: this machine's.")
+@click.option("--method", type=click.Choice(get_args(Method)), help="What is trained.")
+@click.option("--check", is_flag=True, help="Say what differs from the files of this version; change nothing.")
+@click.option("--upgrade", is_flag=True, help="Bring a project to this version. What you edited stays.")
+def init(directory: Path | None, check: bool, upgrade: bool, preset: str | None, **values: str | None) -> None:
+    """Make DIRECTORY a project: parameters, pipeline, git and DVC. `dvc repro` trains there.
+
+    No file of yours is overwritten, and nothing is committed. Paths are written relative to DIRECTORY if they are in
+    it, else absolute. With --model and no --preset, the run is that of `lean-finetune fit`.
+
+    For example: lean-finetune init my-run --model Qwen/Qwen3-8B --data rows.jsonl --gpu RTX-4090
+    """
+    if directory is None:
+        raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
+    if preset is not None and preset not in presets():
+        raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {preset}")
+    choices = Choices(preset=presets()[preset] if preset else None, **values)
+    click.echo("\n".join(create_project(directory, choices)))

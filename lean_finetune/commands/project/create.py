@@ -1,0 +1,178 @@
+"""Make a project: the files of the template with the user's values, in a git and DVC repository."""
+
+import glob
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.commands.project.params_file import apply_preset, change_params
+from lean_finetune.commands.project.repository import enclosing_repository, has_identity, start_dvc, start_git
+from lean_finetune.commands.project.template import (
+    IGNORE_FILES,
+    PARAMS,
+    SAMPLE,
+    STAMP,
+    installed_version,
+    stamp,
+    template_files,
+    template_links,
+    with_missing_lines,
+)
+from lean_finetune.commands.project.write_all import undone_after_fault, write_all
+from lean_finetune.config.field_types import HUB_PREFIX
+from lean_finetune.config.load import COMMON_PARAMS
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.memory.gpu_names import named_gpu
+from lean_finetune.pinning.hub import HUB_ID
+from lean_finetune.pinning.locate import TINY, find_model
+
+PIPELINE = "dvc.yaml"
+README = "README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user chose for a new project; None: the default."""
+
+    preset: Path | None = None
+    model: str | None = None
+    data: str | None = None
+    gpu: str | None = None
+    method: str | None = None
+
+
+def create_project(directory: Path, choices: Choices) -> list[str]:
+    """Make a project in a directory; return the lines that say what was done and what comes next.
+
+    Raises:
+        UserError: it cannot be made there. Nothing is written then.
+    """
+    here = Path(os.path.abspath(directory))
+    if here.exists() and not here.is_dir():
+        raise UserError(f"{directory}: is a file; name a directory")
+    was_empty = not (here.is_dir() and any(here.iterdir()))
+    files = _new_files(directory, here, params_text(here, choices), sample=choices.data is None)
+    links = {name: target for name, target in template_links().items() if not (here / name).is_symlink()}
+    appended = [name for name in IGNORE_FILES if name in files and (here / name).is_file()]
+    kept = [README] if README not in files else []
+    with undone_after_fault(here) as undo:
+        repository = enclosing_repository(here)
+        started = []
+        if repository is None:
+            start_git(here, undo)
+            started.append("git init")
+        if not (here / ".dvc").is_dir():
+            start_dvc(here, repository or here, undo)
+            started.append("dvc init")
+        write_all(here, files, links, undo)
+    done = f"{directory}: a new project of lean-finetune {installed_version()}"
+    lines = [f"{done} ({', '.join(started)})" if started else done]
+    lines += [f"{name}: lines added" for name in appended] + [f"{name}: yours is kept" for name in kept]
+    added = ["."] if was_empty else sorted({name.partition("/")[0] for name in (*files, *links, ".dvc/config")})
+    return [*lines, "next:", *(f"  {command}" for command in _next_commands(directory, here, added, choices))]
+
+
+def _new_files(directory: Path, here: Path, params: str, *, sample: bool) -> dict[str, str]:
+    """The text of each file to write. Raises UserError if a file of the user would be overwritten."""
+    if (here / STAMP).is_file():
+        raise UserError(f"{directory}: is a project already; `lean-finetune init --upgrade` brings it to this version")
+    files = {**template_files(), PARAMS: params, STAMP: stamp()}
+    if not sample:
+        del files[SAMPLE]
+    if (here / README).exists():
+        del files[README]
+    present = {name: _text(here / name) for name in files if os.path.lexists(here / name)}
+    for name in IGNORE_FILES:
+        if (text := present.pop(name, None)) is not None:
+            files[name] = with_missing_lines(text, files[name])
+    wrong = [name for name, text in present.items() if text != files[name]]
+    if PIPELINE in wrong:
+        raise UserError(f"{directory}: has another project's {PIPELINE}; name another directory")
+    wrong += [name for name in template_links() if os.path.lexists(here / name) and not (here / name).is_symlink()]
+    if wrong:
+        raise UserError(
+            f"{directory}: {', '.join(wrong)} would be overwritten; name another directory, or move them away"
+        )
+    return {name: text for name, text in files.items() if present.get(name) != text}
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file; None if it is not a text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def params_text(here: Path, choices: Choices) -> str:
+    """The params.yaml of a new project. Raises UserError for a wrong choice."""
+    values: dict[str, Any] = {}
+    if choices.model is not None and choices.model != TINY and choices.preset is None:
+        common = read_yaml(COMMON_PARAMS, "is missing")
+        values = {name: common[name] for name in ("bucket", "train")} | {
+            "data": {"max_length": common["data"]["max_length"]}
+        }
+    if choices.gpu is not None and choices.gpu.strip().lower() != "auto":
+        named_gpu(choices.gpu)
+    chosen = {
+        ("model", "name"): choices.model and _model(here, choices.model),
+        ("data", "source"): choices.data and _data(here, choices.data),
+        ("hardware", "gpu"): choices.gpu,
+        ("train", "method"): choices.method,
+    }
+    for (section, key), value in chosen.items():
+        if value is not None:
+            values[section] = {**values.get(section, {}), key: value}
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / PARAMS
+        path.write_text(template_files()[PARAMS], encoding="utf-8")
+        if choices.preset is not None:
+            apply_preset(choices.preset, path)
+        if values:
+            change_params(values, path, path)
+        return path.read_text(encoding="utf-8")
+
+
+def _model(here: Path, name: str) -> str:
+    """The value of model.name."""
+    path = Path(name).expanduser()
+    if name == TINY or (not path.exists() and HUB_ID.fullmatch(name)):
+        return name
+    return _from_project(here, find_model(str(path)))
+
+
+def _data(here: Path, source: str) -> str:
+    """The value of data.source."""
+    if source.startswith(HUB_PREFIX):
+        return source
+    path = Path(source).expanduser()
+    if not path.exists() and not glob.glob(str(path), recursive=True):
+        raise UserError(f"--data: must be a file, a glob, a directory or {HUB_PREFIX}org/name; there is no {source}")
+    return _from_project(here, path)
+
+
+def _from_project(here: Path, path: Path) -> str:
+    """A path as params.yaml names it: relative to the project if it is in it, else absolute."""
+    absolute = Path(os.path.abspath(path))
+    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else str(absolute)
+
+
+def _next_commands(directory: Path, here: Path, added: list[str], choices: Choices) -> list[str]:
+    """What the user does next, in a shell."""
+    commands = []
+    if shutil.which("dvc") is None:
+        commands.append(f"source {shlex.quote(os.path.join(sys.prefix, 'bin', 'activate'))}")
+    if here != Path.cwd():
+        commands.append(f"cd {shlex.quote(str(directory))}")
+    if not has_identity(here):
+        commands.append('git config user.name "Your Name" && git config user.email you@example.org')
+    commands.append(f'git add {shlex.join(added)} && git commit -m "Start a lean-finetune project"')
+    if choices.model or choices.preset or choices.data:
+        commands.append("dvc repro estimate   # does it fit? No GPU is needed")
+    return [*commands, "dvc repro            # train; then open data/report/report.html"]
