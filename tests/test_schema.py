@@ -270,7 +270,7 @@ def test_a_missing_key_is_refused_and_a_misspelt_one_is_named_first():
         (b"seed: " + b"9" * 5000 + b"\n", r"params\.yaml:1: not YAML; Exceeds the limit"),
         (b"- 1\n", "must be a mapping of sections; got list"),
         (b"", "must be a mapping of sections; got NoneType"),
-        (None, "file is missing; run from the repository's root"),
+        (None, "file is missing; run in a project's directory, or make one with `lean-finetune init`"),
     ],
 )
 def test_an_unreadable_file_is_refused(tmp_path: Path, content: bytes | None, message: str):

@@ -156,7 +156,7 @@ def check_git() -> Iterator[Finding]:
 def check_dvc() -> Iterator[Finding]:
     """Whether this directory is a pipeline."""
     if not Path("dvc.yaml").is_file():
-        remedy = "to train, run in a checkout of the project"
+        remedy = "to train, run in a project's directory; `lean-finetune init` makes one"
         text = "no dvc.yaml here: fit, chat, generate and export work, training does not"
         yield Finding(level="note", what="pipeline", text=text, remedy=remedy)
     elif not Path(".dvc").is_dir():

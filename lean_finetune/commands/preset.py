@@ -59,7 +59,7 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     """Write the params.yaml of another tool's run.
 
     CONFIG is a configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, Unsloth or ms-swift, whose shell script
-    may start `swift sft`. In a checkout, the comments of its params.yaml stay, and so does its section `run`.
+    may start `swift sft`. In a project, the comments of its params.yaml stay, and so does its section `run`.
     """
     converted = read_config_of_tool(config, gpus)
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())
@@ -70,8 +70,8 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     change_params({key: value for key, value in values.items() if key not in unchanged}, template, out)
     click.echo("\n".join(converted.lines()))
     source = "" if "data.source" in converted.values else "; set data.source to your rows"
-    # Outside of a checkout there is no pipeline: full rows are predicted, not those of the data.
-    in_checkout = Path("dvc.yaml").exists()
-    command = "dvc repro estimate" if in_checkout else shlex.join(["lean-finetune", "fit", "--params", str(out)])
-    whose = " for your data" if in_checkout else ""
+    # Outside of a project there is no pipeline: full rows are predicted, not those of the data.
+    in_project = Path("dvc.yaml").exists()
+    command = "dvc repro estimate" if in_project else shlex.join(["lean-finetune", "fit", "--params", str(out)])
+    whose = " for your data" if in_project else ""
     click.echo(labelled("", f"{out}: written{source}; `{command}` predicts its memory{whose}", 0))

@@ -30,7 +30,11 @@ COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 def load_params(path: Path = PARAMS_FILE) -> Params:
     """Read and validate a params.yaml. Raises UserError if the file is missing, is not YAML, or has a wrong value."""
     ours = path.name == PARAMS_FILE.name
-    missing = "file is missing; run from the repository's root" if ours else "file does not exist; name another"
+    missing = (
+        "file is missing; run in a project's directory, or make one with `lean-finetune init`"
+        if ours
+        else "file does not exist; name another"
+    )
     return parse_params(read_yaml(path, missing), path)
 
 

@@ -84,5 +84,8 @@ def test_without_a_params_yaml_presets_are_listed_and_one_line_says_what_is_miss
     monkeypatch.chdir(tmp_path)
     assert "8b-qlora-24gb " in invoke(preset).output
     missing = error(invoke(preset, "8b-qlora-24gb"))
-    assert missing == "params.yaml: file is missing here; run from the root of a clone of the project"
+    assert (
+        missing
+        == "params.yaml: file is missing here; run in a project's directory, or make one with `lean-finetune init`"
+    )
     assert not list(tmp_path.iterdir())

@@ -26,11 +26,12 @@ from lean_finetune.commands.project.template import (
 from lean_finetune.commands.project.write_all import undone_after_fault, write_all
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.load import COMMON_PARAMS
+from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.hub import HUB_ID
-from lean_finetune.pinning.locate import TINY, find_model
+from lean_finetune.pinning.locate import TINY, example_names, find_model
 
 PIPELINE = "dvc.yaml"
 README = "README.md"
@@ -61,7 +62,7 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
     links = {name: target for name, target in template_links().items() if not (here / name).is_symlink()}
     appended = [name for name in IGNORE_FILES if name in files and (here / name).is_file()]
     kept = [README] if README not in files else []
-    with undone_after_fault(here) as undo:
+    with write_errors(directory), undone_after_fault(here) as undo:
         repository = enclosing_repository(here)
         started = []
         if repository is None:
@@ -142,8 +143,11 @@ def params_text(here: Path, choices: Choices) -> str:
 def _model(here: Path, name: str) -> str:
     """The value of model.name."""
     path = Path(name).expanduser()
-    if name == TINY or (not path.exists() and HUB_ID.fullmatch(name)):
-        return name
+    if not path.exists():
+        if name in example_names():
+            raise UserError(f"--model: {name} is a configuration without weights, for `fit`; name the model itself")
+        if name == TINY or HUB_ID.fullmatch(name):
+            return name
     return _from_project(here, find_model(str(path)))
 
 

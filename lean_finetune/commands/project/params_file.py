@@ -25,7 +25,7 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     Raises:
         UserError: the template cannot be read, or the parameters together are wrong. Nothing is written then.
     """
-    missing = "file is missing here; run from the root of a clone of the project"
+    missing = "file is missing here; run in a project's directory, or make one with `lean-finetune init`"
     if not isinstance(read_yaml(template, missing), Mapping):
         raise UserError(f"{template}: must be a mapping of sections; change it")
     from ruamel.yaml import YAML

@@ -1,5 +1,6 @@
 """Git and DVC in the directory of a project."""
 
+import logging
 import os
 import subprocess
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from lean_finetune.commands.project.write_all import remove_tree
 from lean_finetune.core.errors import UserError
 
 SETTINGS = {
-    "core": {"analytics": False, "check_update": False, "autostage": True},
+    "core": {"analytics": "false", "check_update": "false", "autostage": "true"},
     "cache": {"type": "reflink,hardlink,symlink,copy"},
 }
 """Of .dvc/config: nothing is sent, and outputs and cache share their bytes where the file system can."""
@@ -66,6 +67,7 @@ def start_dvc(directory: Path, repository: Path, undo: ExitStack) -> None:
     undo.callback(remove_tree, directory / ".dvc")
     if ".dvcignore" in staged:
         undo.callback((directory / ".dvcignore").unlink, missing_ok=True)
+    logging.getLogger("dvc").setLevel(logging.WARNING)  # Its own lines would come between ours.
     try:
         with Repo.init(str(directory), subdir=directory != repository) as repo, repo.config.edit("repo") as config:
             for section, values in SETTINGS.items():

@@ -7,16 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import sync, write_errors
+from lean_finetune.core.atomic_files import sync
 
 
 @contextmanager
 def undone_after_fault(directory: Path) -> Iterator[ExitStack]:
-    """Make a directory, and yield the stack of what undoes the changes in it if the block raises an exception.
-
-    Raises UserError if the disk cannot be written.
-    """
-    with write_errors(directory), ExitStack() as undo:
+    """Make a directory, and yield the stack of what undoes the changes in it if the block raises an exception."""
+    with ExitStack() as undo:
         make_directory(directory, undo)
         yield undo
         undo.pop_all()
