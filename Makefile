@@ -7,11 +7,11 @@ OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
 # Stages run `python -m stages.<name>`: the environment's python must come first.
 WITH_VENV := PATH="$(abspath $(BIN)):$$PATH"
-PYTHON_FILES := cuda_memory lean_finetune stages data/synth benchmarks tests
+PYTHON_FILES := cuda_memory lean_finetune stages data/synth benchmarks tests setup.py
 # Each worker needs about 1 GB. Tests of one module share fixtures, so they run in the same worker.
 PYTEST := python -m pytest --numprocesses 2 --dist loadscope --durations=20
 
-.PHONY: run test test-all test-newest test-oldest format lint project bench-quick compare plots docs clean
+.PHONY: run test test-all test-newest test-oldest format lint project bench-quick compare plots docs dist clean
 
 run: $(VENV)/.installed
 	$(WITH_VENV) dvc repro
@@ -80,6 +80,13 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
+
+# The wheel and the source distribution in build/dist, checked as a package index checks them.
+dist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[release]"
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/twine check --strict build/dist/*
 
 clean:
 	rm -rf $(VENV) $(NEWEST_VENV) $(OLDEST_VENV) scratch

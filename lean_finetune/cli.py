@@ -41,7 +41,7 @@ class CommandGroup(click.Group):
 
 
 @click.group(cls=CommandGroup)
-@click.version_option(package_name="lean-finetune")
+@click.version_option(package_name="lean-finetune", prog_name="lean-finetune")
 def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result.
 

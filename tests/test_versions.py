@@ -1,11 +1,18 @@
 """pip can install the versions that the README names as tested."""
 
+import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
+import click
+import pytest
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 
+from lean_finetune.config.field_types import TrackerName
+from lean_finetune.core.stage_command import StageCommand
 from tests.test_layers import imported_names
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +21,7 @@ MODULES = {"mlflow-skinny": "mlflow", "vl-convert-python": "vl_convert"}
 USED_BY_OTHERS = {
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow, for a local store"),
     **dict.fromkeys(("dvclive", "tensorboard"), "accelerate.tracking"),
-    **dict.fromkeys(("mkdocs", "mkdocs-material", "mypy", "pytest-xdist", "ruff"), "a command"),
+    **dict.fromkeys(("build", "mkdocs", "mkdocs-material", "mypy", "pytest-xdist", "ruff", "twine"), "a command"),
     "types-tqdm": "mypy",
 }
 """Packages that nothing here imports, and what uses them."""
@@ -46,3 +53,32 @@ def test_something_imports_each_dependency():
                 if module not in imported and name not in USED_BY_OTHERS:
                     unused[name] = extra
     assert unused == {}
+
+
+def test_messages_name_extras_that_exist():
+    """`pip install "lean-finetune[lm-eval]"`, which installs nothing and only warns."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lean_finetune").rglob("*.py"))
+    named = {*re.findall(r"install_extra\(['\"](\w+)['\"]\)", code), *get_args(TrackerName)}
+    assert {"eval", "liger", "plots", "wandb"} <= named <= project["optional-dependencies"].keys()
+    pages = "".join(path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+    written = re.findall(r"""pip install [^`\n]*?(?:lean-finetune|\.)\[([\w,]+)\]""", pages)
+    assert {extra for extras in written for extra in extras.split(",")} <= project["optional-dependencies"].keys()
+
+
+def test_a_missing_name_in_another_version_of_torch_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    """A traceback of forty lines that ends in `cannot import name`, where torch is too old."""
+
+    @click.command(cls=StageCommand)
+    def command() -> None:
+        raise ImportError("cannot import name 'x' from 'torch'")
+
+    assert isinstance(CliRunner().invoke(command).exception, ImportError)  # All libraries are right: our own fault.
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0+cu128" if name == "torch" else version(name))
+    result = CliRunner().invoke(command)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: torch is 2.8.0+cu128; needed: <2.16,>=2.11 (cannot import name 'x' from 'torch'); "
+        'run `pip install "torch<2.16,>=2.11"`\n'
+    )

@@ -19,6 +19,7 @@ from cuda_memory.units import GIB, labelled, readable_size
 from lean_finetune.core.memory_limits import free_host_bytes, memory_limits
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.core.systems import usable_cores
+from lean_finetune.core.versions import PROJECT, installed_version, wrong_library
 
 OLDEST_PYTHON = (3, 11)
 LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 2 * GIB, 40 * GIB
@@ -29,7 +30,6 @@ BUSY_SHARE = 0.05
 """Share of a GPU's memory that a desktop takes; more means that another program computes there."""
 SECONDS = 10
 """Longest wait for another program."""
-PROJECT = "lean-finetune"
 SHOWN_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "dvc")
 
 
@@ -66,33 +66,18 @@ def check_python() -> Iterator[Finding]:
 
 def check_packages() -> Iterator[Finding]:
     """Versions of the libraries against those that this version of the project accepts."""
-    from packaging.requirements import Requirement
-
-    found = {name: _version(name) for name in SHOWN_PACKAGES}
+    found = {name: installed_version(name) for name in SHOWN_PACKAGES}
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     try:
-        lines = importlib.metadata.requires(PROJECT) or []
+        wrong = wrong_library()
     except importlib.metadata.PackageNotFoundError:
         remedy = "run `pip install .` (or `pip install -e .`) in the checkout"
         yield Finding(level="note", what="packages", text=f"{text}; {PROJECT} itself is not installed", remedy=remedy)
         return
-    for requirement in map(Requirement, lines):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(requirement.name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            text = f"{requirement.name} is {version or 'missing'}; needed: {requirement.specifier}"
-            remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Finding(level="fail", what="packages", text=text, remedy=remedy)
-            return
+    if wrong is not None:
+        yield Finding(level="fail", what="packages", text=wrong.fault, remedy=wrong.remedy)
+        return
     yield Finding(level="ok", what="packages", text=text)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def check_memory() -> Iterator[Finding]:

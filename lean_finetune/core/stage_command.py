@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
 
-from cuda_memory.errors import OneLineCommand
+from cuda_memory.errors import OneLineCommand, escaped
 from lean_finetune.core import signals
+from lean_finetune.core.versions import wrong_library
 
 
 @contextmanager
@@ -49,6 +51,23 @@ def one_line_after_signals() -> Iterator[None]:
         sys.exit(ending.exit_code)
 
 
+@contextmanager
+def one_line_for_wrong_library() -> Iterator[None]:
+    """Name a library that is missing or has another version than needed, where a name of it is not found."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        try:
+            wrong = wrong_library()
+        except PackageNotFoundError:
+            wrong = None
+        if wrong is None:
+            raise
+        reason = escaped(" ".join(str(error).split()))
+        click.echo(f"error: {wrong.fault} ({reason}); run `{wrong.remedy}`", err=True)
+        sys.exit(1)
+
+
 class StageCommand(OneLineCommand):
     """A click command that prints a `UserError` as one line on standard error and exits with its code."""
 
@@ -75,7 +94,7 @@ class StageCommand(OneLineCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, and with 128 + its number after a signal."""
-        with one_line_after_signals():
+        with one_line_after_signals(), one_line_for_wrong_library():
             return super().invoke(ctx)
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.versions import install_extra
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
@@ -47,7 +48,8 @@ def load_tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
     """
     if find_spec("lm_eval") is None:
         raise UserError(
-            "evaluate.tasks: needs a package that is not installed; run `pip install lm_eval` or set evaluate.tasks=[]"
+            f"evaluate.tasks: needs a package that is not installed; run {install_extra('eval')} or set "
+            "evaluate.tasks=[]"
         )
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.field_types import FusedKernels
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.versions import install_extra
 
 FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types with the same code as Llama in layers, norms, MLP and rotary embedding."""
@@ -78,8 +79,7 @@ def _liger_version() -> str:
         return version("liger-kernel")
     except ImportError as error:
         raise UserError(
-            f"{KEY}: needs the package liger-kernel ({error}); got liger; run pip install 'lean-finetune[liger]', or "
-            "use none"
+            f"{KEY}: needs the package liger-kernel ({error}); got liger; run {install_extra('liger')}, or use none"
         ) from None
 
 

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import figure
 from cuda_memory.page.html import Html, Table, document, table, visible
+from lean_finetune.core.versions import install_extra
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report import content
 from lean_finetune.report.content import NOT_EVALUATED
@@ -110,8 +111,10 @@ PAGE = """<!DOCTYPE html>
 
 def write_template(path: Path) -> None:
     """Write the template with the scripts of vl-convert-python, the extra `plots`."""
-    from vl_convert import javascript_bundle
-
+    try:
+        from vl_convert import javascript_bundle
+    except ImportError:
+        sys.exit(f"error: plots without a network need a package that is not installed; run {install_extra('plots')}")
     bundle = javascript_bundle("window.vegaEmbed = vegaEmbed;")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(PAGE.replace("BUNDLE", f"{{{bundle}}}"), encoding="utf-8")

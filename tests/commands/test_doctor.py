@@ -70,7 +70,7 @@ def test_a_wrong_version_is_named_with_the_one_that_works(monkeypatch: pytest.Mo
     """A traceback in training from a library that is too old."""
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["click>=1000", 'pytest>=1000; extra == "test"'])
     (finding,) = check_packages()
-    assert finding.level == "fail" and finding.remedy == "pip install 'click>=1000'"
+    assert finding.level == "fail" and finding.remedy == 'pip install "click>=1000"'
 
 
 def test_a_driver_without_a_matching_torch_fails(monkeypatch: pytest.MonkeyPatch):

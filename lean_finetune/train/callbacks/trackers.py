@@ -17,6 +17,7 @@ from tqdm import tqdm
 from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.versions import install_extra
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, RunInfo, Tracker
 
 PROJECT = "lean-finetune"
@@ -76,7 +77,7 @@ class AccelerateTracker(Tracker):
 class TensorBoardTracker(AccelerateTracker):
     """Event files in `logs/tensorboard/<run>`. A resumed run's file replaces the steps after its checkpoint."""
 
-    name = package = install = "tensorboard"
+    name = package = "tensorboard"
 
     def open(self) -> None:
         """See the base class."""
@@ -91,7 +92,7 @@ class TensorBoardTracker(AccelerateTracker):
 class DvcLiveTracker(AccelerateTracker):
     """Files in `logs/dvclive/<run>`. It makes no experiment and no dvc.yaml: the pipeline has both."""
 
-    name = package = install = "dvclive"
+    name = package = "dvclive"
 
     def open(self) -> None:
         """See the base class."""
@@ -111,7 +112,7 @@ class WandbTracker(AccelerateTracker):
     that it has.
     """
 
-    name = package = install = "wandb"
+    name = package = "wandb"
     MOST_WAIT_SECONDS = 30
     """Before training, for the service or for a login."""
 
@@ -151,7 +152,6 @@ class MlflowTracker(AccelerateTracker):
     """
 
     name = package = "mlflow"
-    install = "mlflow-skinny sqlalchemy alembic"
     MOST_METRICS, MOST_VALUE_LENGTH = 1000, 500
     """That MLflow takes in one request, and characters of a parameter's value in any of its stores."""
     SEND_SECONDS = 1.0
@@ -237,6 +237,6 @@ def refuse_missing_trackers(trackers: Sequence[str]) -> None:
         spec = find_spec(tracker.package)
         if spec is None or spec.origin is None:  # A directory of that name in the working directory has no origin.
             raise UserError(
-                f"run.trackers: {tracker.name} needs a package that is not installed; run `pip install "
-                f"{tracker.install}` or remove it from run.trackers"
+                f"run.trackers: {tracker.name} needs a package that is not installed; run "
+                f"{install_extra(tracker.name)} or remove it from run.trackers"
             )

@@ -1,0 +1,144 @@
+"""The package as pip installs it: the files of its wheel, its description, and the command outside any checkout."""
+
+import email
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.conftest import ROOT
+from tests.processes import run_bounded
+
+PACKAGES = ("cuda_memory", "lean_finetune")
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+"""As `python -m build --wheel --no-isolation`."""
+NOT_SHIPPED = {f"cuda_memory/{name}" for name in ("README.md", "pyproject.toml", "version.txt")}
+"""Of the package that pip can install alone."""
+BUILD_FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
+COMMANDS = (
+    ["--version"],
+    ["preset"],
+    ["fit", "--model", "config.json", "--gpu", "RTX-4090"],
+    ["import", "axolotl.yaml", "--out", "imported.yaml"],
+)
+ANSWER = """
+import json, sys
+from pathlib import Path
+from click.testing import CliRunner
+import cuda_memory, lean_finetune
+from lean_finetune.cli import main
+for package in (cuda_memory, lean_finetune):
+    assert package.__file__.startswith(sys.argv[1]), package.__file__
+results = [CliRunner().invoke(main, words) for words in json.loads(sys.argv[2])]
+print(json.dumps([[result.exit_code, result.output] for result in results]))
+"""
+"""Answers command lines in one process, by the packages in a directory."""
+
+
+def tracked_files() -> list[str]:
+    """Files of the packages that git tracks, and what builds them."""
+    listed = run_bounded(["git", "ls-files", "-z", "--", *PACKAGES, *BUILD_FILES], cwd=ROOT, check=True).stdout
+    return [name for name in listed.split("\0")[:-1] if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the checkout's tracked files, built without a network."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in tracked_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    (source / "tests").mkdir()
+    (source / "tests/test_nothing.py").touch()
+    run_bounded([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True)
+    (built,) = out.iterdir()
+    return built
+
+
+def metadata(wheel: Path) -> Message:
+    """The metadata of a wheel; its body is the description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_has_the_files_of_both_packages_and_no_others(wheel: Path):
+    """A preset, template or typed marker that was left out; tests or benchmarks as top-level packages."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    shipped = {name for name in names if ".dist-info/" not in name}
+    assert shipped == {name for name in tracked_files() if "/" in name} - NOT_SHIPPED
+    assert {"cuda_memory/py.typed", "lean_finetune/py.typed", "lean_finetune/presets/tiny.yaml"} <= shipped
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_description_is_the_readme_without_links_that_a_package_index_cannot_follow(wheel: Path):
+    """Dead links and a broken picture on the first page that a reader sees."""
+    found = metadata(wheel)
+    description = bytes(found.get_payload(decode=True)).decode()
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "lean-finetune fit --model" in description and "docs/quickstart.md" in description
+    targets = re.findall(r"\]\(([^)]*)\)", description)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if "[" not in line and "](" not in line]
+    assert len(kept) > 30 and set(kept) <= set(description.splitlines())
+
+
+def test_both_packages_have_one_version(wheel: Path):
+    version = (ROOT / "cuda_memory/version.txt").read_text().strip()
+    assert metadata(wheel)["Version"] == version
+    for folder in (".", "cuda_memory"):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert "version" in project["dynamic"] and "version" not in project
+
+
+def test_an_installed_torch_of_any_build_satisfies_the_wheel(wheel: Path):
+    """Pip that downloads 3 GB to replace a torch for CPUs, ROCm or another CUDA."""
+    needs = map(Requirement, metadata(wheel).get_all("Requires-Dist") or [])
+    torch = next(need for need in needs if need.name == "torch")
+    assert torch.url is None and torch.specifier == SpecifierSet(">=2.11,<2.16")
+    for build in ("2.11.0+cpu", "2.13.0+cu130", "2.15.1+rocm7.1", "2.12.0"):
+        assert build in torch.specifier
+
+
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path) -> Iterator[Path]:
+    """A directory with the installed wheel, whose dependencies are those of the tests."""
+    target = tmp_path / "installed"
+    options = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
+    run_bounded([sys.executable, "-m", "pip", "install", *options, "--target", target, wheel], check=True)
+    yield target
+
+
+@pytest.mark.slow
+def test_the_installed_command_answers_in_an_empty_directory(installed: Path, tmp_path: Path, small_llama: Path):
+    """A command that needs a file of the checkout."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(small_llama / "config.json", empty)
+    (empty / "axolotl.yaml").write_text("base_model: config.json\nadapter: lora\nmicro_batch_size: 1\n")
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    answer = [sys.executable, "-c", ANSWER, str(installed), json.dumps(COMMANDS)]
+    done = run_bounded(answer, cwd=empty, env=environment, check=True)
+    (version, presets, fit, imported) = json.loads(done.stdout)
+    number = (ROOT / "cuda_memory/version.txt").read_text().strip()
+    assert version == [0, f"lean-finetune, version {number}\n"]
+    assert presets[0] == 0 and "8b-qlora-24gb" in presets[1]
+    assert fit[0] == 0 and fit[1].startswith("verdict              fits: "), fit
+    assert imported[0] == 0 and (empty / "imported.yaml").is_file(), imported
+    assert {path.name for path in empty.iterdir()} == {"axolotl.yaml", "config.json", "imported.yaml"}
+    for command in (["-m", "lean_finetune"], [str(installed / "bin/lean-finetune")]):
+        said = subprocess.check_output([sys.executable, *command, "--version"], cwd=empty, env=environment, text=True)
+        assert said == version[1]
