@@ -25,11 +25,13 @@ UNPINNED = {
     "cuda_memory/snapshot.py",
     "cuda_memory/snapshot_text.py",
     "cuda_memory/page/snapshot_page.py",
+    "lean_finetune/__main__.py",
     "lean_finetune/cli.py",
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/as_tool.py",
     "lean_finetune/memory/advice/length_staircase.py",
     "lean_finetune/report/compare_experiments.py",
+    "lean_finetune/py.typed",
     "lean_finetune/stages/code.py",
 }
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""

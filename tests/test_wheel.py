@@ -17,14 +17,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from lean_finetune.pinning.code import ALONE
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
 PACKAGES = ("cuda_memory", "lean_finetune")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 """As `python -m build --wheel --no-isolation`."""
-NOT_SHIPPED = {f"cuda_memory/{name}" for name in ("README.md", "pyproject.toml", "version.txt")}
-"""Of the package that pip can install alone."""
 BUILD_FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 COMMANDS = (
     ["--version"],
@@ -78,7 +77,7 @@ def test_the_wheel_has_the_files_of_both_packages_and_no_others(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     shipped = {name for name in names if ".dist-info/" not in name}
-    assert shipped == {name for name in tracked_files() if "/" in name} - NOT_SHIPPED
+    assert shipped == {name for name in tracked_files() if "/" in name} - set(ALONE)
     assert {"cuda_memory/py.typed", "lean_finetune/py.typed", "lean_finetune/presets/tiny.yaml"} <= shipped
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

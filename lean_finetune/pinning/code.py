@@ -13,7 +13,9 @@ ROOT = PACKAGE.parent
 STAGES = "stages"
 """The package of a project that has the entries of its stages."""
 PACKAGES = ("cuda_memory", PACKAGE.name, STAGES)
-NO_DATA = ("cuda_memory/README.md", "cuda_memory/pyproject.toml", "build", "*.egg-info", "__pycache__")
+ALONE = tuple(f"cuda_memory/{name}" for name in ("README.md", "pyproject.toml", "version.txt"))
+"""What builds `cuda_memory` as a package without lean_finetune."""
+NO_DATA = (*ALONE, "build", "*.egg-info", "__pycache__")
 """Files and directories beside the code that it does not read."""
 
 
