@@ -1,5 +1,6 @@
 """The command `lean-finetune init`: make a project, or bring one to the installed version."""
 
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -8,6 +9,7 @@ import click
 from lean_finetune.commands.preset import preset_names
 from lean_finetune.commands.project.create import Choices, create_project
 from lean_finetune.commands.project.params_file import presets
+from lean_finetune.commands.project.upgrade import apply_upgrade, find_upgrade, version_line
 from lean_finetune.config.field_types import Method
 from lean_finetune.core.errors import UsageFault
 from lean_finetune.core.stage_command import StageCommand
@@ -34,9 +36,26 @@ def init(directory: Path | None, check: bool, upgrade: bool, preset: str | None,
 
     For example: lean-finetune init my-run --model Qwen/Qwen3-8B --data rows.jsonl --gpu RTX-4090
     """
+    if check or upgrade:
+        if preset is not None or any(value is not None for value in values.values()) or (check and upgrade):
+            raise UsageFault("--check, --upgrade: take no other option")
+        _upgrade(directory or Path("."), write=upgrade)
+        return
     if directory is None:
         raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
     if preset is not None and preset not in presets():
         raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {preset}")
     choices = Choices(preset=presets()[preset] if preset else None, **values)
     click.echo("\n".join(create_project(directory, choices)))
+
+
+def _upgrade(directory: Path, *, write: bool) -> None:
+    """Print what differs from the template, and write it or exit with code 1."""
+    found = find_upgrade(directory)
+    click.echo("\n".join([version_line(directory, found), *(f"  {line}" for line in found.lines)]))
+    if write:
+        apply_upgrade(directory, found)
+        click.echo("upgraded; `git diff` shows it" if found.needed else "nothing to upgrade")
+    elif found.needed:
+        click.echo("`lean-finetune init --upgrade` changes all of these that do not stay")
+        sys.exit(1)
