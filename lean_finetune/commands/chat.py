@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,8 @@ class ChatSession:
         if not sys.stdin.isatty():
             line = sys.stdin.readline()
             return line.strip() if line else None
-        import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
+        with suppress(ImportError):  # Windows, whose terminal edits lines itself.
+            import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
 
         try:
             return input("> ").strip()

@@ -16,7 +16,9 @@ from lean_finetune.config.load import COMMON_PARAMS
 from lean_finetune.core.read_yaml import read_yaml
 from tests.conftest import ROOT
 from tests.cuda_memory.snapshots import Snapshot, frame
+from tests.other_systems.emulated_system import POSIX_MODULES
 from tests.processes import run_bounded
+from tests.test_layers import imported_names
 
 AXOLOTL = "base_model: tiny\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nmicro_batch_size: 1\nsequence_len: 512\n"
 ROW = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -56,12 +58,13 @@ LINES = (
     "import axolotl.yaml --out imported.yaml",
     "snapshot snapshot.pickle --html page.html",
     "doctor",
+    "init run --model tiny --data rows.jsonl --method lora",
 )
 
 
 def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     """What the commands answer on every system without bitsandbytes."""
-    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, modules = answers
+    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, init, modules = answers
     assert version["code"] == 0, version
     assert lora["code"] == 0 and lora["stdout"].startswith("verdict              fits: "), lora
     for refused, key, instead in (
@@ -79,11 +82,13 @@ def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     assert imported["code"] == 0 and (directory / "imported.yaml").is_file(), imported
     assert snapshot["code"] == 0 and "<html" in (directory / "page.html").read_text(), snapshot
     assert "Traceback" not in doctor["stderr"] and "packages" in doctor["stdout"], doctor
+    assert init["code"] == 0 and (directory / "run/dvc.yaml").is_file() and (directory / "run/.dvc").is_dir(), init
     assert modules["code"] == 0, modules["stderr"]
     # Locks and files that were half-written are gone.
     assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_commands_work_on_windows_and_stages_say_where_they_run(directory: Path):
     """`import fcntl`, SIGUSR1, /proc or an open lock file that is removed, in a command that needs none of them."""
     stage, *answers = answers_on("win32", directory, *LINES)
@@ -98,6 +103,26 @@ def test_commands_and_stages_start_on_macos(directory: Path):
     stage, *answers = answers_on("darwin", directory, *LINES)
     assert stage["code"] == 0, stage
     check_commands(answers, directory)
+
+
+def test_modules_that_a_system_or_installation_lacks_are_imported_in_few_places():
+    """`import fcntl` or `import bitsandbytes` in a module that every command reads."""
+    lacking = {*POSIX_MODULES, "bitsandbytes", "msvcrt"}
+    found = {
+        (path.relative_to(ROOT).as_posix(), top)
+        for package in ("cuda_memory", "lean_finetune")
+        for path in (ROOT / package).rglob("*.py")
+        for top in {name.partition(".")[0] for name in imported_names(path)} & lacking
+    }
+    assert found == {
+        ("lean_finetune/commands/chat.py", "readline"),
+        ("lean_finetune/commands/doctor.py", "bitsandbytes"),
+        ("lean_finetune/core/optional_bitsandbytes.py", "bitsandbytes"),
+        ("lean_finetune/core/systems.py", "fcntl"),
+        ("lean_finetune/core/systems.py", "msvcrt"),
+        ("lean_finetune/data/read/worker_memory.py", "resource"),
+        ("lean_finetune/train/monitor/memory_monitor.py", "resource"),
+    }
 
 
 def test_a_pipe_of_windows_gets_question_marks_for_bars(monkeypatch: pytest.MonkeyPatch):
