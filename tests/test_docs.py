@@ -36,7 +36,19 @@ TARGETS = set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.
 YAML_FILES = YAML(typ="safe")
 STAGES = set(YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"])
 PARAMS = parse_params(YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8")))
-OTHER_TOOLS = {"cd", "python3", "pre-commit", "git", "source", "hf", "sbatch", "nvidia-smi", "tail", "tensorboard", "docker"}
+OTHER_TOOLS = {
+    "cd",
+    "python3",
+    "pre-commit",
+    "git",
+    "source",
+    "hf",
+    "sbatch",
+    "nvidia-smi",
+    "tail",
+    "tensorboard",
+    "docker",
+}
 """Commands that are not ours, apart from their paths."""
 
 

@@ -59,12 +59,13 @@ LINES = (
     "snapshot snapshot.pickle --html page.html",
     "doctor",
     "init run --model tiny --data rows.jsonl --method lora",
+    "init run --check",
 )
 
 
 def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     """What the commands answer on every system without bitsandbytes."""
-    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, init, modules = answers
+    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, init, check, modules = answers
     assert version["code"] == 0, version
     assert lora["code"] == 0 and lora["stdout"].startswith("verdict              fits: "), lora
     for refused, key, instead in (
@@ -83,6 +84,7 @@ def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     assert snapshot["code"] == 0 and "<html" in (directory / "page.html").read_text(), snapshot
     assert "Traceback" not in doctor["stderr"] and "packages" in doctor["stdout"], doctor
     assert init["code"] == 0 and (directory / "run/dvc.yaml").is_file() and (directory / "run/.dvc").is_dir(), init
+    assert check["code"] == 0, check
     assert modules["code"] == 0, modules["stderr"]
     # Locks and files that were half-written are gone.
     assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
