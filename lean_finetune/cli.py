@@ -7,6 +7,7 @@ import click
 from cuda_memory.errors import one_line_usage_errors
 from cuda_memory.snapshot import snapshot
 from lean_finetune.commands.chat import chat
+from lean_finetune.commands.choose.plan import plan
 from lean_finetune.commands.doctor import doctor
 from lean_finetune.commands.explain import explain
 from lean_finetune.commands.export import export
@@ -49,7 +50,7 @@ def main() -> None:
     """
 
 
-for command in (init, fit, import_config, preset, doctor, chat, generate, export, explain, snapshot):
+for command in (init, fit, plan, import_config, preset, doctor, chat, generate, export, explain, snapshot):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -37,7 +37,15 @@ UNPINNED = {
 """Files that no stage runs, besides those of UNPINNED_PACKAGES: `lean-finetune`, `make compare` and `make plots`."""
 UNPINNED_PACKAGES = tuple(
     f"lean_finetune/{name}/"
-    for name in ("commands", "example_configs", "memory/tool_step", "other_tools", "presets", "project")
+    for name in (
+        "commands",
+        "example_configs",
+        "memory/choice",
+        "memory/tool_step",
+        "other_tools",
+        "presets",
+        "project",
+    )
 )
 LIBRARY = ("cuda_memory", "lean_finetune")
 

@@ -13,9 +13,9 @@ PACKAGES = """
 core config pinning
 data/read data/format data/chat data/encode data/shards
 plan model/attention model/experts model/files model step/offload step distributed
-memory memory/trace memory/predict memory/tool_step memory/advice
+memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
-evaluate report stages commands/tuned commands/convert commands/project commands
+evaluate report stages commands/tuned commands/convert commands/project commands commands/choose
 """.split()
 MOST_MODULES = 15
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks")

@@ -3,9 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +16,10 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import json_object
 from lean_finetune.pinning.locate import find_model
-from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
+
+if TYPE_CHECKING:
+    from lean_finetune.data.read.row_block import RowBlock
 
 OPTION = "--lengths"
 MOST_ROWS = 20_000
@@ -40,17 +45,18 @@ def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     """
     path = Path(value)
     if "=" in value and not path.exists():
-        return _index(of_quantiles(value))
+        return index_of(of_quantiles(value))
     if not path.exists():
         raise UserError(f"{OPTION}: must be {FORMS}; got {value!r}, which is no file")
     numbers = _numbers(path) if path.is_file() else None
-    found = _tokenized(path, p, truncates=truncates) if numbers is None else _index(np.array(numbers, dtype=np.int32))
+    found = _tokenized(path, p, truncates=truncates) if numbers is None else index_of(np.array(numbers, dtype=np.int32))
     if not len(found.lengths):
         raise UserError(f"{OPTION}: {path} has no rows; name another file")
     return found
 
 
-def _index(lengths: np.ndarray, supervised: np.ndarray | None = None) -> RowIndex:
+def index_of(lengths: np.ndarray, supervised: np.ndarray | None = None) -> RowIndex:
+    """The index of rows of one source; `supervised` None means all tokens but the first."""
     return RowIndex(
         lengths=lengths,
         supervised=lengths - 1 if supervised is None else supervised,
@@ -133,10 +139,8 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     Raises:
         UserError: the model's tokenizer is not here, or a row cannot be used.
     """
-    from lean_finetune.data.read.source_blocks import file_names, read_blocks  # Here: only rows need them.
-    from lean_finetune.data.shards.tokenize_job import prepare_job
-    from lean_finetune.pinning.data_source import local_lock
-    from lean_finetune.pinning.model_source import read_stop_ids
+    from lean_finetune.data.read.source_blocks import read_blocks  # Here: only rows need them.
+    from lean_finetune.pinning.data_source import unwatched_lock
 
     directory = find_model(p.model.name, p.model.revision)
     if not (directory / "tokenizer.json").is_file():
@@ -144,23 +148,47 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
             f"{OPTION}: {p.model.name} has no tokenizer.json here, which counts the tokens of {path}; name a local "
             "model with its tokenizer, or give lengths"
         )
-    data = _own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
-    lock = local_lock(OPTION, data)
+    data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
+    lock = unwatched_lock(OPTION, data)
+    return lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
+
+
+def lengths_of(
+    blocks: "Iterable[RowBlock]", lock: Mapping[str, Any], data: Data, p: Params, directory: Path
+) -> RowIndex:
+    """The rows of some blocks of a source, as stage tokenize would make them.
+
+    Args:
+        blocks: of the sources in `lock`.
+        lock: what locks/data.json has for `data`.
+        data: how rows are read.
+        p: the engine of the tokenizer, run.tokenizer_engine.
+        directory: of the model's tokenizer.
+
+    Raises:
+        UserError: a row cannot be used.
+    """
+    from lean_finetune.data.read.source_blocks import file_names
+    from lean_finetune.data.shards.tokenize_job import prepare_job
+    from lean_finetune.pinning.model_source import read_stop_ids
+
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
     job = prepare_job(data, p.run.tokenizer_engine, lock, {"files": {}, "stop_ids": stops}, directory)
     names = file_names(lock)
-    lengths, supervised = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-    for block in read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None):
+    lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
+    for block in blocks:
         tokens = job.tokenizer(block)
         if data.on_bad_row == "fail" and tokens.tally.counts[block.source]["bad_rows"]:
             bad = tokens.tally.rejects[-1]  # Reading the block ends there.
             raise UserError(f"{names[bad.file]}:{bad.line}: {bad.reason}")
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
-    return _index(np.concatenate(lengths), np.concatenate(supervised))
+        sources.append(np.full(len(lengths[-1]), block.source, np.uint16))
+    found = index_of(np.concatenate(lengths), np.concatenate(supervised))
+    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source))
 
 
-def _own_data(data: Data, path: Path, max_length: int) -> Data:
+def own_data(data: Data, path: Path, max_length: int) -> Data:
     """The section for the rows of a file: all of them are trained."""
     own = {"source": str(path), "split": None, "config": None, "revision": None, "heldout_source": None}
     every = {"heldout_fraction": 0.0, "drop_duplicates": False, "max_rows": None}

@@ -254,20 +254,16 @@ def pin_data(data: Data, locks: Path) -> str | None:
     Raises UserError if a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
     """
     pinned, watched = [], []
-    shared = {"revision": data.revision, "config": data.config, "split": data.split}
     named = named_sources(data.source)
     trained = len(named)
     if data.heldout_source is not None:
         named += named_sources(data.heldout_source, HELDOUT_SOURCE)
     for parameter, one in named:
-        if one.source.startswith(HUB_PREFIX):
-            inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
-            pinned.append(_pin_hub(parameter, one.model_copy(update=inherited)))
-        else:
-            local = pin_local(parameter, one.source, one.split, data.split)
+        entry, local = _pin_source(parameter, one, data)
+        pinned.append(entry)
+        if local is not None:
             refuse_unignored(parameter, one.source, local.paths)
             watched.append(local)
-            pinned.append(_entry(one, local.kind, local.files, split=local.split))
     if data.split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", data.split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     _hold_out(pinned[:trained], pinned[trained:])
@@ -288,19 +284,29 @@ def pin_data(data: Data, locks: Path) -> str | None:
     )
 
 
-def local_lock(parameter: str, data: Data) -> dict[str, Any]:
-    """What locks/data.json would have for a local data.source; nothing is written, and DVC watches nothing.
+def _pin_source(parameter: str, one: Source, data: Data) -> tuple[dict[str, Any], LocalSource | None]:
+    """The lock's entry of a source, and what DVC must watch of a local one."""
+    if one.source.startswith(HUB_PREFIX):
+        shared = {"revision": data.revision, "config": data.config, "split": data.split}
+        inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
+        return _pin_hub(parameter, one.model_copy(update=inherited)), None
+    local = pin_local(parameter, one.source, one.split, data.split)
+    return _entry(one, local.kind, local.files, split=local.split), local
+
+
+def unwatched_lock(parameter: str, data: Data) -> dict[str, Any]:
+    """What locks/data.json would have for data.source; nothing is written, and DVC watches nothing.
+
+    Messages call the source `parameter`.
 
     Raises:
-        UserError: the source is missing, empty, or of an unknown kind.
+        UserError: the source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
     """
-    assert isinstance(data.source, str)
-    local = pin_local(parameter, data.source, data.split, None)
-    entry = {"kind": local.kind, "files": local.files, "split": local.split, "revision": None, "config": None}
     template = template_file(data.chat_template)
+    named = named_sources(data.source, parameter)
     return {
         "schema": DATA_SCHEMA,
-        "sources": [{"source": data.source, "format": data.format, "columns": data.columns, "rows": None, **entry}],
+        "sources": [_pin_source(name, one, data)[0] for name, one in named],
         "chat_template_sha256": None if template is None else sha256_file(template),
     }
 

@@ -289,3 +289,20 @@ def find_model(name: str, revision: str | None = None) -> Path:
         refuse_adapter(download("model.name", name, "model", revision or "main", [ADAPTER_CONFIG]), name)
         raise UserError(f"model.name: {name} has no {CONFIG_FILE}; name a model that transformers saved")
     return directory
+
+
+def find_tokenizer(name: str, revision: str | None = None) -> Path:
+    """`find_model`, with the tokenizer's files; of a hub model they are downloaded.
+
+    Raises:
+        UserError: as `find_model`, or the model has no tokenizer.json.
+    """
+    directory = find_model(name, revision)
+    if not (directory / "tokenizer.json").is_file() and HUB_ID.fullmatch(name) and not Path(name).exists():
+        directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE, *TOKENIZER_FILES])
+    if not (directory / "tokenizer.json").is_file():
+        raise UserError(
+            f"model.name: {name} has no tokenizer.json, which counts the tokens of rows; name a model with its "
+            "tokenizer, or give --length or --lengths"
+        )
+    return directory

@@ -118,15 +118,72 @@ def advise(
     return search.found
 
 
-class _Search:
-    """Traces candidates and collects those that fit."""
+class Tracer:
+    """Traces candidates, and knows by bounds which of them cannot fit."""
+
+    def __init__(self, run: Run, costs: Costs, usable_bytes: int, *, most_traces: int):
+        """`usable_bytes`: the most with which `run` fits, without its margin. `most_traces`: for the progress bar."""
+        self.costs, self._usable, self._margin = costs, usable_bytes, run.margin
+        self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
+        self.bar = progress_bar(total=most_traces, desc="advice", unit=" traces", disable=not run.params.run.progress)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a candidate fits, by a trace if no bound rules it out."""
+        return self.may_fit(candidate) and self.peak_bytes(candidate) <= self.most_bytes(candidate)
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether neither a bound nor a stronger candidate that does not fit rules it out."""
+        if candidate.flags in self.traced:
+            return True
+        most = self.most_bytes(candidate)
+        stronger = any(peak.bytes > most and other.covers(candidate) for other, peak in self.traced.values())
+        return not stronger and self.bound(candidate) <= most
+
+    def most_bytes(self, candidate: Candidate) -> int:
+        """The largest predicted peak with which a candidate fits: another one than the run's if its margin differs."""
+        if candidate.run.margin is self._margin:
+            return self._usable
+        usable = self._usable if self._margin is None else self._margin.with_margin(self._usable)
+        return usable if candidate.run.margin is None else candidate.run.margin.most_bytes(usable)
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Its predicted peak; more than any device has if it cannot be traced."""
+        if candidate.flags not in self.traced:
+            try:
+                peak = candidate.run.predict().peak
+            except UserError:  # For example, GPUs that cannot share the model in this way.
+                peak = REFUSED
+            self.traced[candidate.flags] = (candidate, peak)
+            self.bar.update()
+        return self.traced[candidate.flags][1].bytes
+
+    def bound(self, candidate: Candidate) -> int:
+        """Lower bound of a candidate's peak from its states and from traced candidates."""
+        setting = candidate.run.setting
+        least, gradients = self.costs.least_bytes(setting), self.costs.gradient_bytes(setting)
+        states = least + self.costs.gathered_bytes(setting)
+        bounds = [least, states - (0 if candidate.sums_gradients else gradients)]
+        for other, peak in self.traced.values():
+            if peak is REFUSED or not _bounds(other, candidate):
+                continue
+            beside = peak.bytes - self.costs.least_bytes(other.run.setting)
+            beside -= self.costs.gathered_bytes(other.run.setting) + _most_saved_bytes(other, candidate, peak)
+            both = other.sums_gradients and candidate.sums_gradients
+            if not other.sums_gradients:
+                beside += self.costs.gradient_bytes(other.run.setting)
+            share = min(1.0, candidate.most_tokens / other.most_tokens)
+            bounds.append(states - (0 if both else gradients) + int(share * beside))
+        return max(bounds)
+
+
+class _Search(Tracer):
+    """Collects the candidates that fit."""
 
     def __init__(self, run: Run, costs: Costs, usable_bytes: int, confirm: Confirm | None):
-        self._costs, self._usable, self._confirm, self._margin = costs, usable_bytes, confirm, run.margin
+        super().__init__(run, costs, usable_bytes, most_traces=MOST_TRACES)
+        self._confirm = confirm
         self._refused: set[tuple[str, ...]] = set()
-        self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
         self._fitting: list[tuple[Candidate, int]] = []
-        self.bar = progress_bar(total=MOST_TRACES, desc="advice", unit=" traces", disable=not run.params.run.progress)
 
     @property
     def open(self) -> bool:
@@ -146,7 +203,7 @@ class _Search:
 
     def _remedy(self, candidate: Candidate, peak_bytes: int) -> Remedy:
         """A candidate with its price."""
-        host_bytes, disk_bytes = self._costs.offloaded_bytes(candidate.run.setting)
+        host_bytes, disk_bytes = self.costs.offloaded_bytes(candidate.run.setting)
         return Remedy(
             flags=candidate.flags,
             peak_bytes=peak_bytes,
@@ -154,14 +211,14 @@ class _Search:
             effect=candidate.effect_text,
             host_bytes=host_bytes,
             disk_bytes=disk_bytes,
-            step_seconds=self._costs.step_time(candidate.run),
+            step_seconds=self.costs.step_time(candidate.run),
         )
 
     def search_group(self, candidates: Sequence[Candidate]) -> None:
         """Find the candidates of a group that fit without unnecessary switches."""
         fastest = min((c.slowdown for c, _ in self._fitting), default=None)
         wanted = [c for c in candidates if fastest is None or c.slowdown < FASTER * fastest]
-        fitting = [candidate for candidate in self._strongest(wanted) if fastest is None and self._fits(candidate)]
+        fitting = [candidate for candidate in self._strongest(wanted) if fastest is None and self.fits(candidate)]
         if fastest is None and not fitting:
             return
         # By states, the strongest candidate: if it does not fit, no other one with these states does.
@@ -170,8 +227,8 @@ class _Search:
         for candidate in wanted:
             if not self.open or self._traces >= last or len(self._fitting) - before >= MOST_FOUND_IN_GROUP:
                 break
-            possible = self._may_fit(candidate) and self._fits(least_of[_states(candidate)])
-            if possible and self._adds(candidate, self._fitting[before:]) and self._fits(candidate):
+            possible = self.may_fit(candidate) and self.fits(least_of[_states(candidate)])
+            if possible and self._adds(candidate, self._fitting[before:]) and self.fits(candidate):
                 self._offer(candidate)
                 last = min(self._traces + TRACES_BEYOND, MOST_TRACES)
         if len(self._fitting) == before and fastest is None:
@@ -184,7 +241,7 @@ class _Search:
         """The candidates with the least states: one without updates in backward, and one with them."""
         for branch in dict.fromkeys(c.level("in_backward") for c in candidates):
             alike = (c for c in candidates if c.level("in_backward") == branch)
-            yield min(alike, key=lambda c: (self._costs.least_bytes(c.run.setting), -c.total_level))
+            yield min(alike, key=lambda c: (self.costs.least_bytes(c.run.setting), -c.total_level))
 
     def _lightened(self, candidate: Candidate, candidates: Sequence[Candidate], last: int) -> Candidate:
         """A candidate that fits, without its unnecessary switches. The slowest ones are removed first.
@@ -194,7 +251,7 @@ class _Search:
         lighter = [c for c in candidates if candidate.covers(c) and c is not candidate]
         for other in lighter:
             changed = sum(a.level != b.level for a, b in zip(candidate.options, other.options, strict=True))
-            if changed == 1 and (self._traces < last or other.flags in self.traced) and self._fits(other):
+            if changed == 1 and (self._traces < last or other.flags in self.traced) and self.fits(other):
                 return self._lightened(other, lighter, last)
         return candidate
 
@@ -203,72 +260,24 @@ class _Search:
         covered = [(other, peak_bytes) for other, peak_bytes in self._fitting if candidate.covers(other)]
         if not covered:
             return True
-        tight = all(peak_bytes > ROOMY * self._most(other) for other, peak_bytes in self._fitting)
-        roomy = ROOMY * self._most(candidate)
+        tight = all(peak_bytes > ROOMY * self.most_bytes(other) for other, peak_bytes in self._fitting)
+        roomy = ROOMY * self.most_bytes(candidate)
         return (
             tight
             and covered == list(of_class)
-            and self._bound(candidate) <= roomy
-            and self._fits(candidate)
-            and self._peak(candidate) <= roomy
+            and self.bound(candidate) <= roomy
+            and self.fits(candidate)
+            and self.peak_bytes(candidate) <= roomy
         )
 
     def _offer(self, candidate: Candidate) -> None:
         """Add a candidate that fits to the result if it is confirmed, with the confirmed peak."""
-        traced = self._peak(candidate)
+        traced = self.peak_bytes(candidate)
         peak_bytes = traced if self._confirm is None else self._confirm(candidate, traced)
         if peak_bytes is None:
             self._refused.add(candidate.flags)
         elif candidate.flags not in self._refused:
             self._fitting.append((candidate, peak_bytes))
-
-    def _fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate fits, by a trace if no bound rules it out."""
-        return self._may_fit(candidate) and self._peak(candidate) <= self._most(candidate)
-
-    def _may_fit(self, candidate: Candidate) -> bool:
-        """Whether neither a bound nor a stronger candidate that does not fit rules it out."""
-        if candidate.flags in self.traced:
-            return True
-        most = self._most(candidate)
-        stronger = any(peak.bytes > most and other.covers(candidate) for other, peak in self.traced.values())
-        return not stronger and self._bound(candidate) <= most
-
-    def _most(self, candidate: Candidate) -> int:
-        """The largest predicted peak with which a candidate fits: another one than the run's if its margin differs."""
-        if candidate.run.margin is self._margin:
-            return self._usable
-        usable = self._usable if self._margin is None else self._margin.with_margin(self._usable)
-        return usable if candidate.run.margin is None else candidate.run.margin.most_bytes(usable)
-
-    def _peak(self, candidate: Candidate) -> int:
-        """Its predicted peak; more than any device has if it cannot be traced."""
-        if candidate.flags not in self.traced:
-            try:
-                peak = candidate.run.predict().peak
-            except UserError:  # For example, GPUs that cannot share the model in this way.
-                peak = REFUSED
-            self.traced[candidate.flags] = (candidate, peak)
-            self.bar.update()
-        return self.traced[candidate.flags][1].bytes
-
-    def _bound(self, candidate: Candidate) -> int:
-        """Lower bound of a candidate's peak from its states and from traced candidates."""
-        setting = candidate.run.setting
-        least, gradients = self._costs.least_bytes(setting), self._costs.gradient_bytes(setting)
-        states = least + self._costs.gathered_bytes(setting)
-        bounds = [least, states - (0 if candidate.sums_gradients else gradients)]
-        for other, peak in self.traced.values():
-            if peak is REFUSED or not _bounds(other, candidate):
-                continue
-            beside = peak.bytes - self._costs.least_bytes(other.run.setting)
-            beside -= self._costs.gathered_bytes(other.run.setting) + _most_saved_bytes(other, candidate, peak)
-            both = other.sums_gradients and candidate.sums_gradients
-            if not other.sums_gradients:
-                beside += self._costs.gradient_bytes(other.run.setting)
-            share = min(1.0, candidate.most_tokens / other.most_tokens)
-            bounds.append(states - (0 if both else gradients) + int(share * beside))
-        return max(bounds)
 
 
 REFUSED = Peak(bytes=1 << 62, by_category={})

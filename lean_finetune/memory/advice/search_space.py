@@ -1,5 +1,6 @@
 """The changes that advice tries: the options of every switch and their combinations."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -54,6 +55,8 @@ class Option:
     """The run with the micro-batches of this option."""
     note: str = ""
     """What it changes besides its effect."""
+    work: float = 1.0
+    """Tokens of a step with padding, relative to those of the run itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +122,15 @@ def switch_names() -> list[str]:
 class Space:
     """The options of every switch, and their combinations."""
 
-    def __init__(self, run: Run, costs: Costs):
-        """Find the options."""
+    def __init__(self, run: Run, costs: Costs, sizes: Iterable[Option] | None = None):
+        """Find the options. `sizes` are those of `MICRO_BATCH`, ascending by level; None means halved ones."""
         self._run, self._costs = run, costs
         unchanged = Option(flags=(), effect=SAME, ease=0, level=0, run=run)
         support = Support(
             cuda=costs.cuda, native_bf16=run.device.native_bf16, host_ram_known=run.host_ram_bytes is not None
         )
         # Updates in the backward pass need steps of one micro-batch.
-        smaller = [] if run.setting.train.optimizer_in_backward else budgets_of(run)
+        smaller = () if run.setting.train.optimizer_in_backward else budgets_of(run) if sizes is None else sizes
         found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
         self._options = [[unchanged, *options] for options in found]
         self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)
@@ -169,7 +172,8 @@ class Space:
             if micro_batches != self._run.micro_batches_per_step:
                 setting = replace(setting, accumulates_gradients=micro_batches > 1)
             changed = replace(resized, setting=setting, micro_batches_per_step=micro_batches)
-        return Candidate(options=options, run=changed, slowdown=self._costs.slowdown(changed))
+        work = math.prod(option.work for option in options)
+        return Candidate(options=options, run=changed, slowdown=work * self._costs.slowdown(changed))
 
 
 def _options_of(switch: Switch, run: Run, support: Support) -> Iterator[Option]:

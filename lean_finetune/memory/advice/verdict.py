@@ -212,7 +212,15 @@ def answer(
 
 
 def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | None:
-    """The peak of a changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it.
+    """The peak of a changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it."""
+    found = confirmed_run(run, candidate, traced_bytes)
+    return None if found is None else found[1].peak.bytes
+
+
+def confirmed_run(
+    run: Run, candidate: Candidate, traced_bytes: int
+) -> tuple[Run, Prediction, PlanMemory | None] | None:
+    """A changed run that its own verdict accepts; None if it does not fit, or a later stage refuses it.
 
     A planned run gets the plan that the change leads to; a run with full rows is what `fit` makes of the overrides.
     `traced_bytes` is the peak of the candidate's own micro-batches.
@@ -234,7 +242,7 @@ def confirmed_peak(run: Run, candidate: Candidate, traced_bytes: int) -> int | N
         return None  # Skip the replay of a plan, which takes as long as the prediction.
     if run.planned is not None:
         memory, _ = trial.replay(prediction)
-    return prediction.peak.bytes if judge_run(trial, prediction, memory).fits else None
+    return (trial, prediction, memory) if judge_run(trial, prediction, memory).fits else None
 
 
 def other_segments(memory: PlanMemory, prediction: Prediction) -> tuple[Remedy, ...]:

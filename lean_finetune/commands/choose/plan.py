@@ -1,0 +1,215 @@
+"""The command `lean-finetune plan`: choose the fastest memory switches that fit, and write them into params.yaml."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from cuda_memory.gpus import gpu_names
+from cuda_memory.units import round_up
+from lean_finetune.commands.preset import change_params
+from lean_finetune.commands.row_lengths import row_index
+from lean_finetune.commands.without_compiler import importing_without_compiler
+from lean_finetune.config.field_types import AnyPrecision, Method
+from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
+from lean_finetune.config.schema import Params
+from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
+from lean_finetune.core.read_yaml import parse_yaml
+from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.memory.gpu_names import named_gpu
+from lean_finetune.pinning.locate import find_model
+from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.planner import pad_multiple
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.choice.choose import Chosen
+
+PATH = click.Path(path_type=Path)
+BEST = "best"
+ROUNDED_LENGTH = 64
+"""data.max_length is a multiple of this: rows slightly longer than those of the sample are not cut."""
+
+
+@click.command(cls=StageCommand)
+@click.option("--model", help="A hub id, a directory, or a config.json. Default: that of the params file.")
+@click.option("--data", help="The rows to train: a file, directory, glob or hf://org/name. Default: as for --model.")
+@click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs.")
+@click.option(
+    "--method",
+    type=click.Choice([*get_args(Method), BEST]),
+    help="What is trained; best: the first of full, lora, qlora that fits. Default: as for --model, or best.",
+)
+@click.option("--length", type=click.IntRange(min=1), help="Tokens at which rows end. Default: the longest row's.")
+@click.option("--lengths", help="The rows' tokens instead of rows: see `fit --lengths`.")
+@click.option("--precision", type=click.Choice(get_args(AnyPrecision)), help="Default: auto, by the GPU.")
+@click.option("--host-ram", type=click.FloatRange(min=0, min_open=True), help="GiB of the host, for offload.")
+@click.option("--set", "-S", "sets", multiple=True, metavar="KEY=VALUE", help="Any parameter; it keeps this value.")
+@click.option("--params", type=PATH, help="A params.yaml to start from. Default: ./params.yaml if it exists.")
+@click.option("--out", type=PATH, help="The params.yaml to write. Default: the one to start from.")
+@click.option("--choice", type=click.IntRange(1, 3), default=1, show_default=True, help="Which of the sets to write.")
+@click.option("--dry-run", is_flag=True, help="Write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
+def plan(
+    model: str | None,
+    data: str | None,
+    gpu: str | None,
+    gpus: int | None,
+    method: str | None,
+    length: int | None,
+    lengths: str | None,
+    precision: str | None,
+    host_ram: float | None,
+    sets: tuple[str, ...],
+    params: Path | None,
+    out: Path | None,
+    choice: int,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Choose the fastest memory switches that fit a GPU, for your rows.
+
+    For example: lean-finetune plan --model Qwen/Qwen3-8B --data rows.jsonl --gpu RTX-4090
+
+    Counts the tokens of a sample of the rows, predicts memory and time of many settings without a GPU, prints the best
+    three, and writes the first into params.yaml. Exit code: 0 if one fits, 3 if none does, 2 if the command line is
+    wrong.
+    """
+    if data is not None and lengths is not None:
+        raise UsageFault("--lengths: stands in for rows; leave out --data or --lengths")
+    values = {
+        "model.name": model,
+        "data.source": data,
+        "hardware.gpu": gpu,
+        "hardware.num_gpus": gpus,
+        "hardware.host_ram_gib": host_ram,
+        "train.method": None if method == BEST else method,
+        "train.precision": precision or "auto",
+    }
+    asked = _asked(values, method, sets, params, out)
+    with importing_without_compiler():  # Here: imports torch, which --help skips.
+        from lean_finetune.commands.choose.plan_text import plan_json, plan_lines
+        from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
+
+    rows: SampledRows | None = None
+    index: RowIndex | None = None
+    if lengths is not None:
+        index = row_index(lengths, asked.params, truncates=False)
+        rows = SampledRows(index=index, tokenized=len(index.lengths), total=len(index.lengths))
+    elif data is not None or (length is None and asked.file != COMMON_PARAMS):
+        rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
+    elif length is None and "data.max_length" not in asked.fixed:
+        raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
+    chosen, flags = _chosen(asked, rows, length)
+    target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
+    if not chosen.choices:
+        click.echo(json.dumps(plan_json(chosen, rows, flags), indent=2)) if as_json else None
+        from lean_finetune.commands.choose.plan_text import nothing_fits
+
+        raise DoesNotFit(nothing_fits(chosen))
+    if choice > len(chosen.choices):
+        raise UsageFault(f"--choice: there are {len(chosen.choices)} sets that fit; got {choice}; name one of them")
+    picked = {**dict(text.split("=", 1) for text in flags), **chosen.choices[choice - 1].flags}
+    changed: Mapping[str, Any] | None = None
+    if target is not None:
+        changed = change_params(_nested(picked), target if target.exists() else asked.file, target)
+    if as_json:
+        click.echo(json.dumps({**plan_json(chosen, rows, flags), "written": str(target) if target else None}, indent=2))
+        return
+    for line in plan_lines(chosen, rows, choice):
+        click.echo(line)
+    click.echo("")
+    own = load_params(asked.file).model_dump()
+    if changed is None:
+        changed = {key: parse_yaml(text) for key, text in picked.items() if _value(own, key) != parse_yaml(text)}
+        click.echo("not written; --out FILE writes a params.yaml with" if target is None else "")
+    else:
+        click.echo(f"{target}: {'written with' if changed else 'no change'}")
+    for key, value in changed.items():
+        click.echo(f"  {key}: {'' if value is None else json.dumps(value)}")
+
+
+def _value(sections: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        sections = sections[key]
+    return sections
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the command line asks for."""
+
+    params: Params
+    file: Path
+    """Where the parameters come from."""
+    methods: tuple[Method, ...]
+    """To be tried in this order."""
+    fixed: frozenset[str]
+    """Parameters of --set, which keep their values."""
+    flags: tuple[str, ...]
+    """Overrides of the command line."""
+
+
+def _asked(
+    values: Mapping[str, Any], method: str | None, sets: Sequence[str], params: Path | None, out: Path | None
+) -> _Asked:
+    """The parameters of a command line; `values` are options by parameter, None where they are not given."""
+    file = params or (PARAMS_FILE if PARAMS_FILE.exists() else COMMON_PARAMS)
+    p = load_params(file)
+    if file == COMMON_PARAMS and values["model.name"] is None:
+        raise UsageFault(f"--model: name a hub id, a directory or a config.json; there is no {PARAMS_FILE} here")
+    flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    gpus = values["hardware.num_gpus"] or p.hardware.num_gpus
+    sharding = "none" if gpus == 1 else "ddp" if p.train.sharding == "none" else p.train.sharding
+    try:
+        flags = [*flags, f"train.sharding={sharding}", *sets]
+        p = with_flags(p, [*flags, f"run.progress={json.dumps(sys.stderr.isatty())}"], check=False)
+        if p.hardware.gpu.strip().lower() != "auto":
+            named_gpu(p.hardware.gpu)
+    except UserError as error:
+        raise UsageFault(str(error)) from None
+    find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
+    from lean_finetune.memory.choice.choose import BEST as METHODS
+
+    best = method == BEST or (method is None and file == COMMON_PARAMS)
+    fixed = frozenset(text.partition("=")[0].strip() for text in sets)
+    methods = METHODS if best and "train.method" not in fixed else (p.train.method,)
+    return _Asked(params=p, file=file, methods=methods, fixed=fixed, flags=tuple(flags))
+
+
+def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list[str]]":
+    """The answer, and the overrides of the command line with the length of rows."""
+    from lean_finetune.memory.choice.choose import choose
+    from lean_finetune.memory.devices import resolve_gpu
+    from lean_finetune.model.model_config import max_positions, read_config
+
+    p, flags = asked.params, list(asked.flags)
+    device, _ = resolve_gpu(p.hardware.gpu)
+    config = read_config(find_model(p.model.name, p.model.revision))
+    index = None if rows is None else rows.index
+    if "data.max_length" not in asked.fixed:
+        if length is None:
+            longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
+            length = min(longest, max_positions(config) or longest)
+        flags.append(f"data.max_length={length}")
+    p = with_flags(p, [*flags, f"run.progress={json.dumps(p.run.progress)}"], check=False)
+    p = with_flags(p, [f"bucket.max_tokens={max(p.bucket.max_tokens, round_up(p.data.max_length, pad_multiple(p)))}"])
+    if index is not None:
+        index = index.shortened(p.data.max_length)
+    return choose(p, config, device, asked.methods, asked.fixed, index), flags
+
+
+def _nested(flags: Mapping[str, str]) -> dict[str, Any]:
+    """Overrides as sections."""
+    values: dict[str, Any] = {}
+    for dotted, text in flags.items():
+        *sections, key = dotted.split(".")
+        section = values
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = parse_yaml(text)
+    return values

@@ -1,0 +1,146 @@
+"""Choose what is trained and the fastest memory switches for it; what a device lacks if nothing fits."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from cuda_memory.gpus import Device
+from lean_finetune.config.field_types import Method
+from lean_finetune.config.load import keeps_rules
+from lean_finetune.config.schema import Params
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.search import REFUSED
+from lean_finetune.memory.advice.search_space import Candidate
+from lean_finetune.memory.advice.switch import ROUNDED, UNCLIPPED
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, longest_fitting_row, smallest_gpu
+from lean_finetune.memory.choice.fastest import Choice, FastestSets
+from lean_finetune.memory.choice.plain_run import Start, plain_start
+from lean_finetune.plan.optimizer_steps import RowIndex
+
+BEST: tuple[Method, ...] = ("full", "lora", "qlora")
+"""Best quality first: all weights, adapters on exact weights, adapters on rounded weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A method that was tried and is not taken."""
+
+    method: Method
+    why: str | None
+    """Why it is refused; None if it does not fit."""
+    least_bytes: int
+    """The least that any set of switches needs, as far as known."""
+    most_bytes: int
+    """The most with which it would fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The answer."""
+
+    choices: Sequence[Choice]
+    """The best few sets, best first; empty if nothing fits."""
+    start: Start
+    """The plain run of the method that was chosen or tried last."""
+    lost: Sequence[Lost]
+    """Methods with better quality that do not fit."""
+    sets: FastestSets
+
+    @property
+    def method(self) -> Method:
+        """What is trained."""
+        return self.start.run.setting.train.method
+
+
+def choose(
+    p: Params,
+    config: PretrainedConfig,
+    device: Device,
+    methods: Sequence[Method],
+    fixed: Collection[str],
+    index: RowIndex | None,
+) -> Chosen:
+    """The fastest sets of the first of `methods` that fits.
+
+    Parameters in `fixed` keep their values. Of several methods, one that moves weights or optimizer state to the host
+    is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length.
+
+    Raises:
+        UserError: the model, the device or a parameter does not suit the only method.
+    """
+    lost: list[Lost] = []
+    last: FastestSets | None = None
+    for on_device in (True, False) if len(methods) > 1 else (False,):
+        for method in methods if on_device or len(methods) == 1 else methods[-1:]:
+            try:
+                start = plain_start(p, config, device, method, fixed, index)
+            except UserError as error:
+                if len(methods) == 1:
+                    raise
+                lost.append(Lost(method=method, why=str(error), least_bytes=0, most_bytes=0))
+                continue
+            last = FastestSets(start, partial(_allowed, start, fixed, on_device))
+            if last.find(ROUNDED if on_device else UNCLIPPED):
+                return Chosen(choices=last.choices, start=start, lost=lost, sets=last)
+            least, most = least_needed(last)
+            lost.append(Lost(method=method, why=None, least_bytes=least, most_bytes=most))
+    if last is None:
+        raise UserError(lost[-1].why or "")
+    return Chosen(choices=(), start=last.start, lost=lost, sets=last)
+
+
+def _allowed(start: Start, fixed: Collection[str], on_device: bool, flags: tuple[str, ...]) -> bool:
+    """Whether overrides keep what the user named, and the rules between parameters."""
+    values = dict(text.split("=", 1) for text in flags)
+    if fixed & values.keys() or (on_device and values.get("train.offload", "none") != "none"):
+        return False
+    return keeps_rules(start.run.params, flags)
+
+
+def least_needed(sets: FastestSets) -> tuple[int, int]:
+    """The least bytes that any combination needs, as far as known, and the most with which it would fit."""
+    least = min(_candidates(sets), key=lambda one: known_bytes(sets, one) / sets.most_bytes(one))
+    return known_bytes(sets, least), sets.most_bytes(least)
+
+
+def known_bytes(sets: FastestSets, one: Candidate) -> int:
+    """The traced peak of a combination, or its lower bound."""
+    traced = sets.traced.get(one.flags)
+    return sets.bound(one) if traced is None else traced[1].bytes
+
+
+def _candidates(sets: FastestSets) -> list[Candidate]:
+    return [one for group in sets.groups.values() for one in group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WouldDo:
+    """What would make a model fit that does not."""
+
+    peak_bytes: int
+    """Of the set that needs the least."""
+    gpu: str | None
+    """The smallest known GPU on which that set fits."""
+    length: int | None
+    """Tokens of the longest row with which it fits here; None if not even the shortest does."""
+
+
+def what_would_do(chosen: Chosen) -> WouldDo:
+    """The smallest GPU and the longest row for the set that needs the least memory."""
+    sets = chosen.sets
+    traced = [(one, peak) for one, peak in sets.traced.values() if peak is not REFUSED]
+    if not traced:
+        least = min(_candidates(sets), key=lambda one: sets.bound(one))
+        traced = [(least, least.run.predict().peak)]
+    least, peak = min(traced, key=lambda pair: pair[1].bytes / sets.most_bytes(pair[0]))
+    run, fitting = least.run, sets.most_bytes(least)
+    near = {0: sets.costs.least_bytes(run.setting), least.most_tokens: peak.bytes}
+    longest = longest_fitting_row(run, fitting, near).value if near[0] <= fitting else 0
+    known = {(run.device.compute_capability >= (8, 0), run.device.compute_capability >= (9, 0)): peak.bytes}
+    return WouldDo(
+        peak_bytes=peak.bytes,
+        gpu=smallest_gpu(run, known),
+        length=longest if LENGTH_STEP <= longest < run.longest else None,
+    )

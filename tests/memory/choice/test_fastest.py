@@ -1,0 +1,63 @@
+"""`memory/choice`: the fastest set that fits by the verdict, the least harmful to learning first."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from cuda_memory.gpus import GPUS
+from cuda_memory.units import MIB
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.choice.choose import Chosen, choose
+from lean_finetune.model.model_config import read_config
+from lean_finetune.pinning.locate import find_model
+
+GPU = next(gpu for gpu in GPUS if gpu.name == "RTX-4090")
+PARAMS = with_flags(
+    load_params(COMMON_PARAMS),
+    [
+        "model.name=tiny",
+        "data.max_length=512",
+        "bucket.max_tokens=512",
+        "train.tokens_per_step=4096",
+        "run.progress=false",
+    ],
+)
+
+
+@cache
+def chosen_on(mib: int, *methods: str, fixed: tuple[str, ...] = ()) -> Chosen:
+    """The answer for the tiny model on a GPU with this much memory for tensors; as much is left free for blocks."""
+    device = dataclasses.replace(GPU, memory_bytes=GPU.context.max_bytes + 2 * mib * MIB)
+    headroom_percent = 100 * (1 - mib * MIB / device.memory_bytes)
+    p = with_flags(PARAMS, [f"estimate.headroom_percent={headroom_percent}", *fixed])
+    keys = {text.partition("=")[0] for text in fixed}
+    return choose(p, read_config(find_model("tiny")), device, methods, keys, None)  # type: ignore[arg-type]
+
+
+def settings(chosen: Chosen) -> dict[str, str]:
+    return chosen.choices[0].flags
+
+
+def test_a_roomy_gpu_gets_no_switch_and_whole_steps():
+    """Checkpointing or small micro-batches where memory is plenty: a third of the time for nothing."""
+    found = settings(chosen_on(4096, "qlora"))
+    assert (found["train.grad_ckpt"], found["bucket.max_tokens"]) == ("false", "4096")
+
+
+@pytest.mark.parametrize("mib", [80, 70])
+def test_no_traced_set_that_fits_is_faster(mib: int):
+    """A search that stops at the first set that fits, or that trusts a bound which is none."""
+    chosen = chosen_on(mib, "lora")
+    best, sets = chosen.choices[0], chosen.sets
+    assert best.prediction.peak.bytes <= best.run.fitting_bytes
+    same = [one for one in sets.candidates(0) if one.slowdown < 0.995 * best.slowdown]
+    assert same, "the case must have faster sets that do not fit"
+    for one in same:
+        assert one.run.predict().peak.bytes > sets.most_bytes(one), f"{one.flags} fits and is faster"
+
+
+def test_what_the_user_set_stays():
+    """--set train.grad_ckpt=true that the search overrides."""
+    found = chosen_on(4096, "qlora", fixed=("train.grad_ckpt=true", "train.loss_chunk=256"))
+    assert found.start.run.setting.train.grad_ckpt and found.choices[0].run.setting.train.loss_chunk == 256
