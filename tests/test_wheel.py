@@ -20,11 +20,8 @@ from packaging.specifiers import SpecifierSet
 from lean_finetune.pinning.code import ALONE
 from tests.conftest import ROOT
 from tests.processes import run_bounded
+from tests.wheel import build_wheel, tracked_files
 
-PACKAGES = ("cuda_memory", "lean_finetune")
-BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-"""As `python -m build --wheel --no-isolation`."""
-BUILD_FILES = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 COMMANDS = (
     ["--version"],
     ["preset"],
@@ -45,24 +42,10 @@ print(json.dumps([[result.exit_code, result.output] for result in results]))
 """Answers command lines in one process, by the packages in a directory."""
 
 
-def tracked_files() -> list[str]:
-    """Files of the packages that git tracks, and what builds them."""
-    listed = run_bounded(["git", "ls-files", "-z", "--", *PACKAGES, *BUILD_FILES], cwd=ROOT, check=True).stdout
-    return [name for name in listed.split("\0")[:-1] if (ROOT / name).is_file()]
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the checkout's tracked files, built without a network."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in tracked_files():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    (source / "tests").mkdir()
-    (source / "tests/test_nothing.py").touch()
-    run_bounded([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True)
-    (built,) = out.iterdir()
-    return built
+    """The wheel of the checkout's tracked files."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def metadata(wheel: Path) -> Message:

@@ -75,7 +75,7 @@ def _first_error(error: ValidationError) -> str:
         case "extra_forbidden":
             return f"{dotted}: unknown parameter; {_known_keys(keys)}"
         case "missing":
-            return f"{dotted}: parameter is missing; add it to the file, which must have every parameter, or run `lean-finetune init --upgrade`"
+            return f"{dotted}: parameter is missing; add it to the file, or run `lean-finetune init --upgrade`"
         case "model_type" | "model_attributes_type":
             rule = "must be a section with its own keys"
         case _:

@@ -101,6 +101,19 @@ def stages_run(output: str) -> list[str]:
     return re.findall(r"^Running stage '([\w@-]+)':", output, flags=re.MULTILINE)
 
 
+def environment(home: Path) -> dict[str, str]:
+    """The environment of a user with a new home directory."""
+    home.mkdir()
+    return {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def make_clone(root: Path) -> Clone:
     """Copy the files that git tracks or would track into a new repository with one commit."""
     listed = run_bounded(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT).stdout
@@ -110,17 +123,7 @@ def make_clone(root: Path) -> Clone:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
-    home = root.parent / "home"
-    home.mkdir()
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(home),
-        "LANG": "C.UTF-8",
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    clone = Clone(root, environment)
+    clone = Clone(root, environment(root.parent / "home"))
     write_params(root, SMALL_RUN, root / "params.yaml")
     clone.run("git", "init", "-q", "-b", "main")
     clone.run("git", "add", "-A")
