@@ -207,11 +207,12 @@ def test_options_set_their_parameters_alone(home: Path, no_dvc):
     assert invoke(init, "a", "--gpu", "T4", "--method", "lora").exit_code == 0
     mine = (home / "a/params.yaml").read_text().splitlines()
     assert [line.strip() for line, old in zip(mine, lines, strict=True) if line != old] == ["gpu: T4", "method: lora"]
-    assert invoke(init, "b", "--preset", "8b-qlora-24gb", "--gpu", "L4").exit_code == 0
+    done = invoke(init, "b", "--preset", "8b-qlora-24gb", "--gpu", "L4")
+    assert "plan" not in done.output and "  dvc repro estimate   # does it fit?" in done.output
     preset = load_params(home / "b/params.yaml")
     assert (preset.hardware.gpu, preset.train.method, preset.data.max_length) == ("L4", "qlora", 4096)
     done = invoke(init, "c", "--model", "Qwen/Qwen3-8B", "--gpu", "RTX-4090")
-    assert "  dvc repro estimate   # does it fit?" in done.output
+    assert done.output.index("  lean-finetune plan ") < done.output.index("  git add")
     usual, ours = load_params(COMMON_PARAMS), load_params(home / "c/params.yaml")
     assert ours.train == usual.train and ours.bucket == usual.bucket, "another run than the one that `fit` predicts"
 
