@@ -2,8 +2,8 @@
 #   docker build -t lean-finetune .
 FROM python:3.12-slim
 
-# Where PyTorch comes from: by default PyPI, with CUDA. For CPUs: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCH_INDEX=https://pypi.org/simple
+# pip reads it. By default PyTorch comes with CUDA; for CPUs: https://download.pytorch.org/whl/cpu
+ARG PIP_EXTRA_INDEX_URL=
 ARG EXTRAS=tensorboard
 
 # DVC's experiments are git commits.
@@ -13,8 +13,7 @@ RUN apt-get update && \
 
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --constraint constraints.txt \
-    --index-url ${TORCH_INDEX} --extra-index-url https://pypi.org/simple torch
+RUN pip install --no-cache-dir --constraint constraints.txt torch
 COPY LICENSE MANIFEST.in README.md pyproject.toml setup.py ./
 COPY cuda_memory cuda_memory
 COPY lean_finetune lean_finetune
