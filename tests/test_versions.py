@@ -21,7 +21,10 @@ MODULES = {"mlflow-skinny": "mlflow", "vl-convert-python": "vl_convert"}
 USED_BY_OTHERS = {
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow, for a local store"),
     **dict.fromkeys(("dvclive", "tensorboard"), "accelerate.tracking"),
-    **dict.fromkeys(("build", "mkdocs", "mkdocs-material", "mypy", "pytest-xdist", "ruff", "twine"), "a command"),
+    **dict.fromkeys(
+        ("build", "mkdocs", "mkdocs-material", "mypy", "nbclient", "pytest-xdist", "ruff", "twine"), "a command"
+    ),
+    "ipykernel": "nbclient",
     "types-tqdm": "mypy",
 }
 """Packages that nothing here imports, and what uses them."""
