@@ -16,6 +16,7 @@ SWITCHED_OFF: Mapping[str, Any] = {
     **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
     **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
     **{"train.sequence_tiles": None, "train.offload_to": "cpu", "train.fused_kernels": "none"},
+    "train.grad_ckpt_policy": "full",
     **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
 }
 """Memory switches with the value that turns each off. A preset sets it, and what describes a run lists other values."""

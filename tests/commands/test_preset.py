@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 from lean_finetune.commands.preset import preset
 from lean_finetune.commands.project.params_file import PRESETS, change_params
 from lean_finetune.config.load import load_params
+from lean_finetune.config.rules import SWITCHED_OFF
 from tests.conftest import ROOT
 from tests.workspace import error, invoke
 
@@ -40,12 +41,14 @@ def test_a_preset_changes_its_lines_and_no_other(checkout: Path):
 
 
 def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
-    """Every preset sets the same parameters."""
+    """Every preset sets the same parameters; what one leaves out is a switch, which is then off."""
     given = {path.stem: YAML(typ="safe").load(path.read_text()) for path in PRESETS.iterdir()}
+    off = {*SWITCHED_OFF}
     keys = {
         name: {f"{section}.{key}" for section, own in preset.items() for key in own} for name, preset in given.items()
     }
-    assert len(keys) == 9 and all(own == keys["tiny"] for own in keys.values())
+    assert len(keys) == 12 and all(own - off == keys["tiny"] - off for own in keys.values())
+    assert all(keys["tiny"] <= own for own in keys.values())
 
 
 def test_a_preset_turns_off_the_memory_switches_that_it_does_not_name(checkout: Path):

@@ -127,7 +127,10 @@ class Space:
         self._run, self._costs = run, costs
         unchanged = Option(flags=(), effect=SAME, ease=0, level=0, run=run)
         support = Support(
-            cuda=costs.cuda, native_bf16=run.device.native_bf16, host_ram_known=run.host_ram_bytes is not None
+            cuda=costs.cuda,
+            native_bf16=run.device.native_bf16,
+            host_ram_known=run.host_ram_bytes is not None,
+            small_chunks=sizes is not None,
         )
         # Updates in the backward pass need steps of one micro-batch.
         smaller = () if run.setting.train.optimizer_in_backward else budgets_of(run) if sizes is None else sizes

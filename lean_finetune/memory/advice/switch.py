@@ -36,6 +36,8 @@ class Support:
     native_bf16: bool
     host_ram_known: bool = False
     """RAM of the host may be what is missing."""
+    small_chunks: bool = False
+    """Small chunks of the loss are worth trying: the search has time for them."""
 
 
 Variants = Callable[[Setting, Support], Iterable[Values]]
@@ -91,6 +93,8 @@ DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
 TILES = 8
 LOSS_CHUNK_TOKENS = 512
 """Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""
+SMALL_CHUNK_TOKENS = 128
+"""On a GPU of 8 GB they are a tenth of it."""
 
 
 def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
@@ -137,7 +141,10 @@ def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]
 
 
 def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS}] if setting.train.loss_chunk is None else []
+    if setting.train.loss_chunk is None:
+        yield {"train.loss_chunk": LOSS_CHUNK_TOKENS}
+    if support.small_chunks and (setting.train.loss_chunk or SMALL_CHUNK_TOKENS + 1) > SMALL_CHUNK_TOKENS:
+        yield {"train.loss_chunk": SMALL_CHUNK_TOKENS}
 
 
 def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:

@@ -15,7 +15,7 @@ from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import ROUNDED, UNCLIPPED
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, longest_fitting_row, smallest_gpu
-from lean_finetune.memory.choice.fastest import Choice, FastestSets
+from lean_finetune.memory.choice.fastest import MOST_CHOICES, Choice, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
 from lean_finetune.plan.optimizer_steps import RowIndex
 
@@ -61,8 +61,9 @@ def choose(
     methods: Sequence[Method],
     fixed: Collection[str],
     index: RowIndex | None,
+    most: int = MOST_CHOICES,
 ) -> Chosen:
-    """The fastest sets of the first of `methods` that fits.
+    """The fastest sets, `most` of them, of the first of `methods` that fits.
 
     Parameters in `fixed` keep their values. Of several methods, one that moves weights or optimizer state to the host
     is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length.
@@ -82,7 +83,7 @@ def choose(
                 lost.append(Lost(method=method, why=str(error), least_bytes=0, most_bytes=0))
                 continue
             last = FastestSets(start, partial(_allowed, start, fixed, on_device))
-            if last.find(ROUNDED if on_device else UNCLIPPED):
+            if last.find(ROUNDED if on_device else UNCLIPPED, most):
                 return Chosen(choices=last.choices, start=start, lost=lost, sets=last)
             least, most = least_needed(last)
             lost.append(Lost(method=method, why=None, least_bytes=least, most_bytes=most))

@@ -14,15 +14,14 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import FASTER, REFUSED, Tracer
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import UNCLIPPED
 from lean_finetune.memory.advice.verdict import confirmed_run
 from lean_finetune.memory.choice.plain_run import Start
 from lean_finetune.memory.predict.peak import Prediction
 
 MOST_CHOICES = 3
 MOST_TRACES = 24
-TRACES_BEYOND = 8
-"""Most further traces after the first set that fits."""
+TRACES_BEYOND = 6
+"""Most further traces after the first set that fits, and of a group of faster sets that change training."""
 MUCH_LESS = 0.8
 """Share of a faster set's peak from which a slower set with more switches is worth showing."""
 
@@ -71,23 +70,31 @@ class FastestSets(Tracer):
             self.groups[effect] = [one for one in found if self._allowed(one.flags)]
         return self.groups[effect]
 
-    def find(self, most_effect: int = UNCLIPPED) -> list[Choice]:
-        """The best few sets: the least harmful to learning first, then the fastest; more harmful ones if faster."""
+    def find(self, most_effect: int, most: int = MOST_CHOICES) -> list[Choice]:
+        """The best `most` sets: the least harmful to learning first, then the fastest; a more harmful one if faster."""
         with self.bar:
             for effect in range(most_effect + 1):
-                candidates = self.candidates(effect)
+                if not self.choices:
+                    self._search(self.candidates(effect), most)
+                    continue
+                if most == 1:
+                    break
+                best, before = self.choices[0].slowdown, self.choices
+                faster = [one for one in self.candidates(effect) if one.slowdown < FASTER * best]
+                self.choices, self._last = [], self._count + TRACES_BEYOND
+                self._search(faster, 1)
                 if self.choices:
-                    best = self.choices[0].slowdown
-                    candidates = [one for one in candidates if one.slowdown < FASTER * best]
-                self._search(candidates)
+                    self.choices = [*before[: most - 1], *self.choices]
+                    break
+                self.choices = before
         return self.choices
 
-    def _search(self, candidates: Sequence[Candidate]) -> None:
+    def _search(self, candidates: Sequence[Candidate], most: int) -> None:
         families: dict[tuple[int, ...], list[Candidate]] = {}
         for one in candidates:
             families.setdefault(_family(one), []).append(one)
         for one in candidates:
-            if len(self.choices) >= MOST_CHOICES or self._count >= self._last:
+            if len(self.choices) >= most or self._count >= self._last:
                 return
             family = families[_family(one)]
             if any(_family(choice.candidate) == _family(one) for choice in self.choices) or not self.may_fit(one):

@@ -70,7 +70,7 @@ def plain_start(
     if mode != "packed":
         tokens = -(-tokens // length) * length
     if changed.train.optimizer_in_backward:  # A step is one micro-batch, and ends with the row that reaches its tokens.
-        mode, tokens = "packed", changed.train.tokens_per_step - 1 + length
+        mode, tokens = "packed", round_up(changed.train.tokens_per_step - 1 + length, pad_multiple(changed))
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
     flags += [flag(key, value) for key, value in sized.items() if key not in fixed]
     changed = with_flags(p, flags)

@@ -92,7 +92,7 @@ def test_each_parameter_belongs_to_one_switch_and_is_in_the_schema():
 WHAT_IS_TRAINED = {
     *("train.method", "train.precision", "train.optimizer", "train.max_grad_norm", "train.loss_chunk"),
     *("train.router", "train.quant.type", "train.quant.double"),
-    *("train.grad_ckpt", "train.grad_ckpt_policy", "train.sharding", "train.shard_group_gpus"),
+    *("train.grad_ckpt", "train.sharding", "train.shard_group_gpus"),
 }
 """Parameters with no value that is `off`, or that `fit` and the report always show; those of LoRA belong to it."""
 
