@@ -27,6 +27,8 @@ COMMANDS = (
     ["preset"],
     ["fit", "--model", "config.json", "--gpu", "RTX-4090"],
     ["import", "axolotl.yaml", "--out", "imported.yaml"],
+    ["init", "run"],
+    ["init", "run", "--check"],
 )
 ANSWER = """
 import json, sys
@@ -114,13 +116,14 @@ def test_the_installed_command_answers_in_an_empty_directory(installed: Path, tm
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     answer = [sys.executable, "-c", ANSWER, str(installed), json.dumps(COMMANDS)]
     done = run_bounded(answer, cwd=empty, env=environment, check=True)
-    (version, presets, fit, imported) = json.loads(done.stdout)
+    version, presets, fit, imported, init, check = json.loads(done.stdout)
     number = (ROOT / "cuda_memory/version.txt").read_text().strip()
     assert version == [0, f"lean-finetune, version {number}\n"]
     assert presets[0] == 0 and "8b-qlora-24gb" in presets[1]
     assert fit[0] == 0 and fit[1].startswith("verdict              fits: "), fit
     assert imported[0] == 0 and (empty / "imported.yaml").is_file(), imported
-    assert {path.name for path in empty.iterdir()} == {"axolotl.yaml", "config.json", "imported.yaml"}
+    assert init[0] == 0 and (empty / "run/dvc.yaml").is_file() and check[0] == 0, init
+    assert {path.name for path in empty.iterdir()} == {"axolotl.yaml", "config.json", "imported.yaml", "run"}
     for command in (["-m", "lean_finetune"], [str(installed / "bin/lean-finetune")]):
         said = subprocess.check_output([sys.executable, *command, "--version"], cwd=empty, env=environment, text=True)
         assert said == version[1]

@@ -60,12 +60,13 @@ LINES = (
     "doctor",
     "init run --model tiny --data rows.jsonl --method lora",
     "init run --check",
+    "plan --model tiny --data rows.jsonl --gpu T4 --method lora --out planned.yaml",
 )
 
 
 def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     """What the commands answer on every system without bitsandbytes."""
-    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, init, check, modules = answers
+    version, lora, qlora, eight_bit, preset, imported, snapshot, doctor, init, check, plan, modules = answers
     assert version["code"] == 0, version
     assert lora["code"] == 0 and lora["stdout"].startswith("verdict              fits: "), lora
     for refused, key, instead in (
@@ -85,6 +86,7 @@ def check_commands(answers: list[dict[str, Any]], directory: Path) -> None:
     assert "Traceback" not in doctor["stderr"] and "packages" in doctor["stdout"], doctor
     assert init["code"] == 0 and (directory / "run/dvc.yaml").is_file() and (directory / "run/.dvc").is_dir(), init
     assert check["code"] == 0, check
+    assert plan["code"] == 0 and (directory / "planned.yaml").is_file(), plan
     assert modules["code"] == 0, modules["stderr"]
     # Locks and files that were half-written are gone.
     assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
