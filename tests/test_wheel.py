@@ -72,12 +72,12 @@ def test_the_description_is_the_readme_without_links_that_a_package_index_cannot
     found = metadata(wheel)
     description = bytes(found.get_payload(decode=True)).decode()
     assert found["Description-Content-Type"] == "text/markdown"
-    assert "lean-finetune fit --model" in description and "docs/quickstart.md" in description
+    assert "lean-finetune fit --model" in description and description.rstrip().endswith("are in the source distribution.")
     targets = re.findall(r"\]\(([^)]*)\)", description)
     assert [target for target in targets if not target.startswith("https://")] == []
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if "[" not in line and "](" not in line]
-    assert len(kept) > 30 and set(kept) <= set(description.splitlines())
+    assert len(kept) > 20 and set(kept) <= set(description.splitlines())
 
 
 def test_both_packages_have_one_version(wheel: Path):
