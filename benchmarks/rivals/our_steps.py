@@ -61,7 +61,7 @@ class Interleaved(CheckpointHooks):
         self._start = time.perf_counter()
         yield
 
-    def after_step(self, run: TrainingRun) -> bool:
+    def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
         """Stop the clock, and run the bare passes."""
         self.ours.append(time.perf_counter() - self._start)
         self.limit.append(self._bare_seconds(run, self._steps[run.step - 1]))

@@ -71,6 +71,17 @@ SECTION_RULES = [
     ),
     needs("bucket.constant_shape", False, "bucket.mode", "packed"),
     Rule(
+        "train.keep",
+        lambda p: p.train.keep == "best" and p.train.heldout_every_steps is None,
+        "best is that of the held-out losses of train.heldout_every_steps, which is blank; got best; set that, or last",
+    ),
+    Rule(
+        "train.stop_after_no_gain",
+        lambda p: p.train.stop_after_no_gain is not None and p.train.heldout_every_steps is None,
+        "counts the held-out losses of train.heldout_every_steps, which is blank; got {train.stop_after_no_gain}; set "
+        "that, or leave it blank",
+    ),
+    Rule(
         "evaluate.max_tokens",
         lambda p: p.evaluate.max_tokens is not None and p.evaluate.max_tokens < padded_max_length(p),
         "must have room for a row of data.max_length={data.max_length} (padded to a multiple of "

@@ -230,6 +230,10 @@ class Train(BaseWeights):
     """Optimizer steps between held-out losses. None disables them during training."""
     heldout_rows: PositiveInt
     """Held-out rows in each of these losses."""
+    keep: Literal["last", "best"]
+    """Whose weights are written: those of the last step, or of the lowest held-out loss."""
+    stop_after_no_gain: PositiveInt | None
+    """Held-out losses in a row that are no lower than the best before them, after which training ends. None: never."""
     lora: Lora
     """Adapters, for every method but full."""
     merge: bool

@@ -29,6 +29,7 @@ from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, Checkpoi
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
 from lean_finetune.train.heldout_loss import HeldoutLosses
 from lean_finetune.train.job import TrainJob, TrainResult
+from lean_finetune.train.kept_step import kept_step, stops_early
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import CHECKPOINT, HELDOUT, HostPeak, MemoryMonitor, host_peak
 from lean_finetune.train.monitor.out_of_memory import OomHandler, split_figures
@@ -115,9 +116,9 @@ class Trainer:
             self.checkpoints.resume(run, self.total_steps)
             with self.checkpoints.saving_on_stop(run), self.oom_handler.reported():
                 self.run_steps(run, stream, first_window)
-                refuse_broken_weights(run.parallel, self.total_steps)
+                refuse_broken_weights(run.parallel, run.step)
                 with self.position.phase(CHECKPOINT):
-                    self.checkpoints.after_last_step(run)
+                    self.checkpoints.after_last_step(run, kept_step(job.train, run.curves))
         return TrainResult(
             parallel=run.parallel,
             curves=self.curves,
@@ -131,6 +132,8 @@ class Trainer:
         """Run all steps that are left; `first_window` is the meter's, open since before loading."""
         heldout = HeldoutLosses(self.job, self.total_steps)
         for step in range(run.step, self.total_steps):
+            if stops_early(self.job.train, run.curves):
+                return
             window: AbstractContextManager[Any] = nullcontext()
             if self.checkpoints.measures_load and step == self.checkpoints.first_step:
                 window = first_window
@@ -146,7 +149,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(row)
             with self.position.phase(CHECKPOINT):
-                saved = self.checkpoints.after_step(run)
+                saved = self.checkpoints.after_step(run, kept_step(self.job.train, run.curves))
             if saved:
                 for callback in self.callbacks:
                     callback.on_checkpoint(run.step)

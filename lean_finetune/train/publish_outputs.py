@@ -26,6 +26,7 @@ from lean_finetune.pinning.locate import (
 )
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, curve_columns
 from lean_finetune.train.job import Paths, TrainJob, TrainResult
+from lean_finetune.train.kept_step import kept_figures
 from lean_finetune.train.monitor.growth_advice import growth_line
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks
 from lean_finetune.train.save_model import Base, save_tuned
@@ -56,6 +57,7 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
         **_experts(result.model, last),
         **skipped,
         **splits,
+        **kept_figures(job.train, curves, len(job.plan.steps)),
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,
         **by_rank,

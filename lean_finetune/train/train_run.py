@@ -35,6 +35,7 @@ from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import CrashMarker, RunDirectory, crash_marker, scratch_root
 from lean_finetune.train.job import Paths, TrainJob, make_job, prepare_device, refuse_missing_inputs
+from lean_finetune.train.kept_step import kept_lines
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import largest_over_ranks, make_meter
 from lean_finetune.train.monitor.memory_monitor import SAVE, OomFailure
@@ -180,6 +181,8 @@ def _train_and_publish(
         figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.train.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
+            for line in kept_lines(figures, len(job.plan.steps)):
+                _notify(line)
     checkpoints.mark_finished(paths.metrics if job.world.is_first and "DVC_STAGE" in os.environ else None)
 
 
@@ -187,7 +190,13 @@ def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
     """Describe what the end of the run will write; a merged model is as large as its base."""
     merged = sum((job.model_directory / name).stat().st_size for name in read_json(paths.model_lock)["files"])
     enforce = read_json(paths.verdict)["enforce"]
-    return DiskSpace(out=paths.out, merged_bytes=merged if params.train.merge else 0, enforce=enforce, notify=_notify)
+    return DiskSpace(
+        out=paths.out,
+        merged_bytes=merged if params.train.merge else 0,
+        enforce=enforce,
+        notify=_notify,
+        kept=1 if params.train.keep == "best" else 0,
+    )
 
 
 def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, snapshots: MemorySnapshots) -> OomHandler:

@@ -123,10 +123,10 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
     directory, messages, stop = Path(part.directory), list[str](), StopRequest()
 
     class StoppedByRank(Checkpointer):
-        def after_step(self, run: TrainingRun) -> bool:
+        def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
             if run.step == part.stop_after and world.rank == world.size - 1:
                 stop.request(signal.SIGTERM)
-            return super().after_step(run)
+            return super().after_step(run, kept)
 
         def is_due(self) -> bool:
             return part.every_step

@@ -45,6 +45,11 @@ def assert_same_learning(found: Path, alone: Path) -> None:
             assert bool(a[column]) == bool(b[column])
             assert float(a[column] or 0) == pytest.approx(float(b[column] or 0), abs=LOSS)
         assert all(a[key] == b[key] for key in ("tokens", "supervised_tokens", "lr"))
+    assert_same_weights(found, alone)
+
+
+def assert_same_weights(found: Path, alone: Path) -> None:
+    """Tensors that differ by rounding alone, and equal other files."""
     for file in sorted((alone / "data/tuned").iterdir()):
         other = found / "data/tuned" / file.name
         if file.suffix != ".safetensors":
@@ -69,6 +74,20 @@ def test_two_processes_write_what_one_writes(copy: Path, tiny_dir: Path):
     assert {path.name for path in (copy / "scratch/train/ranks").glob("*/*")} == {"1.log", "lock"}
     base = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     assert PeftModel.from_pretrained(base, str(copy / "data/tuned")).peft_config
+
+
+def test_two_processes_keep_the_best_weights_that_one_keeps(copy: Path):
+    """Each has a part of the best checkpoint's weights; a rate that is too high makes later ones worse."""
+    best: dict[str, object] = {"train__keep": "best", "train__heldout_every_steps": 1, "train__lr": 0.05}
+    best |= {"train__stop_after_no_gain": 4, "train__schedule": "constant"}
+    alone = train_alone(copy, **best)
+    planned(copy, 2, "zero3", **best)
+    run_module("stages.train", cwd=copy, check=True)
+    assert_same_weights(copy, alone)
+    ours, theirs = (json.loads((root / "data/train/figures.json").read_text()) for root in (copy, alone))
+    for figure in ("kept_step", "stopped_after_step"):
+        assert ours[figure] == theirs[figure]
+    assert ours["kept_step"] < ours["stopped_after_step"]
 
 
 @pytest.mark.parametrize("mode", ["bucketed", "packed"])

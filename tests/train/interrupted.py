@@ -99,11 +99,11 @@ class Breaking(Checkpointer):
                 self._of_stop.check()
             yield batch
 
-    def after_step(self, run: TrainingRun) -> bool:
+    def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
         self._done = run.step
         if run.step == self._stop_after:
             self._of_stop.request(signal.SIGTERM)
-        saved = super().after_step(run)
+        saved = super().after_step(run, kept)
         self.wait()
         if run.step == self._fail_after:
             raise ConnectionError("power failure")

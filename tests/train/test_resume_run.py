@@ -114,7 +114,7 @@ def weights_of(job: TrainJob, checkpoints: CheckpointHooks = NO_CHECKPOINTS) -> 
 def train_until(step: int, job: TrainJob, choice: RunDirectory, messages: list[str], first_step: int = 0) -> None:
     """Train until a power failure after the checkpoint of a step."""
 
-    def after_step(run: Any) -> None:
+    def after_step(run: Any, *_: Any) -> None:
         if run.step == step:
             checkpoints._save_last(run)
             raise ConnectionError

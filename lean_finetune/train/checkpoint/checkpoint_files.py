@@ -153,6 +153,8 @@ class CheckpointStore:
         self.directory, self.keep, self._notify = directory, keep, notify
         self.channel = channel or ControlChannel()
         self.disk = disk or find_disk(directory, self.channel)
+        self.kept_step: int | None = None
+        """A step whose checkpoint stays, however old it is."""
 
     def write(
         self,
@@ -240,6 +242,23 @@ class CheckpointStore:
                 self.remove_newer(-1 if found is None else step)
             return found
 
+    def of_step(self, step: int, earlier: Path | None = None) -> Checkpoint:
+        """The checkpoint after `step` steps, here or in the directory of the `earlier` run. All processes call this.
+
+        Raises:
+            UserError: it is damaged or gone.
+        """
+        paths = [directory / NAME.format(step) for directory in (self.directory, earlier) if directory is not None]
+        path = paths[self.channel.from_first(int(len(paths) > 1 and not paths[0].exists()))[0]]
+        fault = send_missing_parts(path, (TENSORS, SUMS), (), self.disk, self.channel)
+        fault = fault or _fault(path, self.disk)
+        if self.channel.failed_ranks(fault is not None):
+            raise UserError(
+                f"train.keep: the best weights are those of {path}, which cannot be used ({fault or 'see another log'}"
+                f"); delete {path.parent}, then the same command starts at the first step"
+            )
+        return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
+
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints after `step` steps."""
         for newer in steps_in(self.directory):
@@ -255,9 +274,10 @@ class CheckpointStore:
         return next(reversed(steps_in(self.directory)), None)
 
     def remove_old(self, keep: int | None = None) -> None:
-        """Remove all but the newest `keep`; None = the number kept during training."""
+        """Remove all but the newest `keep` and that of `kept_step`; None = the number kept during training."""
         for step in steps_in(self.directory)[: -(keep or self.keep)]:
-            shutil.rmtree(self.directory / NAME.format(step), ignore_errors=True)
+            if step != self.kept_step:
+                shutil.rmtree(self.directory / NAME.format(step), ignore_errors=True)
 
 
 def steps_in(directory: Path) -> list[int]:

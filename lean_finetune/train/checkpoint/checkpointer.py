@@ -23,6 +23,7 @@ from lean_finetune.train.checkpoint.training_state import (
     local_tensors,
     plain_values,
     restore_state,
+    restore_weights,
     row_ranges,
     tensors_to_store,
 )
@@ -51,12 +52,17 @@ class CheckpointHooks:
         """Return a context that adds to an error of this kind from which checkpoint the run can be resumed."""
         return nullcontext()
 
-    def after_step(self, run: TrainingRun) -> bool:
-        """Write a checkpoint if one is due, and return whether it is; call when the step's row is in `run.curves`."""
+    def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
+        """Write a checkpoint if one is due, and return whether it is; call when the step's row is in `run.curves`.
+
+        `kept` is the step whose weights the run keeps so far, None if those of the last step.
+        """
         return False
 
-    def after_last_step(self, run: TrainingRun) -> None:
-        """Write the last checkpoint; called even if an earlier process ran all steps."""
+    def after_last_step(self, run: TrainingRun, kept: int | None = None) -> None:
+        """Write the last checkpoint, then restore the weights of `kept`; called even if no step was left to run."""
+        if kept not in (None, run.step):
+            raise ValueError("only a checkpoint has the weights of an earlier step")
 
     def between(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches of a step; a stop may be raised between two."""
@@ -81,11 +87,13 @@ class DiskSpace:
     """Refuse a run without enough space (estimate.enforce)."""
     notify: Callable[[str], None]
     """Gets a line for the user."""
+    kept: int = 0
+    """Checkpoints that stay until the end besides the newest ones (train.keep=best: 1)."""
 
     def check(self, checkpoints: Path, *, trained_bytes: int, checkpoint_bytes: int, there: int, most: int) -> None:
         """Refuse a run whose last outputs do not fit; warn if `most` checkpoints do not. For the first process.
 
-        The end of training keeps one checkpoint and then writes the weights.
+        The end of training keeps the last checkpoint and those that stay, and then writes the weights.
 
         Args:
             checkpoints: their directory.
@@ -98,7 +106,7 @@ class DiskSpace:
         here, at_out = _existing(checkpoints), _existing(self.out)
         free, free_at_out = shutil.disk_usage(here).free, shutil.disk_usage(at_out).free
         same_disk = here.stat().st_dev == at_out.stat().st_dev
-        last = checkpoint_bytes * (1 - there)  # Older ones are removed first and free their space.
+        last = checkpoint_bytes * max(0, 1 + self.kept - there)  # Older ones are removed first and free their space.
         if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
             elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
             raise DiskFault(
@@ -200,7 +208,7 @@ class Checkpointer(CheckpointHooks):
                 trained_bytes=trained_bytes(run),
                 checkpoint_bytes=sum(size for (size,) in sizes),
                 there=len(steps_in(self._store.directory)),
-                most=1 if self._seconds is None else self._store.keep + 1,
+                most=self._disk_space.kept + (1 if self._seconds is None else self._store.keep + 1),
             )
 
     def _restore(self, found: Checkpoint, run: TrainingRun, steps: int) -> None:
@@ -249,21 +257,26 @@ class Checkpointer(CheckpointHooks):
                 self._save_last(run)
             raise UserError.of_code(error.exit_code, str(error), *error.details, self.resume_hint()) from None
 
-    def after_step(self, run: TrainingRun) -> bool:
-        """Write a checkpoint if one is due; return whether it is.
+    def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
+        """Write a checkpoint if one is due, or if the run keeps this step's weights; return whether it does.
 
         Raises:
+            DiskFault: the weights that the run keeps cannot be written.
             Stopped: a signal came, in any process.
             Diverged: weights are not finite.
         """
         # All must begin the same checkpoint: none if one still writes, else as the first one's clock says.
         status = self._channel.gather(int(self._is_busy()), int(self.is_due()))
-        starts = False
+        self._store.kept_step, starts = kept, kept == run.step
         if not any(busy for busy, _ in status):
             self._settle()
-            starts = bool(status[0][1])
+            starts = starts or bool(status[0][1])
         if starts:
             self._start_write(run)
+        if kept == run.step:
+            self._settle()
+            if self._channel.failed_ranks(self._failed):
+                raise DiskFault(f"train.keep: best needs a checkpoint of optimizer step {kept}; free disk space")
         self._check_stop()
         return starts
 
@@ -276,11 +289,17 @@ class Checkpointer(CheckpointHooks):
         if digest and self._channel.is_first:  # Last: its marker decides for all disks when the run is started again.
             mark_finished(self._store.directory, digest)
 
-    def after_last_step(self, run: TrainingRun) -> None:
-        """Keep only the end of training: a kill or a full disk while publishing then costs no step."""
+    def after_last_step(self, run: TrainingRun, kept: int | None = None) -> None:
+        """Keep only the end of training: a kill or a full disk while publishing then costs no step.
+
+        The run's weights become those of step `kept`, whose checkpoint stays too.
+        """
+        self._store.kept_step = kept
         self._save_last(run)
         if self._store.disk.is_led_here and self._store.has_step(run.step):
             self._store.remove_old(keep=1)
+        if kept not in (None, run.step):
+            restore_weights(run, self._store.of_step(kept, self._earlier).tensors())
 
     def is_due(self) -> bool:
         """Whether a checkpoint is due and the last one is finished."""

@@ -53,6 +53,8 @@ def restored_after_fault(device: torch.device) -> Iterator[None]:
 
 READ_BYTES = 256 * 2**20
 """Maximum bytes read at once while a checkpoint is restored."""
+WEIGHTS = "weights/"
+"""Prefix of the names of trained weights."""
 RANDOM = "random/"
 """Prefix of the names of random states."""
 SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
@@ -107,7 +109,7 @@ def local_tensors(run: TrainingRun) -> dict[str, LocalTensor]:
     by_name = {name: piece for (name, _), piece in zip(trained, pieces, strict=True)}
     found = {}
     for name, parameter in trained:
-        found[f"weights/{name}{by_name[name].part}"] = LocalTensor(parameter.detach(), by_name[name])
+        found[f"{WEIGHTS}{name}{by_name[name].part}"] = LocalTensor(parameter.detach(), by_name[name])
     shapes = {name: parameter.shape for name, parameter in trained}
     for prefix, name, state in _optimizer_states(run):
         piece = by_name[name]
@@ -192,6 +194,14 @@ def restore_state(
     run.curves.extend(first["curves"])
 
 
+@torch.no_grad()
+def restore_weights(run: TrainingRun, stored: Mapping[str, CheckpointTensor]) -> None:
+    """Restore the trained weights alone, of another step of the same run."""
+    for name, one in local_tensors(run).items():
+        if name.startswith(WEIGHTS):
+            _read_into(one, stored[name])
+
+
 def _read_into(one: LocalTensor, stored: CheckpointTensor) -> None:
     """Read this process's rows some at a time: tensors may be files that are larger than memory."""
     if not one.tensor.ndim:
@@ -219,10 +229,10 @@ def _check_names(
             f"has blocks or sums of each GPU's shard; got {run.parallel.size} for {layout['gpus']}; use the same "
             "number, or delete the run's directory below scratch/train"
         )
-    weights = {name for name in names if name.startswith("weights/")}
+    weights = {name for name in names if name.startswith(WEIGHTS)}
     if (
         missing
-        or _without_parts(weights) != _without_parts(f"weights/{name}" for name in run.parallel.trained_shapes())
+        or _without_parts(weights) != _without_parts(f"{WEIGHTS}{name}" for name in run.parallel.trained_shapes())
         or (run.parallel.size == 1 and names != local.keys())
     ):
         raise RuntimeError("a checkpoint has other tensors than its run")

@@ -185,8 +185,8 @@ class AfterTheFirstStep(Checkpointer):
     def is_due(self) -> bool:
         return True
 
-    def after_step(self, run: TrainingRun) -> bool:
-        return run.step == 1 and super().after_step(run)
+    def after_step(self, run: TrainingRun, kept: int | None = None) -> bool:
+        return run.step == 1 and super().after_step(run, kept)
 
 
 @pytest.mark.parametrize(
