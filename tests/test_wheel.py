@@ -72,7 +72,8 @@ def test_the_description_is_the_readme_without_links_that_a_package_index_cannot
     found = metadata(wheel)
     description = bytes(found.get_payload(decode=True)).decode()
     assert found["Description-Content-Type"] == "text/markdown"
-    assert "lean-finetune fit --model" in description and description.rstrip().endswith("are in the source distribution.")
+    assert "lean-finetune fit --model" in description
+    assert description.rstrip().endswith("are in the source distribution.")
     targets = re.findall(r"\]\(([^)]*)\)", description)
     assert [target for target in targets if not target.startswith("https://")] == []
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
