@@ -6,6 +6,7 @@ from typing import get_args
 
 import click
 
+from cuda_memory.gpus import gpu_names
 from lean_finetune.commands.preset import preset_names
 from lean_finetune.commands.project.create import Choices, create_project
 from lean_finetune.commands.project.params_file import presets
@@ -24,7 +25,7 @@ from lean_finetune.core.stage_command import StageCommand
     "--model", help="A directory, or a hub id such as Qwen/Qwen3-8B. By default a tiny model for a first try."
 )
 @click.option("--data", help="Your rows: a file, a glob, a directory or hf://org/name. By default a small sample.")
-@click.option("--gpu", help="A known GPU, a size such as 24GiB, or auto: this machine's.")
+@click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
 @click.option("--method", type=click.Choice(get_args(Method)), help="What is trained.")
 @click.option("--check", is_flag=True, help="Say what differs from the files of this version; change nothing.")
 @click.option("--upgrade", is_flag=True, help="Bring a project to this version. What you edited stays.")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import write_params
+from lean_finetune.pinning.code import code_hashes
+from lean_finetune.stages.code import entries
 from tests.conftest import ROOT
 from tests.pipeline.clone import SMALL_RUN, Clone, commit_all, environment, stages_run
 from tests.pipeline.queue import run_queued
@@ -69,6 +71,9 @@ def test_the_installed_library_trains(made: tuple[Clone, str]):
     assert "Predicted" in (project.root / "data/report/report.md").read_text()
     assert stages_run(project.dvc("repro")) == ["pin_code"]
     assert project.dvc("status").split() == ["pin_code:", "always", "changed"]
+    for name in entries(project.root):
+        pinned = project.json(f"locks/code/{name}.json")
+        assert code_hashes(f"stages.{name}").items() <= pinned.items(), "other hashes than in a clone of this code"
     tracked = project.run("git", "grep", "-l", "-e", str(library(project)), "-e", str(ROOT), ok=False)
     assert tracked == "", "a path of this machine in a file that a colleague clones"
 
