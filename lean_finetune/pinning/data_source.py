@@ -286,8 +286,8 @@ def pin_data(data: Data, locks: Path) -> str | None:
 
 def _pin_source(parameter: str, one: Source, data: Data) -> tuple[dict[str, Any], LocalSource | None]:
     """The lock's entry of a source, and what DVC must watch of a local one."""
+    shared = {"revision": data.revision, "config": data.config, "split": data.split}
     if one.source.startswith(HUB_PREFIX):
-        shared = {"revision": data.revision, "config": data.config, "split": data.split}
         inherited = {key: value for key, value in shared.items() if getattr(one, key) is None}
         return _pin_hub(parameter, one.model_copy(update=inherited)), None
     local = pin_local(parameter, one.source, one.split, data.split)
