@@ -92,8 +92,9 @@ def plan(
     }
     asked = _asked(values, method, sets, params, out)
     with importing_without_compiler():  # Here: imports torch, which --help skips.
-        from lean_finetune.commands.choose.plan_text import plan_json, plan_lines
+        from lean_finetune.commands.choose.plan_text import nothing_fits, plan_json, plan_lines
         from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
+        from lean_finetune.memory.choice.choose import lighter_that_fits
 
     rows: SampledRows | None = None
     index: RowIndex | None = None
@@ -107,10 +108,10 @@ def plan(
     chosen, flags = _chosen(asked, rows, length)
     target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if not chosen.choices:
-        click.echo(json.dumps(plan_json(chosen, rows, flags), indent=2)) if as_json else None
-        from lean_finetune.commands.choose.plan_text import nothing_fits
-
-        raise DoesNotFit(nothing_fits(chosen))
+        if as_json:
+            click.echo(json.dumps(plan_json(chosen, rows, flags), indent=2))
+        index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
+        raise DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
     if choice > len(chosen.choices):
         raise UsageFault(f"--choice: there are {len(chosen.choices)} sets that fit; got {choice}; name one of them")
     picked = {**dict(text.split("=", 1) for text in flags), **chosen.choices[choice - 1].flags}

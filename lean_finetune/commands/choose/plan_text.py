@@ -201,17 +201,26 @@ def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:
         yield from _wrapped("note", note)
 
 
-def nothing_fits(chosen: Chosen) -> str:
-    """One line for a model that does not fit: the smallest GPU that would do, and the smallest change."""
+def nothing_fits(chosen: Chosen, lighter: Chosen | None) -> str:
+    """One line for a model that does not fit: the smallest GPU that would do, and the smallest change.
+
+    `lighter` is the answer for a method with less memory that fits, if there is one.
+    """
     would, run = what_would_do(chosen), chosen.start.run
-    changes = [f"rows of at most {would.length} tokens (--length)"] if would.length is not None else []
-    changes += ["--method best"] if chosen.method != "qlora" and len(chosen.lost) == 1 else []
+    changes = [f"rows of at most {would.length} tokens (--length {would.length})"] if would.length is not None else []
+    if lighter is not None:
+        peak = readable_size(lighter.choices[0].prediction.peak.bytes)
+        changes.append(f"--method {lighter.method}, with a peak of {peak}")
     gpu = f"the smallest known GPU that would do is {would.gpu}" if would.gpu else "no known GPU is large enough"
-    changed = f"; or {' or '.join(changes)}" if changes else ""
-    number = f"{run.params.hardware.num_gpus} x " if run.params.hardware.num_gpus > 1 else ""
+    changed = f"; here, {' or '.join(changes)} would fit" if changes else ""
+    gpus = f"{run.params.hardware.num_gpus} x " if run.params.hardware.num_gpus > 1 else ""
+    host = "" if run.host_ram_bytes is None else f" and {readable_size(run.host_ram_bytes)} of host memory"
+    needs = f"needs {readable_size(would.peak_bytes)} of {readable_size(run.fitting_bytes)}"
+    if would.peak_bytes <= run.fitting_bytes:
+        needs += ", but blocks that the allocator reserves, or what the host must hold, do not fit"
     return (
-        f"hardware.gpu: nothing fits {number}{run.device.name}: with every memory switch {chosen.method} needs "
-        f"{readable_size(would.peak_bytes)} of {readable_size(run.fitting_bytes)}; {gpu}{changed}"
+        f"hardware.gpu: nothing fits {gpus}{run.device.name}{host}: with every memory switch {chosen.method} "
+        f"{needs}; {gpu}{changed}"
     )
 
 

@@ -114,7 +114,7 @@ class Limits:
 def find_limits(run: Run, peak_bytes: int) -> Limits:
     """Find all three limits. Every returned value was traced and fits. `peak_bytes` is the run's predicted peak."""
     shape, least_bytes = run.steps[-1][-1], Costs(run).least_bytes(run.setting)
-    smallest = smallest_gpu(run, {_generation(run.device): peak_bytes})
+    smallest = smallest_gpu(run, {generation(run.device): peak_bytes})
     if least_bytes > run.fitting_bytes:  # Not even its states fit.
         nothing = Largest(value=0, limit=None)
         return Limits(smallest_gpu=smallest, longest_row=nothing, largest_max_tokens=nothing)
@@ -126,7 +126,7 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
     )
 
 
-def _generation(gpu: Device) -> tuple[bool, bool]:
+def generation(gpu: Device) -> tuple[bool, bool]:
     """The generation of a GPU decides all that changes a peak: flash attention and the size of cuBLAS' workspaces."""
     return gpu.compute_capability >= BF16_CAPABILITY, gpu.compute_capability >= (9, 0)
 
@@ -137,7 +137,7 @@ def smallest_gpu(run: Run, known: Mapping[tuple[bool, bool], int]) -> str | None
     for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes):
         if run.setting.train.needs_native_bf16 and not gpu.native_bf16:
             continue
-        kind = _generation(gpu)
+        kind = generation(gpu)
         if kind not in peaks:
             peaks[kind] = replace(run, device=gpu).predict().peak.bytes
         if peaks[kind] <= replace(run, device=gpu).fitting_bytes:

@@ -11,10 +11,10 @@ from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import ROUNDED, UNCLIPPED
-from lean_finetune.memory.advice.what_fits import LENGTH_STEP, longest_fitting_row, smallest_gpu
+from lean_finetune.memory.advice.switches import LIGHTER_METHODS
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, generation, longest_fitting_row, smallest_gpu
 from lean_finetune.memory.choice.fastest import MOST_CHOICES, Choice, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -131,17 +131,22 @@ class WouldDo:
 def what_would_do(chosen: Chosen) -> WouldDo:
     """The smallest GPU and the longest row for the set that needs the least memory."""
     sets = chosen.sets
-    traced = [(one, peak) for one, peak in sets.traced.values() if peak is not REFUSED]
-    if not traced:
-        least = min(_candidates(sets), key=lambda one: sets.bound(one))
-        traced = [(least, least.run.predict().peak)]
-    least, peak = min(traced, key=lambda pair: pair[1].bytes / sets.most_bytes(pair[0]))
-    run, fitting = least.run, sets.most_bytes(least)
-    near = {0: sets.costs.least_bytes(run.setting), least.most_tokens: peak.bytes}
+    least = min(_candidates(sets), key=lambda one: (sets.bound(one) / sets.most_bytes(one), -one.total_level))
+    run, peak_bytes, fitting = least.run, sets.peak_bytes(least), sets.most_bytes(least)
+    near = {0: sets.costs.least_bytes(run.setting), least.most_tokens: peak_bytes}
     longest = longest_fitting_row(run, fitting, near).value if near[0] <= fitting else 0
-    known = {(run.device.compute_capability >= (8, 0), run.device.compute_capability >= (9, 0)): peak.bytes}
     return WouldDo(
-        peak_bytes=peak.bytes,
-        gpu=smallest_gpu(run, known),
+        peak_bytes=peak_bytes,
+        gpu=smallest_gpu(run, {generation(run.device): peak_bytes}),
         length=longest if LENGTH_STEP <= longest < run.longest else None,
     )
+
+
+def lighter_that_fits(chosen: Chosen, fixed: Collection[str], index: RowIndex | None) -> Chosen | None:
+    """The answer for the best method with less memory than the one that does not fit; None if none fits."""
+    run = chosen.start.run
+    for method in LIGHTER_METHODS[chosen.method] if "train.method" not in fixed else ():
+        found = choose(run.params, run.config, run.device, (method,), fixed, index, most=1)
+        if found.choices:
+            return found
+    return None

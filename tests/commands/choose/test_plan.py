@@ -57,7 +57,7 @@ def test_the_set_is_written_with_comments(project: Path):
         (
             ["--gpu", "530MiB", "--length", "512"],
             3,
-            "error: hardware.gpu: nothing fits 530MiB: ",
+            "error: hardware.gpu: nothing fits 530MiB: with every memory switch qlora needs ",
         ),
         (["--set", "train.rank=3"], 2, "error: train.rank: unknown parameter"),
     ],
