@@ -33,7 +33,9 @@ USED_BY_OTHERS = {
 def test_pyproject_accepts_each_version_that_the_page_names():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     bounds = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
-    tried = re.search(r"^Tested with ([^;]*);", (ROOT / "docs/installation.md").read_text(encoding="utf-8"), re.MULTILINE)
+    tried = re.search(
+        r"^Tested with ([^;]*);", (ROOT / "docs/installation.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert tried
     versions = re.findall(r"([a-z]+) ((?:[\d.]+(?:, | and )?)+)", tried[1])
     assert {name for name, _ in versions} == {"torch", "transformers", "peft", "bitsandbytes"}

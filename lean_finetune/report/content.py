@@ -202,6 +202,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("waiting", waiting)] if parameters["hardware.num_gpus"] > parameters["train.pipeline_stages"] else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         *_experts(train),
+        *_kept(train),
         ("trained on", train["device"]),
         *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in shown.items()),
     ]
@@ -215,6 +216,15 @@ def _experts(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if (busiest := train.get("expert_load_max")) is not None:
         idle = f"{100 * train['idle_experts_share']:.1f} % of the experts had none"
         yield "tokens by expert", f"the busiest had {busiest:.2f} times an even share, {idle}; no token was dropped"
+
+
+def _kept(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Rows about a run that ended early, or keeps the weights of an earlier step; none for other runs."""
+    if (stopped := train.get("stopped_after_step")) is not None:
+        yield "ended early", f"after optimizer step {stopped:,}: the held-out loss fell no more"
+    if (kept := train.get("kept_step")) is not None:
+        loss = figure(train["heldout_loss_kept"])
+        yield "kept weights", f"those after optimizer step {kept:,}, with the lowest held-out loss ({loss})"
 
 
 def loss_table(inputs: Inputs) -> Table:

@@ -55,6 +55,15 @@ def test_missing_measurement_gives_no_error(place):
     assert "not measured on cpu" in text and "None" not in text
 
 
+def test_the_page_says_whose_weights_were_kept(place):
+    """The loss of an earlier step beside a curve that ends higher."""
+    assert "| kept weights |" not in report(place)[1]
+    write_inputs(place, train={"kept_step": 2, "heldout_loss_kept": 1.25, "stopped_after_step": 5})
+    text = report(place)[1]
+    assert "| kept weights | those after optimizer step 2, with the lowest held-out loss (1.25" in text
+    assert "| ended early | after optimizer step 5: the held-out loss fell no more |" in text
+
+
 def test_gpu_prediction_is_not_compared_with_a_cpu(place):
     """`hardware.gpu: H100` on a laptop."""
     write_inputs(place, estimate={"gpu": "H100"})
