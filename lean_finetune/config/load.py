@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
+from lean_finetune.config.rule import check_rules
 from lean_finetune.config.rules import (
     ACTIVATION_RULES,
     SECTION_RULES,
@@ -18,7 +19,7 @@ from lean_finetune.config.rules import (
     check_heldout_readers,
     check_sources,
 )
-from lean_finetune.config.schema import TRAIN_RULES, Params, check_rules
+from lean_finetune.config.schema import TRAIN_RULES, Params
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_yaml
 

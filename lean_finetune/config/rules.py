@@ -9,7 +9,8 @@ from cuda_memory.units import round_up
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
 from lean_finetune.config.field_types import HUB_PREFIX, Sharding
-from lean_finetune.config.schema import Params, Rule, needs
+from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError, shortened
 
 SWITCHED_OFF: Mapping[str, Any] = {

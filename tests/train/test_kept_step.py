@@ -96,10 +96,13 @@ def test_a_last_step_that_is_the_best_is_kept(small_llama: Path, tmp_path: Path)
 def test_a_best_checkpoint_that_is_gone_or_damaged_ends_the_run(small_llama: Path, tmp_path: Path):
     """Weights of another step in its place."""
     job = job_of(small_llama, tmp_path, 7, **BEST)
-    for damage in (shutil.rmtree, lambda path: (path / "tensors.safetensors").write_bytes(b"")):
-        directory = tmp_path / damage.__name__
+    for damage in ("gone", "damaged"):
+        directory = tmp_path / damage
         interrupt(job, directory, fail_after=3, every_step=True)
-        damage(directory / "step-000000002")
+        if damage == "gone":
+            shutil.rmtree(directory / "step-000000002")
+        else:
+            (directory / "step-000000002/tensors.safetensors").write_bytes(b"")
         with pytest.raises(
             UserError, match=r"^train.keep: the best weights are those of .*step-000000002, which cannot"
         ):
