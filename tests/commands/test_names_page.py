@@ -11,19 +11,20 @@ INTRODUCTION = """# Names of parameters in other tools
 lean-finetune import config.yaml
 ```
 
-This page has what LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift and Unsloth call our parameters. The command
-writes a configuration of theirs into params.yaml, and `lean-finetune fit --from config.yaml` predicts the run
-([command.md](command.md)). Values differ as well: the commands convert them.
+This page lists what LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift and Unsloth call the parameters of
+lean-finetune. `import` converts a configuration of one of these tools into params.yaml, and
+`lean-finetune fit --from config.yaml` [predicts its run](command.md#configurations-of-other-tools). Both convert values
+too, because these can differ.
 
-The option `--set` and params.yaml answer an unknown name with ours. After `dvc exp run`, `-S learning_rate=1e-4`
-does not reach lean-finetune: DVC ends with exit code 255 and this message. It means that params.yaml has no such
-parameter.
+If you use another tool's name in `--set` or in params.yaml, the error message shows the name here. If
+you use one in `-S learning_rate=1e-4` of `dvc exp run`, DVC stops before lean-finetune starts, with exit code 255. Its
+message means that params.yaml has no such parameter:
 
     ERROR: Invalid `--set-param` value: Could not override 'learning_rate'.
     To append to your config use +learning_rate=1e-4: Key 'learning_rate' is not in struct
 
-Look the name up below. Or add the `+`: the first stage then answers with our name. `git restore params.yaml` undoes the
-addition.
+Look the name up in the table. Or add the `+`: the first stage then prints the name here. `git restore params.yaml`
+removes the added key.
 
 """
 
