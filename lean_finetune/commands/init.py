@@ -17,7 +17,7 @@ from lean_finetune.core.stage_command import StageCommand
 
 
 @click.command(cls=StageCommand)
-@click.argument("directory", required=False, type=click.Path(path_type=Path))
+@click.argument("directory", required=False)
 @click.option(
     "--preset", shell_complete=preset_names, help="Start from these parameters; `lean-finetune preset` lists them."
 )
@@ -29,7 +29,7 @@ from lean_finetune.core.stage_command import StageCommand
 @click.option("--method", type=click.Choice(get_args(Method)), help="What is trained.")
 @click.option("--check", is_flag=True, help="Say what differs from the files of this version; change nothing.")
 @click.option("--upgrade", is_flag=True, help="Bring a project to this version. What you edited stays.")
-def init(directory: Path | None, check: bool, upgrade: bool, preset: str | None, **values: str | None) -> None:
+def init(directory: str | None, check: bool, upgrade: bool, preset: str | None, **values: str | None) -> None:
     """Make DIRECTORY a project: parameters, pipeline, git and DVC. `dvc repro` trains there.
 
     No file of yours is overwritten, and nothing is committed. Paths are written relative to DIRECTORY if they are in
@@ -40,14 +40,14 @@ def init(directory: Path | None, check: bool, upgrade: bool, preset: str | None,
     if check or upgrade:
         if preset is not None or any(value is not None for value in values.values()) or (check and upgrade):
             raise UsageFault("--check, --upgrade: take no other option")
-        _upgrade(directory or Path("."), write=upgrade)
+        _upgrade(Path("." if directory is None else directory), write=upgrade)
         return
-    if directory is None:
+    if not directory:  # Also "", such as that of an unset variable of a shell, which would be this directory.
         raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
     if preset is not None and preset not in presets():
         raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {preset}")
     choices = Choices(preset=presets()[preset] if preset else None, **values)
-    click.echo("\n".join(create_project(directory, choices)))
+    click.echo("\n".join(create_project(Path(directory), choices)))
 
 
 def _upgrade(directory: Path, *, write: bool) -> None:

@@ -428,8 +428,14 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
     except (OSError, subprocess.CalledProcessError):
         return  # Without git nothing is stashed.
     untracked = {root / os.fsdecode(name): os.fsdecode(name) for name in listed.split(b"\0") if name}
+    is_new = not untracked.keys().isdisjoint((root, root / "dvc.yaml"))
     for path in map(Path.resolve, paths):
         if found := next((untracked[one] for one in (path, *path.parents) if one in untracked), None):
+            if is_new:
+                raise UserError(
+                    f"{parameter}: git does not track this project yet, and `dvc exp apply` could delete what git does "
+                    f"not track; got {source!r}; `git add` its files first"
+                )
             raise UserError(
                 f"{parameter}: git neither tracks nor ignores {found} in this checkout, so `dvc exp apply` would copy "
                 f"it into .git and could delete files in it; got {source!r}; move it out of the checkout, or add the "

@@ -159,6 +159,16 @@ def dump(values: dict[str, Any], indent: str = "") -> str:
     return text
 
 
+def _blank_section(text: str, name: str) -> str:
+    start = text.index(f"\n{name}:\n") + len(name) + 3
+    return text[:start] + text[text.index("\n# Rarely changed: all sections below", start) :]
+
+
+def test_a_key_that_is_a_number_is_removed():
+    """A traceback."""
+    assert merge_params(f"{PARAMS}5:\n  a: 1\n", PARAMS).removed == {"5": {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -177,6 +187,7 @@ def dump(values: dict[str, Any], indent: str = "") -> str:
             ),
             "train.method: must be",
         ),
+        (lambda run: (run / "params.yaml").write_text(_blank_section(PARAMS, "bucket")), "bucket: "),
     ],
 )
 @pytest.mark.parametrize("option", ["--check", "--upgrade"])

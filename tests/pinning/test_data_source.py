@@ -69,6 +69,9 @@ def test_a_file_that_git_ignores_is_linked_absolutely(pin):
     source = write_rows(Path("data/mine.jsonl"), ROWS)
     run_bounded(["git", "init", "-q"], check=True)
     assert "/data/ to .git/info/exclude" in error(pin(source))
+    Path("dvc.yaml").write_text("stages: {}\n")  # Of a project that was not added to git yet.
+    assert "git does not track this project yet" in error(pin(source)) and "`git add`" in error(pin(source))
+    Path("dvc.yaml").unlink()
     Path(".git/info/exclude").write_text("/data/mine.jsonl\n")
     pin(source)
     assert os.readlink(LINK) == str(source.resolve())

@@ -88,9 +88,10 @@ def plan(
         "hardware.num_gpus": gpus,
         "hardware.host_ram_gib": host_ram,
         "train.method": None if method == BEST else method,
-        "train.precision": precision or "auto",
+        "train.precision": precision,
     }
-    asked = _asked(values, method, sets, params, out)
+    _refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
+    asked = _asked(values, method, sets, params, None if dry_run else out)
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.choose.plan_text import nothing_fits, plan_json, plan_lines
         from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
@@ -155,15 +156,29 @@ class _Asked:
     """Overrides of the command line."""
 
 
+def _refuse_contradictions(options: Mapping[str, Any], sets: Sequence[str]) -> None:
+    """Raise UsageFault if --set names a parameter that an option sets, too."""
+    for key in (text.partition("=")[0].strip() for text in sets):
+        if options.get(key) is not None:
+            raise UsageFault(f"{key}: is given by --set and by an option of its own; leave out one of them")
+
+
 def _asked(
     values: Mapping[str, Any], method: str | None, sets: Sequence[str], params: Path | None, out: Path | None
 ) -> _Asked:
-    """The parameters of a command line; `values` are options by parameter, None where they are not given."""
+    """The parameters of a command line; `values` are options by parameter, None where they are not given.
+
+    `out`: the file to write, if it is another than the one to start from.
+    """
     file = params or (PARAMS_FILE if PARAMS_FILE.exists() else COMMON_PARAMS)
     p = load_params(file)
+    if out is not None and out.exists() and not out.samefile(file):  # Its other values would make another run.
+        raise UsageFault(f"--out: {out} exists; name a new file, or start from it by --params {out}")
     if file == COMMON_PARAMS and values["model.name"] is None:
         raise UsageFault(f"--model: name a hub id, a directory or a config.json; there is no {PARAMS_FILE} here")
     flags = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    if values["train.precision"] is None:
+        flags.append("train.precision=auto")
     gpus = values["hardware.num_gpus"] or p.hardware.num_gpus
     sharding = "none" if gpus == 1 else "ddp" if p.train.sharding == "none" else p.train.sharding
     try:
@@ -197,8 +212,12 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
             longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
             length = min(longest, max_positions(config) or longest)
         flags.append(f"data.max_length={length}")
-    p = with_flags(p, [*flags, f"run.progress={json.dumps(p.run.progress)}"], check=False)
-    p = with_flags(p, [f"bucket.max_tokens={max(p.bucket.max_tokens, round_up(p.data.max_length, pad_multiple(p)))}"])
+    try:  # The file alone keeps all rules, so the command line breaks them.
+        p = with_flags(p, [*flags, f"run.progress={json.dumps(p.run.progress)}"], check=False)
+        tokens = max(p.bucket.max_tokens, round_up(p.data.max_length, pad_multiple(p)))
+        p = with_flags(p, [] if "bucket.max_tokens" in asked.fixed else [f"bucket.max_tokens={tokens}"])
+    except UserError as error:
+        raise UsageFault(str(error)) from None
     if index is not None:
         index = index.shortened(p.data.max_length)
     return choose(p, config, device, asked.methods, asked.fixed, index), flags

@@ -27,7 +27,7 @@ from lean_finetune.commands.project.write_all import undone_after_fault, write_a
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.load import COMMON_PARAMS
 from lean_finetune.core.atomic_files import write_errors
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.read_yaml import read_yaml
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.hub import HUB_ID
@@ -52,7 +52,7 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
     """Make a project in a directory; return the lines that say what was done and what comes next.
 
     Raises:
-        UserError: it cannot be made there. Nothing is written then.
+        UserError: it cannot be made there, or a choice is wrong. Nothing is written then.
     """
     here = Path(os.path.abspath(directory))
     if here.exists() and not here.is_dir():
@@ -120,7 +120,10 @@ def params_text(here: Path, choices: Choices) -> str:
             "data": {"max_length": common["data"]["max_length"]}
         }
     if choices.gpu is not None and choices.gpu.strip().lower() != "auto":
-        named_gpu(choices.gpu)
+        try:
+            named_gpu(choices.gpu)
+        except UserError as error:
+            raise UsageFault(str(error)) from None
     chosen = {
         ("model", "name"): choices.model and _model(here, choices.model),
         ("data", "source"): choices.data and _data(here, choices.data),
@@ -154,6 +157,8 @@ def _model(here: Path, name: str) -> str:
 def _data(here: Path, source: str) -> str:
     """The value of data.source."""
     if source.startswith(HUB_PREFIX):
+        if not HUB_ID.fullmatch(source.removeprefix(HUB_PREFIX)):
+            raise UsageFault(f"--data: a hub data set is {HUB_PREFIX}org/name; got {source!r}")
         return source
     path = Path(source).expanduser()
     if not path.exists() and not glob.glob(str(path), recursive=True):

@@ -44,8 +44,13 @@ def merge_params(text: str, template: str) -> Merged:
             lines.append(line)
     merged = "".join(f"{line}\n" for line in lines)
     if not _has_values(merged, _merged_values(theirs, ours)):
-        raise UserError("params.yaml: cannot be merged, as several keys are on one line; give each its own, then rerun")
-    return Merged(merged, *({".".join(keys): value for keys, value in each.items()} for each in (missing, unknown)))
+        raise UserError(
+            "params.yaml: cannot be merged, as several keys are on one line, or a text of several lines ends in a line "
+            "with #; give each key its own line, or add the new keys by hand, then rerun"
+        )
+    return Merged(
+        merged, *({".".join(map(str, keys)): value for keys, value in each.items()} for each in (missing, unknown))
+    )
 
 
 def _without(values: Mapping[str, Any], other: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:

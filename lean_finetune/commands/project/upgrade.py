@@ -110,9 +110,9 @@ def _merge_params(directory: Path, files: dict[str, str | None]) -> Iterator[str
     if not isinstance(read_yaml(path, "is missing"), Mapping):
         raise UserError(f"{path}: must be a mapping of sections; change it")
     merged = merge_params(path.read_text(encoding="utf-8"), template)
+    parse_params(parse_yaml(merged.text), path)  # Also without new keys: a section may be blank.
     if not (merged.added or merged.removed):
         return
-    parse_params(parse_yaml(merged.text), path)
     files[PARAMS] = merged.text
     for key, value in merged.added.items():
         yield f"{PARAMS}: {key} is new" + ("" if isinstance(value, Mapping) else f" ({_shown(value)})")

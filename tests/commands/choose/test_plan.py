@@ -59,12 +59,27 @@ def test_the_set_is_written_with_comments(project: Path):
             3,
             "error: hardware.gpu: nothing fits 530MiB: with every memory switch qlora needs ",
         ),
+        (
+            ["--set", "train.method=lora", "--method", "full"],
+            2,
+            "error: train.method: is given by --set and by an option",
+        ),
+        (["--set", "data.max_length=64", "--length", "128"], 2, "error: data.max_length: is given by --set and by an"),
+        (
+            ["--set", "bucket.max_tokens=3", "--length", "64"],
+            2,
+            "error: bucket.max_tokens: a micro-batch must have room for a row",
+        ),
+        (["--length", "1"], 2, "error: data.max_length: must be greater than or equal to 8; got 1"),
+        (["--out", "other.yaml"], 2, "error: --out: other.yaml exists; name a new file, or start from it by --params"),
+        (["--out", "."], 2, "error: --out: . exists; name a new file"),
         (["--set", "train.rank=3"], 2, "error: train.rank: unknown parameter"),
     ],
 )
 def test_errors_are_one_line_and_write_nothing(project: Path, words: list[str], code: int, expected: str):
     """A traceback, or half a params.yaml."""
     before = (project / "params.yaml").read_bytes()
+    (project / "other.yaml").write_bytes(before.replace(b"rank: 16", b"rank: 256"))
     result = plan(*words)
     assert (result.exit_code, result.output.startswith(expected)) == (code, True), result.output
     assert result.output.count("\n") == 1 and (project / "params.yaml").read_bytes() == before
