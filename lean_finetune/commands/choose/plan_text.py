@@ -45,8 +45,8 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, number: int) -> Iterato
     yield from _wrapped("trains", f"{', '.join(common.values())}: {METHOD_WORDS[train.method]}")
     yield ""
     for place, choice in enumerate(chosen.choices, start=1):
-        own = [text for key, text in words[place - 1].items() if key not in common] or ["the same"]
-        yield from _wrapped(f"{place}{' (taken)' if place == number else ''}", ", ".join(own))
+        own = [text for key, text in words[place - 1].items() if key not in common] or ["as above"]
+        yield from _wrapped(f"{place}{' (written)' if place == number else ''}", ", ".join(own))
         yield from _wrapped("", _price(choice, chosen))
         yield from _wrapped("", _learning(choice))
     lost = [*_lost_methods(chosen.lost), *_lost_sets(chosen)][:MOST_LOST]

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.project.params_file import apply_preset, change_params
-from lean_finetune.commands.project.repository import enclosing_repository, has_identity, start_dvc, start_git
+from lean_finetune.commands.project.repository import (
+    enclosing_repository,
+    has_identity,
+    stage_files,
+    start_dvc,
+    start_git,
+)
 from lean_finetune.commands.project.template import (
     IGNORE_FILES,
     PARAMS,
@@ -72,6 +78,8 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
             start_dvc(here, repository or here, undo)
             started.append("dvc init")
         write_all(here, files, links, undo)
+        # Stages refuse rows in the project that git neither tracks nor ignores.
+        stage_files(here, sorted({*files, *links} - {*appended}), undo)
     done = f"{directory}: a new project of lean-finetune {installed_version()}"
     lines = [f"{done} ({', '.join(started)})" if started else done]
     lines += [f"{name}: lines added" for name in appended] + [f"{name}: yours is kept" for name in kept]

@@ -74,3 +74,11 @@ def start_dvc(directory: Path, repository: Path, undo: ExitStack) -> None:
                 config.setdefault(section, {}).update(values)
     except DvcException as error:
         raise UserError(f"{directory}: `dvc init` failed ({str(error).splitlines()[0]}); correct that") from error
+
+
+def stage_files(directory: Path, names: list[str], undo: ExitStack) -> None:
+    """Add new files to git's index; nothing is committed. Raises UserError with git's reason."""
+    undo.callback(git, directory, "rm", "--cached", "--quiet", "--ignore-unmatch", "--", *names)
+    done = git(directory, "add", "--", *names)
+    if done.returncode:
+        raise UserError(f"{directory}: `git add` failed ({done.stderr.strip().splitlines()[0]}); correct that")
