@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -126,5 +125,5 @@ def test_the_installed_command_answers_in_an_empty_directory(installed: Path, tm
     assert init[0] == 0 and (empty / "run/dvc.yaml").is_file() and check[0] == 0, init
     assert {path.name for path in empty.iterdir()} == {"axolotl.yaml", "config.json", "imported.yaml", "run"}
     for command in (["-m", "lean_finetune"], [str(installed / "bin/lean-finetune")]):
-        said = subprocess.check_output([sys.executable, *command, "--version"], cwd=empty, env=environment, text=True)
-        assert said == version[1]
+        said = run_bounded([sys.executable, *command, "--version"], cwd=empty, env=environment, check=True)
+        assert said.stdout == version[1]

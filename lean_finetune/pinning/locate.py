@@ -303,6 +303,6 @@ def find_tokenizer(name: str, revision: str | None = None) -> Path:
     if not (directory / "tokenizer.json").is_file():
         raise UserError(
             f"model.name: {name} has no tokenizer.json, which counts the tokens of rows; name a model with its "
-            "tokenizer, or give --length or --lengths"
+            "tokenizer, or give --length or --lengths instead of rows"
         )
     return directory

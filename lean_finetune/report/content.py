@@ -76,6 +76,15 @@ def _change(before: float | None, after: float | None, digits: int) -> float | N
     return None if before is None or after is None else round(after - before, digits)
 
 
+def summary(inputs: Inputs) -> str:
+    """The run in one line: memory and held-out loss."""
+    predicted, measured = inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"]
+    peak = f"peak memory {readable_size(predicted)} predicted"
+    peak += f", {readable_size(measured)} measured" if measured is not None else ", not measured"
+    before, after = inputs.evaluate["base_loss"], inputs.evaluate["tuned_loss"]
+    return peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
+
+
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
     """Yield the measured peak of each step and the predicted peak of the run, in GiB."""
     predicted_gib = inputs.estimate["peak_bytes_predicted"] / GIB

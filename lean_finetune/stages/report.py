@@ -10,7 +10,7 @@ import click
 from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.report.content import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics
+from lean_finetune.report.content import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics, summary
 from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.report_inputs import Inputs
 
@@ -41,3 +41,4 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
         write_text(directory / "report.md", markdown_page(inputs, parameters, figures))
         write_json(directory / FIGURES, figures)
     write_json(metrics / "report.json", {name: figures[name] for name in RESULTS})
+    click.echo(f"report: {summary(inputs)}; open {out / 'report.html'}")

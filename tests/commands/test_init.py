@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lean_finetune.commands.project.template import STAMP, installed_version, te
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.core.signals import Interrupted
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.workspace import error, invoke
 
 IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@example.org")
@@ -54,11 +55,12 @@ def tree(directory: Path) -> dict[str, str | None]:
 
 
 def git(*arguments: str, cwd: str | Path = ".") -> str:
-    return subprocess.run(["git", *IDENTITY, *arguments], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    return run_bounded(["git", *IDENTITY, *arguments], cwd=cwd, check=True).stdout
 
 
-def test_a_new_directory_becomes_a_git_and_dvc_repository(home: Path):
+def test_a_new_directory_becomes_a_git_and_dvc_repository(home: Path, monkeypatch: pytest.MonkeyPatch):
     """A user of the installed package had to clone our repository to train."""
+    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
     done = invoke(init, "my run")
     assert done.exit_code == 0 and done.stderr == ""
     lines = done.output.splitlines()
@@ -77,10 +79,12 @@ def test_a_new_directory_becomes_a_git_and_dvc_repository(home: Path):
     assert "data/raw/sample.jsonl" in made and not [name for name in made if "partial" in name]
     with Repo(str(home / "my run")) as ours, Repo(str(ROOT)) as root:
         assert ours.config.load_one("repo") == root.config.load_one("repo")
+    # `dvc repro` at once: rows that git neither tracks nor ignores are refused.
+    assert {*template_files(), *template_links()} <= {*git("ls-files", cwd="my run").splitlines()}
     git("add", ".", cwd="my run")
     git("commit", "-q", "-m", "Start", cwd="my run")
     assert git("status", "--short", cwd="my run") == ""
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(AssertionError, match="unknown revision"):
         git("rev-parse", "HEAD~1", cwd="my run")  # The only commit is ours.
     assert "is a project already" in error(invoke(init, "my run"))
 

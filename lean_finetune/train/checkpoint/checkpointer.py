@@ -106,7 +106,7 @@ class DiskSpace:
         here, at_out = _existing(checkpoints), _existing(self.out)
         free, free_at_out = shutil.disk_usage(here).free, shutil.disk_usage(at_out).free
         same_disk = here.stat().st_dev == at_out.stat().st_dev
-        last = checkpoint_bytes * max(0, 1 + self.kept - there)  # Older ones are removed first and free their space.
+        last = checkpoint_bytes * (1 + self.kept - there)  # Older ones are removed first and free their space.
         if self.enforce and (weights + (last if same_disk else 0) > free_at_out or last > free):
             elsewhere = "" if same_disk else f" there and {readable_size(free)} for {checkpoints}"
             raise DiskFault(
