@@ -195,7 +195,12 @@ class Run:
         return left_out if names else None
 
     def predict(self) -> Prediction:
-        """Peaks by phase. Takes several seconds."""
+        """Peaks by phase. Takes several seconds.
+
+        Raises:
+            UserError: GPUs cannot share the model's attention in this way.
+        """
+        refuse_context_parallel(self.config, self.setting.layout.context)
         return predict(self.model, self.steps)
 
     def explain(self) -> tuple[Prediction, Explanation]:
