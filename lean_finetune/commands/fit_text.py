@@ -56,6 +56,8 @@ def fit_lines(
     yield labelled("verdict here" if of_tool else "verdict", verdict_text(run, prediction, memory))
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
+    if run.device.kind == "cpu" and run.params.hardware.gpu.strip().lower() == "auto":
+        yield labelled("note", "for the CPU of this machine, which has no CUDA device; --gpu names a GPU")
     yield ""
     yield from _peak_lines(run, prediction)
     yield from tier_lines(run, prediction, memory)

@@ -267,6 +267,8 @@ def answers_note(inputs: Inputs) -> str | None:
     if not inputs.evaluate["evaluated_rows"]:
         return NOT_EVALUATED
     notes = []
+    if inputs.evaluate["tuned_exact_match_percent"] == 0 and inputs.generations:
+        notes.append("No answer is exact: the run was short, the model is small, or answers can differ in wording.")
     if not inputs.generations:
         notes.append("None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0.")
     if too_long := inputs.evaluate["unanswerable_rows"]:

@@ -181,8 +181,8 @@ def _length_text(rows: SampledRows, max_length: int) -> str:
     if (cut := float((lengths > max_length).mean())) > 0:
         return f"{text}, at which {cut:.1%} of the rows end"
     if max_length > LONG * high:
-        text += f"; --length {high} would cut {(lengths > high).mean():.1%} of the rows, and need less memory"
-    return text
+        return f"{text}; --length {high} would cut {(lengths > high).mean():.1%} of the rows, and need less memory"
+    return f"{text}, which would cut longer rows added later" if max_length < LENGTH_STEP + lengths.max() else text
 
 
 def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:

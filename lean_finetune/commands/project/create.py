@@ -189,7 +189,7 @@ def _next_commands(directory: Path, here: Path, added: list[str], choices: Choic
         commands.append(f"cd {shlex.quote(str(directory))}")
     if not has_identity(here):
         commands.append('git config user.name "Your Name" && git config user.email you@example.org')
-    if choices.preset is None and (choices.model or choices.data):
+    if choices.model or choices.data:
         commands.append("lean-finetune plan   # writes the fastest memory switches that fit into params.yaml")
     commands.append(f'git add {shlex.join(added)} && git commit -m "Start a lean-finetune project"')
     if choices.preset is not None:
