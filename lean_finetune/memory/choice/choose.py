@@ -85,8 +85,8 @@ def choose(
             last = FastestSets(start, partial(_allowed, start, fixed, on_device))
             if last.find(ROUNDED if on_device else UNCLIPPED, most):
                 return Chosen(choices=last.choices, start=start, lost=lost, sets=last)
-            least, most = least_needed(last)
-            lost.append(Lost(method=method, why=None, least_bytes=least, most_bytes=most))
+            least_bytes, most_bytes = least_needed(last)
+            lost.append(Lost(method=method, why=None, least_bytes=least_bytes, most_bytes=most_bytes))
     if last is None:
         raise UserError(lost[-1].why or "")
     return Chosen(choices=(), start=last.start, lost=lost, sets=last)

@@ -8,7 +8,9 @@ import pytest
 from cuda_memory.gpus import GPUS
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.choice import choose as choose_module
 from lean_finetune.memory.choice.choose import Chosen, choose
+from lean_finetune.memory.choice.fastest import MOST_CHOICES
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
 
@@ -55,6 +57,15 @@ def test_no_traced_set_that_fits_is_faster(mib: int):
     assert same, "the case must have faster sets that do not fit"
     for one in same:
         assert one.run.predict().peak.bytes > sets.most_bytes(one), f"{one.flags} fits and is faster"
+
+
+def test_each_method_is_searched_for_as_many_sets(monkeypatch: pytest.MonkeyPatch):
+    """After a method that does not fit, the bytes that it would need were the number of sets to find."""
+    asked = []
+    monkeypatch.setattr(choose_module.FastestSets, "find", lambda self, effect, most: asked.append(most))
+    monkeypatch.setattr(choose_module, "least_needed", lambda sets: (2**40, 2**30))
+    assert not chosen_on(71, "full", "lora").choices
+    assert asked == [MOST_CHOICES] * 3  # Both on the device, and the lighter one with offload.
 
 
 def test_what_the_user_set_stays():
