@@ -65,7 +65,9 @@ def find_upgrade(directory: Path) -> Upgrade:
         elif text_hash(text) == was:
             files[name] = new
             changed.append(f"{name}: is of another version" if new is not None else f"{name}: is not used any more")
-        elif new is not None and text_hash(new) == was:
+        elif new is None:
+            kept.append(f"{name}: edited by you, and stays, although this version does not use it")
+        elif text_hash(new) == was:
             kept.append(f"{name}: edited by you, and stays")
         else:
             kept.append(f"{name}: edited by you, and stays, although this version's differs; move it away to get that")
