@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from cuda_memory.units import GIB
+from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.rules import SWITCHED_OFF
@@ -194,8 +195,8 @@ def plan_preset(name: str) -> Chosen:
 
 def preset_text(name: str, chosen: Chosen) -> str:
     """The file of a preset."""
-    one, values = PRESETS[name], chosen.start.run.params.model_dump()
-    found: dict[str, Any] = {key: _value(values, key) for key in KEYS}
+    one, values = PRESETS[name], dotted_values(chosen.start.run.params)
+    found: dict[str, Any] = {key: values[key] for key in KEYS}
     found |= {key: parse_yaml(text) for key, text in chosen.choices[0].flags.items() if key in KEYS}
     found = {key: value for key, value in found.items() if key not in OMITTED or value != SWITCHED_OFF[key]}
     found["model.name"] = one.model
@@ -208,12 +209,6 @@ def preset_text(name: str, chosen: Chosen) -> str:
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         lines.append(f"  {name}: {text}")
     return "\n".join(lines) + "\n"
-
-
-def _value(sections: Any, dotted: str) -> Any:
-    for key in dotted.split("."):
-        sections = sections[key]
-    return sections
 
 
 @click.command()
