@@ -35,8 +35,11 @@ def main(index_path: Path, out: Path) -> None:
         plan = read_plan(aside / "plan.arrow")
         summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
         write_json(aside / FIGURES, summary)
-        rows = len(plan.rows)
-    few = few_steps_note(summary, rows, tokens_per_step=p.train.tokens_per_step, epochs=p.train.epochs)
+        rows, mean_length = len(plan.rows), float(index.lengths[plan.rows].mean())
+    steps, train = summary["optimizer_steps"], p.train
+    few = few_steps_note(
+        steps, rows, mean_length=mean_length, tokens_per_step=train.tokens_per_step, epochs=train.epochs
+    )
     if few is not None:
         click.echo(f"note: {few}", err=True)
 

@@ -122,7 +122,7 @@ def plan(
     if as_json:
         click.echo(json.dumps({**plan_json(chosen, rows, flags), "written": str(target) if target else None}, indent=2))
         return
-    for line in plan_lines(chosen, rows, choice):
+    for line in plan_lines(chosen, rows, None if target is None else choice):
         click.echo(line)
     click.echo("")
     own = load_params(asked.file).model_dump()

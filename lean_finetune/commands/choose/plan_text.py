@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_memory.units import COLUMNS, labelled, readable_size, readable_times, round_up, significant
+from cuda_memory.units import COLUMNS, counted, labelled, readable_size, readable_times, round_up, significant
 from lean_finetune.commands.choose.sampled_rows import SampledRows
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import REFUSED
@@ -16,7 +16,7 @@ from lean_finetune.memory.advice.switch import SAME
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets
-from lean_finetune.plan.planner import few_steps_note
+from lean_finetune.plan.planner import few_steps_note, steps_of_epoch
 
 LABEL = 21
 """Columns of a label, as in the answer of fit."""
@@ -34,8 +34,8 @@ SAME_SPEED = 0.005
 """Shares of time below this are not shown."""
 
 
-def plan_lines(chosen: Chosen, rows: SampledRows | None, number: int) -> Iterator[str]:
-    """The lines of the answer for a run that fits; `number` is the set that is taken."""
+def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None) -> Iterator[str]:
+    """The lines of the answer for a run that fits; `written`: the number of the set that was written."""
     best, start = chosen.choices[0], chosen.start
     p, train = start.run.params, start.run.setting.train
     usable = f"{readable_size(best.run.usable_bytes)} usable on {best.run.device.name}"
@@ -46,7 +46,7 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, number: int) -> Iterato
     yield ""
     for place, choice in enumerate(chosen.choices, start=1):
         own = [text for key, text in words[place - 1].items() if key not in common] or ["as above"]
-        yield from _wrapped(f"{place}{' (written)' if place == number else ''}", ", ".join(own))
+        yield from _wrapped(f"{place}{' (written)' if place == written else ''}", ", ".join(own))
         yield from _wrapped("", _price(choice, chosen))
         yield from _wrapped("", _learning(choice))
     lost = [*_lost_methods(chosen.lost), *_lost_sets(chosen)][:MOST_LOST]
@@ -186,19 +186,22 @@ def _length_text(rows: SampledRows, max_length: int) -> str:
 
 
 def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:
-    """How long the run takes, and whether it has few optimizer steps."""
+    """How many optimizer steps the run has, how long it takes, and what would give it more steps if they are few."""
     p = chosen.start.run.params
-    lengths = np.minimum(rows.index.lengths, p.data.max_length)
-    tokens = rows.total * float(lengths.mean())
+    epochs, tokens_per_step = p.train.epochs, p.train.tokens_per_step
+    trained = rows.total * (1 - p.data.heldout_fraction)
+    mean_length = float(np.minimum(rows.index.lengths, p.data.max_length).mean())
+    tokens = trained * mean_length
+    steps = epochs * steps_of_epoch(tokens, mean_length, tokens_per_step)
+    each = f"{counted(epochs, 'epoch')} of {round(tokens):,} tokens, {tokens_per_step:,} a step"
+    yield from _wrapped("optimizer steps", f"about {steps:,}: {each}")
     if (speed := chosen.start.tokens_per_second(chosen.choices[0].slowdown)) is not None:
-        slow, fast = (p.train.epochs * tokens / rate for rate in speed)
+        slow, fast = (epochs * tokens / rate for rate in speed)
         yield labelled("duration", f"{readable_times(fast, slow)} for all epochs, by the data sheet")
-    of_epoch = max(1, round(tokens / p.train.tokens_per_step))
-    summary = {"optimizer_steps": of_epoch * p.train.epochs, "tokens_per_step_mean": tokens / of_epoch}
-    planned = rows.total * p.train.epochs
-    note = few_steps_note(summary, planned, tokens_per_step=p.train.tokens_per_step, epochs=p.train.epochs)
+    planned = round(trained * epochs)
+    note = few_steps_note(steps, planned, mean_length=mean_length, tokens_per_step=tokens_per_step, epochs=epochs)
     if note is not None:
-        yield from _wrapped("note", note)
+        yield from _wrapped("note", f"{note}. plan changes neither, as both change training")
 
 
 def nothing_fits(chosen: Chosen, lighter: Chosen | None) -> str:
