@@ -193,7 +193,7 @@ def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:
     mean_length = float(np.minimum(rows.index.lengths, p.data.max_length).mean())
     tokens = trained * mean_length
     steps = epochs * steps_of_epoch(tokens, mean_length, tokens_per_step)
-    each = f"{counted(epochs, 'epoch')} of {round(tokens):,} tokens, {tokens_per_step:,} a step"
+    each = f"{counted(epochs, 'epoch', 'epochs')} of {round(tokens):,} tokens, {tokens_per_step:,} a step"
     yield from _wrapped("optimizer steps", f"about {steps:,}: {each}")
     if (speed := chosen.start.tokens_per_second(chosen.choices[0].slowdown)) is not None:
         slow, fast = (epochs * tokens / rate for rate in speed)
