@@ -1,6 +1,7 @@
 """Units, and how sizes, counts, times and labelled lines are printed. All other code computes in bytes and seconds."""
 
 import textwrap
+from collections.abc import Iterable
 
 MIB = 2**20
 GIB = 2**30
@@ -27,6 +28,18 @@ def readable_size(count: int) -> str:
     """A byte count with four digits in its best unit: `22.08 GiB`, `3.5 MiB`."""
     divisor, unit = reading_unit(count)
     return f"{significant(count / divisor, 4)} {unit}"
+
+
+def readable_sizes(counts: Iterable[int | None]) -> list[str | None]:
+    """Byte counts in the unit of the largest, for a column: `0.1172 GiB`, `0.01 GiB`; None stays."""
+    found = list(counts)
+    divisor, unit = reading_unit(max((count for count in found if count is not None), default=0))
+    return [None if count is None else f"{_in_unit(count / divisor)} {unit}" for count in found]
+
+
+def _in_unit(value: float) -> str:
+    """A number of four digits; one that is too small for four decimals is named by its bound."""
+    return significant(value, 4) if value == 0 or value >= 0.0001 else "< 0.0001"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -1,10 +1,10 @@
 """The content of the report: its figures and tables, before they are laid out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cuda_memory.page.html import Table
-from cuda_memory.units import GIB, counted, readable_size, significant
+from cuda_memory.units import GIB, counted, readable_size, readable_sizes, significant
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
@@ -79,7 +79,7 @@ def _change(before: float | None, after: float | None, digits: int) -> float | N
 def summary(inputs: Inputs) -> str:
     """The run in one line: memory and held-out loss."""
     predicted, measured = inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"]
-    peak = f"peak memory {readable_size(predicted)} predicted"
+    peak = f"tensor peak {readable_size(predicted)} predicted"
     peak += f", {readable_size(measured)} measured" if measured is not None else ", not measured"
     before, after = inputs.evaluate["base_loss"], inputs.evaluate["tuned_loss"]
     return peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
@@ -128,6 +128,11 @@ def size(count: int | None) -> str:
     return NONE if count is None else readable_size(count)
 
 
+def sizes(counts: Iterable[int | None]) -> list[str]:
+    """Format the bytes of a column, all in one unit; None becomes a dash."""
+    return [text or NONE for text in readable_sizes(counts)]
+
+
 def figure(value: float | None) -> str:
     """Format a number with four digits; None becomes a dash."""
     return NONE if value is None else f"{value:.4g}"
@@ -147,8 +152,8 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
     else:
         measured = f"on {train['device']}: the prediction is off by {error:+.3f} %"
     found = [
-        Result("Predicted peak memory", size(estimate["peak_bytes_predicted"]), f"in {estimate['worst_phase']}"),
-        Result("Measured peak memory", size(train["peak_bytes_measured"]), measured),
+        Result("Predicted tensor peak", size(estimate["peak_bytes_predicted"]), f"in {estimate['worst_phase']}"),
+        Result("Measured tensor peak", size(train["peak_bytes_measured"]), measured),
         *_reserved(estimate, train, errors["reserved"]),
         Result(
             "Device",
@@ -318,13 +323,27 @@ def answer_samples(inputs: Inputs) -> list[tuple[str, list[tuple[str, str, bool 
 
 
 def phases_table(inputs: Inputs, metrics: Mapping[str, Any]) -> Table:
-    """Predicted and measured peak of every phase."""
+    """Predicted and measured peak of the tensors in every phase."""
     predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    errors = metrics["error_percent_by_phase"]
+    texts = sizes(peaks.get(phase) for phase in errors for peaks in (predicted, measured))
     rows = [
-        (phase, size(predicted.get(phase)), size(measured.get(phase)), NONE if error is None else f"{error:+.3f} %")
-        for phase, error in metrics["error_percent_by_phase"].items()
+        (phase, *texts[2 * number : 2 * number + 2], NONE if error is None else f"{error:+.3f} %")
+        for number, (phase, error) in enumerate(errors.items())
     ]
-    return Table(("phase", "predicted peak", "measured peak", "error"), rows)
+    return Table(("phase", "predicted tensor peak", "measured tensor peak", "error"), rows)
+
+
+def dash_note(inputs: Inputs) -> str | None:
+    """Why cells of `phases_table` have a dash; None if none has."""
+    predicted, measured = inputs.estimate["predicted_by_phase"], inputs.train["measured_by_phase"]
+    reasons = []
+    for word, peaks in (("measured", measured), ("predicted", predicted)):
+        if names := [phase for phase in in_order({**predicted, **measured}) if peaks.get(phase) is None]:
+            reasons.append(f"not {word} ({', '.join(names)})")
+    if not comparable(inputs):
+        reasons.append("no error, as the run was predicted and measured for different kinds of device")
+    return f"{NONE} means {'; '.join(reasons)}." if reasons else None
 
 
 def tiers_table(inputs: Inputs) -> Table | None:
@@ -332,15 +351,15 @@ def tiers_table(inputs: Inputs) -> Table | None:
     estimate = inputs.estimate
     if estimate["reserved_bytes_predicted"] is None:
         return None
-    rows = [
-        ("tensors", size(estimate["peak_bytes_predicted"])),
-        ("reserved, expandable segments", size(estimate["reserved_bytes_predicted_expandable"])),
-        ("reserved, fixed segments", size(estimate["reserved_bytes_predicted_native"])),
-        ("reserved with the run's train.expandable_segments", size(estimate["reserved_bytes_predicted"])),
-        ("process, without margin", size(estimate["process_bytes_predicted"])),
-        (f"RAM of a host (GPUs: {estimate['processes_per_host']})", size(estimate["host_bytes_predicted"])),
-    ]
-    return Table((f"on {estimate['gpu']}", "predicted"), rows)
+    rows = {
+        "tensors": estimate["peak_bytes_predicted"],
+        "reserved, expandable segments": estimate["reserved_bytes_predicted_expandable"],
+        "reserved, fixed segments": estimate["reserved_bytes_predicted_native"],
+        "reserved with the run's train.expandable_segments": estimate["reserved_bytes_predicted"],
+        "process, without margin": estimate["process_bytes_predicted"],
+        f"RAM of a host (GPUs: {estimate['processes_per_host']})": estimate["host_bytes_predicted"],
+    }
+    return Table((f"on {estimate['gpu']}", "predicted"), list(zip(rows, sizes(rows.values()), strict=True)))
 
 
 def plan_note(inputs: Inputs) -> str:
@@ -366,26 +385,34 @@ def categories_table(inputs: Inputs) -> Table:
     """The categories at the peak, largest first."""
     peak = inputs.breakdown["peak"]
     total = sum(peak.values())
-    found = sorted(peak.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(name.replace("_", " "), size(count), f"{100 * count / total:.1f} %") for name, count in found if count]
+    found = [item for item in sorted(peak.items(), key=lambda item: (-item[1], item[0])) if item[1]]
+    texts = sizes(count for _, count in found)
+    rows = [
+        (name.replace("_", " "), text, f"{100 * count / total:.1f} %")
+        for (name, count), text in zip(found, texts, strict=True)
+    ]
     return Table(("category", "bytes", "share"), rows)
 
 
 def tensors_table(inputs: Inputs) -> Table:
     """The largest groups of equal tensors at the peak."""
-    rows = []
-    for group in inputs.explanation["top"]:
+    rows, groups = [], inputs.explanation["top"]
+    for group, text in zip(groups, sizes(group["bytes"] for group in groups), strict=True):
         operation = group["operation"] + (f" in {group['phase']}" if group["phase"] else "")
         shape = NONE if group["shape"] is None else " × ".join(map(str, group["shape"])) + f" {group['dtype']}"
         category, module = group["category"].replace("_", " "), group["module"] or NONE
-        rows.append((category, operation, module, shape, group["count"], size(group["bytes"])))
+        rows.append((category, operation, module, shape, group["count"], text))
     return Table(("category", "allocated by", "module", "shape", "tensors", "bytes"), rows)
 
 
 def states_table(inputs: Inputs) -> Table:
     """The closed-form memory that persists between steps."""
     states = inputs.explanation["states"]
-    rows = [(line["category"].replace("_", " "), line["why"], line["tensors"], size(line["bytes"])) for line in states]
+    texts = sizes(line["bytes"] for line in states)
+    rows = [
+        (line["category"].replace("_", " "), line["why"], line["tensors"], text)
+        for line, text in zip(states, texts, strict=True)
+    ]
     return Table(("category", "content", "tensors", "bytes"), rows)
 
 
@@ -398,8 +425,13 @@ def switches(inputs: Inputs) -> list[tuple[str, int, int]]:
 
 def switches_table(inputs: Inputs) -> Table:
     """Predicted peak after changing one switch."""
-    rows = [(name, size(peak), f"{100 * saved / (peak + saved):+.1f} %") for name, peak, saved in switches(inputs)]
-    return Table(("switch", "predicted peak", "saves"), rows)
+    found = switches(inputs)
+    rows = []
+    for (name, peak, saved), text in zip(found, sizes(peak for _, peak, _ in found), strict=True):
+        percent = f"{100 * abs(saved) / (peak + saved):.1f} %"
+        change = f"saves {percent}" if saved > 0 else f"costs {percent} more"
+        rows.append(("this run", text, "") if name == "current" else (name, text, change if saved else "the same"))
+    return Table(("switch", "predicted tensor peak", "against this run"), rows)
 
 
 def _share(part: int, total: int) -> str:

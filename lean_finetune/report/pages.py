@@ -42,12 +42,13 @@ def markdown_text(text: str) -> str:
 
 def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> list[str]:
     """Predicted and measured peaks, and the tensors at the peak."""
-    refusal, tiers = inputs.verdict["refusal"], content.tiers_table(inputs)
+    refusal, tiers, dashes = inputs.verdict["refusal"], content.tiers_table(inputs), content.dash_note(inputs)
     return [
         "## Memory",
         *([] if refusal is None else [f"Verdict: {_text(refusal)}."]),
         _text(content.measured_note(inputs)),
         _table(content.phases_table(inputs, metrics)),
+        *([] if dashes is None else [_text(dashes)]),
         *([] if tiers is None else [_table(tiers), _text(content.plan_note(inputs))]),
         f"Memory over the run: {_text(inputs.train['growth']['summary'])}.",
         f"Tensors at the predicted peak ({_text(inputs.estimate['worst_phase'])}), by category:",

@@ -40,10 +40,11 @@ def test_error_is_prediction_over_measurement(place):
         "optimizer": pytest.approx(0.0),
     }
     assert figures["heldout_loss_change"] == -1.25 and figures["exact_match_change_points"] == 100.0
-    assert "- **Predicted peak memory**: 0.1172 GiB (in backward)" in text
-    assert "- **Measured peak memory**: 0.1221 GiB (on cpu: the prediction is off by -4.000 %)" in text
+    assert "- **Predicted tensor peak**: 0.1172 GiB (in backward)" in text
+    assert "- **Measured tensor peak**: 0.1221 GiB (on cpu: the prediction is off by -4.000 %)" in text
     assert "| backward | 0.1172 GiB | 0.1221 GiB | -4.000 % |" in text
-    assert "| load | – | 41 MiB | – |" in text and "| clip | – | – | – |" in text
+    assert "| load | – | 0.04004 GiB | – |" in text, "MiB and GiB in one column"
+    assert "– means not measured (clip); not predicted (load, clip)." in text
 
 
 def test_missing_measurement_gives_no_error(place):
@@ -233,3 +234,13 @@ def test_missing_input_is_one_line(place, missing):
 def test_a_damaged_input_is_named(place, path, text, message):
     (place / path).write_text(text)
     assert message in error(invoke(main))
+
+
+def test_no_saving_is_negative(place):
+    (place / "data/estimate/switches.csv").write_text(
+        "switch,peak_gib\ncurrent,0.125\ngrad_ckpt=true,0.0625\nmethod=full,0.25\nloss_chunk=null,0.125\n"
+    )
+    _, text = report(place)
+    assert "| grad_ckpt=true | 0.0625 GiB | saves 50.0 % |" in text and "| this run | 0.125 GiB |  |" in text
+    assert "| method=full | 0.25 GiB | costs 100.0 % more |" in text
+    assert "| loss_chunk=null | 0.125 GiB | the same |" in text

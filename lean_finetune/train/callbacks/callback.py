@@ -306,7 +306,7 @@ class LiveCurves(Tracker):
             csv.DictWriter(file, fieldnames=curve_columns([row]), lineterminator="\n").writerow(row)
 
 
-FORMAT = "{desc} {bar:6} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+FORMAT = "{bar:3} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 """Fits 80 columns with 5-digit step counts."""
 
 
@@ -321,7 +321,8 @@ class ProgressBar(Callback):
         info = self.info
         self._limit_gib = make_counters(info.device).limit_bytes() / GIB
         self._on_terminal = sys.stderr.isatty()
-        self._column = "reserved_bytes" if info.device.type == "cuda" else "rss_bytes"
+        on_gpu = info.device.type == "cuda"
+        self._column, self._counts = ("reserved_bytes", "reserved") if on_gpu else ("rss_bytes", "process")
         if info.show_progress:
             tqdm.write(self._outlook(), file=sys.stderr)
         self._bar = progress_bar(
@@ -343,7 +344,7 @@ class ProgressBar(Callback):
             return f"{text} on the CPU"
         text += f" on a GPU of {self._limit_gib:.4g} GiB"
         if info.predicted_peak_bytes is not None:
-            text += f", predicted peak {readable_size(info.predicted_peak_bytes)}"
+            text += f", predicted tensor peak {readable_size(info.predicted_peak_bytes)}"
         if info.predicted_duration is not None:
             text += f". All steps: {info.predicted_duration}"
         return (
@@ -366,7 +367,7 @@ class ProgressBar(Callback):
         """Advance the bar, and print both losses where there are two."""
         text = f"loss {row['loss']:.4g}, {row['tokens'] / row['seconds']:,.0f} tok/s"
         if row[self._column] is not None:
-            text += f", {row[self._column] / GIB:.3g}/{self._limit_gib:.3g} GiB"
+            text += f", {self._counts} {row[self._column] / GIB:.3g}/{self._limit_gib:.3g} GiB"
         if row["alloc_retries"]:
             text += f", {row['alloc_retries']} retries"
         self._bar.set_postfix_str(text, refresh=False)

@@ -44,7 +44,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("device", "memory"), [("cpu", "3/24 GiB"), ("cuda", "8/24 GiB")])
+@pytest.mark.parametrize(("device", "memory"), [("cpu", "process 3/24 GiB"), ("cuda", "reserved 8/24 GiB")])
 def test_a_training_bar_fits_80_columns_and_shows_one_quantity_of_memory(monkeypatch, device, memory):
     """Longer lines wrap, and a wrapped bar leaves a line behind at each update."""
     stderr = Terminal()
