@@ -71,7 +71,7 @@ def check_packages() -> Iterator[Finding]:
     try:
         wrong = wrong_library()
     except importlib.metadata.PackageNotFoundError:
-        remedy = "run `pip install .` (or `pip install -e .`) in the checkout"
+        remedy = "install it: `pip install` its wheel, or `pip install .` in a clone of its repository"
         yield Finding(level="note", what="packages", text=f"{text}; {PROJECT} itself is not installed", remedy=remedy)
         return
     if wrong is not None:

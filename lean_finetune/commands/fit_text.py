@@ -185,8 +185,8 @@ def _remedy_lines(remedy: Remedy, command: str, option: str) -> Iterator[str]:
 
 
 def _tokens(found: Largest) -> str:
-    """A largest size, with the limit that it reaches if that is not memory; empty if nothing fits."""
-    return f"{found.value} tokens{f' (= {found.limit})' if found.limit else ''}" if found.value else ""
+    """A largest size, and what limits it; empty if nothing fits."""
+    return f"{found.value:,} tokens, limited by {found.limit or 'memory'}" if found.value else ""
 
 
 def verdict_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dict[str, Any]:

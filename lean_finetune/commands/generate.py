@@ -34,6 +34,8 @@ def generate(prompts: Path, answers: Path, model: Path, bits: str | None, max_ne
     PROMPTS is a JSON Lines file. ANSWERS appears complete or not at all. Decoding is greedy. A line has `messages`
     (a conversation, answered by its chat template) or `prompt` (plain text). It is written back with the key
     `answer`. Prompts decoded together are as many as the predicted memory has room for.
+
+    For example: lean-finetune generate prompts.jsonl answers.jsonl
     """
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.tuned_model import find_tuned

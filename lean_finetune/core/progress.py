@@ -59,6 +59,8 @@ def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """
     options["miniters"] = 1
     if not sys.stderr.isatty():
-        options["bar_format"] = options.get("bar_format", "{l_bar}{r_bar}").replace("{bar:6}", "{percentage:.0f}%")
+        options["bar_format"] = options.get("bar_format", "{l_bar}{r_bar}").replace(
+            "{bar:3}", "{desc} {percentage:.0f}%"
+        )
         options |= {"file": _Lines(sys.stderr), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS}
     return tqdm(iterable, **options)

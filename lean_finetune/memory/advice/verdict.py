@@ -146,8 +146,8 @@ def _first_failure(prediction: Prediction, usable: int, memory: PlanMemory | Non
 def describe(shape: BatchShape) -> str:
     """A micro-batch in words."""
     if shape.packed_lengths is not None:
-        return f"{counted(len(shape.packed_lengths), 'row')} packed into {shape.length} tokens"
-    return f"{shape.rows} x {shape.length} tokens"
+        return f"{counted(len(shape.packed_lengths), 'row')} packed into {shape.length:,} tokens"
+    return f"{counted(shape.rows, 'row')} of {shape.length:,} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)

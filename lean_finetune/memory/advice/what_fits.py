@@ -96,7 +96,7 @@ class Largest:
     value: int
     """0 if nothing fits."""
     limit: str | None
-    """The limit that it reaches if that is not memory; None if it is."""
+    """The limit that it reaches if that is not memory, in words; None if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +119,12 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
         nothing = Largest(value=0, limit=None)
         return Limits(smallest_gpu=smallest, longest_row=nothing, largest_max_tokens=nothing)
     near = {0: least_bytes, shape.rows * shape.length: peak_bytes}
-    return Limits(
-        smallest_gpu=smallest,
-        longest_row=longest_fitting_row(run, run.fitting_bytes, near),
-        largest_max_tokens=largest_micro_batch(run, run.fitting_bytes, near),
-    )
+    with progress_bar(total=2, desc="limits", unit=" searches", disable=not run.params.run.progress) as bar:
+        longest = longest_fitting_row(run, run.fitting_bytes, near)
+        bar.update()
+        batch = largest_micro_batch(run, run.fitting_bytes, near)
+        bar.update()
+    return Limits(smallest_gpu=smallest, longest_row=longest, largest_max_tokens=batch)
 
 
 def generation(gpu: Device) -> tuple[bool, bool]:
@@ -152,7 +153,7 @@ def longest_fitting_row(run: Run, usable: int, near: Mapping[int, int]) -> Large
     hints = {tokens / LENGTH_STEP: size for tokens, size in near.items()}
     found = largest_fitting(lambda count: _peak(run, count * LENGTH_STEP, rows=1), usable, most, hints)
     of_model = positions is not None and positions <= tried
-    limit = f"the model's {positions} positions" if of_model else "the longest tried"
+    limit = f"the model's {positions:,} positions" if of_model else "what is tried"
     return Largest(value=found * LENGTH_STEP, limit=limit if found == most else None)
 
 

@@ -57,8 +57,8 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     assert labels == ["verdict", *peaks, "allocator segments", *settings, *limits]
     assert lines[0].startswith(labelled("verdict", "fits: reserved peak "))
     assert labelled("smallest GPU", "P4 (of") in result.stdout
-    assert labelled("longest row", "256 tokens (= the model's 256 positions)") in result.stdout
-    assert labelled("largest micro-batch", "2048 tokens (= train.tokens_per_step)") in result.stdout
+    assert labelled("longest row", "256 tokens, limited by the model's 256 positions") in result.stdout
+    assert labelled("largest micro-batch", "2,048 tokens, limited by train.tokens_per_step") in result.stdout
     assert sorted(workspace.rglob("*")) == before
 
 

@@ -163,7 +163,7 @@ def test_a_refusal_names_the_step_whose_tensors_do_not_fit(memory, prediction):
     step = memory.first_step_above(prediction.peak.bytes - 1)
     assert step == 0 and memory.first_step_above(2 * prediction.peak.bytes) is None
     refusal = verdict_on(memory, prediction, prediction.peak.bytes - 1).refusal
-    assert refusal is not None and "micro-batch of 6 x 400 tokens, at optimizer step 0) exceeds" in refusal
+    assert refusal is not None and "micro-batch of 6 rows of 400 tokens, at optimizer step 0) exceeds" in refusal
 
 
 def random_plan(rows: int, *, mode: str = "bucketed"):
