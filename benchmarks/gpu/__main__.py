@@ -67,6 +67,8 @@ class Session:
     commit: str | None
     rows: dict[str, Row] = field(default_factory=dict)
     """By name of the case."""
+    waiting: dict[tuple[str, ...], subprocess.Popen[str]] = field(default_factory=dict)
+    """Processes that import ahead, by command."""
 
     def run(self) -> None:
         """Run the cases that are not done, until the time is over."""
@@ -79,8 +81,13 @@ class Session:
                 for ahead in left[number : number + PREDICTORS]:
                     if isinstance(ahead, MemoryCase) and ahead.name not in predictions:
                         predictions[ahead.name] = pool.submit(self.predict, ahead)
+                for soon in left[number : number + 2]:
+                    self.prepare(soon)
                 self.try_case(case, predictions.get(case.name))
             pool.shutdown(cancel_futures=True)
+        for process in self.waiting.values():
+            process.kill()
+            process.communicate()
 
     def is_done(self, case: Case) -> bool:
         """Whether a case has figures, or has failed too often."""
@@ -111,45 +118,69 @@ class Session:
 
     def measure(self, case: Case, predicted: Row) -> Row:
         """Measure a case in a new process."""
-        command = self.command("measure", case)
-        if isinstance(case, TrlCase):
-            command = [self.trl_python, "-m", "benchmarks.gpu.trl_steps", case.speed.name, self.device]
+        command = self.measuring(case)
         if not isinstance(case, MemoryCase):
             return self.last_line(command, case)
         if "skipped" in predicted:
             return predicted
         if "failed" in predicted:
             predicted = {"prediction": predicted["failed"]}
-        number = self.cases.index(case)
-        snapshot = self.out / f"{number + 1:02}.pickle"
-        if number < MOST_SNAPSHOTS:
-            command += ["--snapshot", str(snapshot)]
-        return {**memory.compared(predicted, self.last_line(command, case)), **self.archive(number, snapshot)}
+        return {**memory.compared(predicted, self.last_line(command, case)), **self.archive(case)}
 
     def command(self, work: str, case: Case) -> list[str]:
         """The command of a process for a case."""
         return [sys.executable, "-m", "benchmarks.gpu.case_process", work, case.name, "--device", self.device]
 
+    def measuring(self, case: Case) -> list[str]:
+        """The command that measures a case as soon as it reads a line."""
+        command = self.command("measure", case)
+        if isinstance(case, TrlCase):
+            command = [self.trl_python, "-m", "benchmarks.gpu.trl_steps", case.speed.name, self.device]
+        if isinstance(case, MemoryCase) and self.number(case) < MOST_SNAPSHOTS:
+            command += ["--snapshot", str(self.snapshot(case))]
+        python, m, *module = command
+        return [python, m, "benchmarks.gpu.ahead", *module]
+
+    def prepare(self, case: Case) -> None:
+        """Start the process of a case, which imports and waits."""
+        command = self.measuring(case)
+        if tuple(command) not in self.waiting:
+            self.waiting[tuple(command)] = started(command)
+
+    def number(self, case: MemoryCase) -> int:
+        """The place of a case among those of memory."""
+        return [each for each in self.cases if isinstance(each, MemoryCase)].index(case)
+
+    def snapshot(self, case: MemoryCase) -> Path:
+        """The file for the history of the allocator."""
+        return self.out / f"{self.number(case) + 1:02}.pickle"
+
     def last_line(self, command: Sequence[str], case: Case, changes: Mapping[str, str] = MappingProxyType({})) -> Row:
-        """Run a process, with changes of its environment, and return the row that it printed, or why there is none."""
+        """Run a process, with changes of its environment, and return the row that it printed, or why there is none.
+
+        If a process waits for this command, it goes on.
+        """
         limit = self.ends + GRACE_SECONDS - time.monotonic()
         if self.device == "cuda":  # A CPU takes other times than those estimated.
             limit = min(limit, TIMES_ESTIMATE * case.seconds)
-        environment = {**os.environ, **changes}
+        process = self.waiting.pop(tuple(command), None) or started(command, changes)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
+            out, errors = process.communicate("go\n", timeout=limit)
         except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
             return {"failed": f"no end after {limit:.0f} s"}
-        if done.returncode < 0:
-            return {"failed": f"ended by signal {-done.returncode}"}
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no output"]
+        if process.returncode < 0:
+            return {"failed": f"ended by signal {-process.returncode}"}
+        if process.returncode:
+            lines = errors.strip().splitlines() or ["no output"]
             return {"failed": lines[-1], "stderr": lines[-MOST_LINES:]}
-        row: Row = json.loads(done.stdout.strip().rpartition("\n")[2])
+        row: Row = json.loads(out.strip().rpartition("\n")[2])
         return row
 
-    def archive(self, number: int, snapshot: Path) -> Row:
+    def archive(self, case: MemoryCase) -> Row:
         """Move a case's snapshot into its archive, and return the column that says where."""
+        number, snapshot = self.number(case), self.snapshot(case)
         if not snapshot.exists():
             return {}
         path = self.out / f"snapshots-{number // SNAPSHOTS_OF_ARCHIVE + 1}.zip"
@@ -183,6 +214,12 @@ class Session:
         if self.device == "fake":
             content["not_proven"] = NOT_PROVEN
         write_json(self.out / RESULTS_FILE, content)
+
+
+def started(command: Sequence[str], changes: Mapping[str, str] = MappingProxyType({})) -> subprocess.Popen[str]:
+    """Start a process whose streams are pipes."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **changes})
 
 
 def rows_of(path: Path, gpu: str) -> dict[str, Row]:

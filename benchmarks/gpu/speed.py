@@ -17,6 +17,7 @@ from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_least, at_most
 from benchmarks.specs import Trainer, random_batch
 from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.step.training_step import Phase
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
 PEAK_FLOPS = 989e12
@@ -25,6 +26,10 @@ FLOPS_FROZEN, FLOPS_TRAINED = 4, 6
 """FLOP per weight and token: two products of 2 FLOP, and a third one for the gradient of a trained weight."""
 FLOPS_SCORES = 6
 """FLOP per layer, width and token of the row: causal scores and their product with values, forward and twice back."""
+
+
+Step = Callable[..., None]
+"""Runs a training step; may be called with what opens its phases."""
 
 
 def measured(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
@@ -39,15 +44,7 @@ def measured(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS +
 
 def _timed(case: SpeedCase, device: torch.device, steps: int) -> Row:
     """Warm up, then time steps one by one. Peaks are those of the steps, without loading."""
-    trainer = Trainer.of(random_model(case.config, case.setting.train, device), case.setting, device)
-    free_cached()
-    torch.cuda.reset_peak_memory_stats(device)
-    batch = random_batch(case.shape, case.config.get_text_config().vocab_size, device)
-
-    def step() -> None:
-        # Reading the loss waits for the device, as the loop of stage train does.
-        trainer.step([batch], case.shape.supervised, lambda name: contextlib.nullcontext()).loss.item()
-
+    step, trainer = timed_step(case, device)
     seconds = [seconds_of(step, device) for _ in range(steps)][WARM_UP_STEPS:]
     tokens_per_s = case.rows * case.length / median(seconds)
     return {
@@ -57,6 +54,20 @@ def _timed(case: SpeedCase, device: torch.device, steps: int) -> Row:
         "allocated_bytes": torch.cuda.max_memory_allocated(device),
         "reserved_bytes": torch.cuda.max_memory_reserved(device),
     }
+
+
+def timed_step(case: SpeedCase, device: torch.device) -> tuple[Step, Trainer]:
+    """Load random weights, and return a function that runs a step, with its trainer. Peaks count from then on."""
+    trainer = Trainer.of(random_model(case.config, case.setting.train, device), case.setting, device)
+    free_cached()
+    torch.cuda.reset_peak_memory_stats(device)
+    batch = random_batch(case.shape, case.config.get_text_config().vocab_size, device)
+
+    def step(phase: Phase = lambda name: contextlib.nullcontext()) -> None:
+        # Reading the loss waits for the device, as the loop of stage train does.
+        trainer.step([batch], case.shape.supervised, phase).loss.item()
+
+    return step, trainer
 
 
 def flops_per_token(model: nn.Module, case: SpeedCase) -> float:
@@ -89,12 +100,17 @@ def matmul_flops(device: torch.device) -> float:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Wall seconds of some work, including the device's."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    wait()
+    wait_for(device)
     start = perf_counter()
     work()
-    wait()
+    wait_for(device)
     return perf_counter() - start
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def bars(rows: Mapping[str, Row]) -> list[Bar]:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.estimate_cpu import without_onednn
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import memory, speed
+from benchmarks.gpu import memory, profiling, speed
 from benchmarks.gpu.__main__ import Session, main, rows_of
 from benchmarks.gpu.case_process import GPU_TESTS
 from benchmarks.gpu.cases import (
@@ -24,6 +24,7 @@ from benchmarks.gpu.cases import (
     SMALL_SPEED_CASES,
     SPEED_CASES,
     Case,
+    ProfileCase,
     TrlCase,
     fake_cases,
     gpu_cases,
@@ -84,6 +85,7 @@ def started(monkeypatch) -> list[str]:
         return {"failed": "ended by signal 9"} if case is self.cases[1] else {"tensors_measured_bytes": 100}
 
     monkeypatch.setattr(Session, "last_line", last_line)
+    monkeypatch.setattr(Session, "prepare", lambda *_: None)
     return names
 
 
@@ -107,6 +109,7 @@ def test_a_session_continues_and_tries_a_case_that_was_killed_once_more(tmp_path
 def test_a_session_that_is_killed_has_a_row_of_the_case_that_was_running(tmp_path, monkeypatch):
     monkeypatch.setattr(Session, "measure", lambda *_: sys.exit(9))
     monkeypatch.setattr(Session, "predict", lambda *_: {})
+    monkeypatch.setattr(Session, "prepare", lambda *_: None)
     results = tmp_path / "gpu.json"
     for tries in (1, 2):
         killed = session(tmp_path)
@@ -129,18 +132,34 @@ def test_a_case_that_fails_or_hangs_has_the_reason_in_its_row(tmp_path):
     assert one.last_line(["sleep", "60"], case) == {"failed": "no end after 0 s"}
 
 
+def test_a_process_that_imports_ahead_runs_its_case_only_when_it_is_told_to(tmp_path):
+    """Two cases at once on a GPU would spoil both measurements."""
+    one, case = session(tmp_path), fake_cases()[0]
+    assert one.measuring(case)[1:5] == ["-m", "benchmarks.gpu.ahead", "benchmarks.gpu.case_process", "measure"]
+    begun = tmp_path / "begun"
+    code = f"import pathlib; input(); pathlib.Path({str(begun)!r}).touch(); print('{{}}')"
+    one.measuring = lambda case: [sys.executable, "-c", code]  # type: ignore[method-assign]
+    one.prepare(case)
+    one.prepare(case)
+    (process,) = one.waiting.values()
+    time.sleep(0.3)
+    assert process.poll() is None and not begun.exists()
+    assert one.last_line(one.measuring(case), case) == {} and begun.exists()
+    assert not one.waiting and process.poll() == 0
+
+
 def test_archives_of_snapshots_are_bounded(tmp_path, monkeypatch):
     """A session on a lent machine returns few files of a limited size."""
     monkeypatch.setattr(command, "ARCHIVE_BYTES", 1000)
     one, places = session(tmp_path), []
+    one.cases = FIRST
     for number, content in ((0, bytes(10_000)), (1, os.urandom(2000)), (4, bytes(10_000))):
-        snapshot = tmp_path / f"{number}.pickle"
-        snapshot.write_bytes(content)
-        places.append(one.archive(number, snapshot)["snapshot"])
-    assert places == ["snapshots-1.zip: 0.pickle", "left out: snapshots-1.zip is full", "snapshots-2.zip: 4.pickle"]
+        one.snapshot(FIRST[number]).write_bytes(content)
+        places.append(one.archive(FIRST[number])["snapshot"])
+    assert places == ["snapshots-1.zip: 01.pickle", "left out: snapshots-1.zip is full", "snapshots-2.zip: 05.pickle"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["snapshots-1.zip", "snapshots-2.zip"]
     with zipfile.ZipFile(tmp_path / "snapshots-1.zip") as archive:
-        assert archive.namelist() == ["0.pickle"]
+        assert archive.namelist() == ["01.pickle"]
 
 
 def test_the_command_fails_where_a_bar_fails(tmp_path, monkeypatch):
@@ -245,6 +264,43 @@ def test_the_least_case_is_predicted_within_its_bar():
     assert peak / GIB < 7.4
     weights = model_shapes(case.config).values
     assert 30e9 < 4 * (weights - 128256 * 4096) < 34e9, "4 FLOP for each frozen weight of an 8B"
+
+
+def event(category: str, name: str, start: float, duration: float, **arguments: Any) -> dict[str, Any]:
+    """An event as PyTorch's profiler writes it; times in microseconds."""
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": arguments}
+
+
+def test_a_profile_says_what_the_gpu_did_and_when_it_waited():
+    types = {"Input Dims": [[8, 4], [4, 2]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    numbers = {"External id": 1, "correlation": 7}
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("cpu_op", "aten::mm", 0, 9, **{"External id": 1}, **types),
+        event("cpu_op", "aten::mul", 10, 9, **{"External id": 2}),
+        event("cuda_runtime", "cudaLaunchKernel", 1, 4, correlation=7),
+        event("cuda_runtime", "cudaLaunchKernel", 11, 4, correlation=8),
+        event("cuda_runtime", "cudaStreamSynchronize", 20, 6000),
+        event("kernel", "nvjet_tst", 10, 2000, **numbers),
+        event("kernel", "vectorized_elementwise_kernel", 1010, 3000, **{"External id": 2}, correlation=8),
+        event("gpu_memcpy", "Memcpy DtoH", 5010, 1000),
+    ]
+    row = profiling.summary(events, 4.0)
+    assert (row["kernels_ms"], row["busy_ms"], row["idle_percent"]) == (3.0, 2.5, 37.5), "per step; overlaps count once"
+    assert row["launches"] == 1.0 and row["started_at_once_percent"] == 50.0
+    groups = {group["name"]: (group["ms"], group["number"]) for group in row["groups"]}
+    assert groups == {"elementwise": (1.5, 0.5), "matmul bf16": (1.0, 0.5), "copies": (0.5, 0.5)}
+    assert [each["name"] for each in row["operations"]][1] == "aten::mm BFloat16[8, 4] BFloat16[4, 2]"
+    assert row["host_waits"] == [{"name": "cudaStreamSynchronize", "ms": 3.0, "number": 0.5}]
+
+
+def test_the_profile_of_a_step_runs():
+    case = ProfileCase(speed=SMALL_SPEED_CASES[0])
+    with fake_cuda():
+        row = profiling.measured(case, CPU)
+    assert {"forward", "backward", "clip", "optimizer"} < set(row["phases_ms"])
+    assert row["busy_ms"] > 0 and {group["name"] for group in row["groups"]} >= {"matmul bf16", "attention"}
+    assert set(row["attention"]) == {"FLASH_ATTENTION", "CUDNN_ATTENTION"}
 
 
 def test_speed_bars_use_the_rate_of_this_devices_products():
