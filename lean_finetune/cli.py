@@ -46,9 +46,9 @@ class CommandGroup(click.Group):
 def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result.
 
-    In this order: `fit` asks whether a model fits, `init` makes a project, `plan` chooses its memory switches, `dvc repro`
-    there trains, and `chat` talks to the result. Each command has its own --help. All documentation is in docs/ of
-    the repository and of the source distribution.
+    In this order: `fit` asks whether a model fits, `init` makes a project, `plan` chooses its memory switches,
+    `dvc repro` there trains, and `chat` talks to the result. Each command has its own --help. All documentation is
+    in docs/ of the repository and of the source distribution.
 
     Exit codes: 0 done, 1 an error, 2 a wrong command line, 3 the run does not fit, 128 + n signal n.
     """

@@ -11,6 +11,7 @@ from lean_finetune.commands.project.params_file import OWN, apply_preset, change
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.core.errors import UsageFault
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.pinning.hub import gated_note
 
 # The command `lean-finetune preset`: write a starting point into params.yaml.
 
@@ -36,6 +37,8 @@ def preset(name: str | None) -> None:
         raise UsageFault(f"NAME: must be one of {', '.join(presets())}, or a file in {OWN}/ without .yaml; got {name}")
     changed = apply_preset(file, PARAMS_FILE)
     click.echo("\n".join(f"{key}: {'' if value is None else value}" for key, value in changed.items()) or "no change")
+    if (note := gated_note(str(changed.get("model.name", "")))) is not None:
+        click.echo(f"note: {note}", err=True)
 
 
 def _descriptions() -> list[str]:

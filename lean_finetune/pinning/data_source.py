@@ -73,7 +73,7 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
         refuse_split(_sibling(parameter, "split"), split, repr(source))
     if not path.exists() and glob.has_magic(source):
         return _pin_glob(parameter, source)
-    _refuse_outputs(parameter, source, path)
+    refuse_outputs(parameter, source, path)
     if path.is_file():
         if file_kind(path.name) is None:
             raise UserError(
@@ -104,7 +104,7 @@ def _pin_glob(parameter: str, source: str) -> LocalSource:
     root = find_source(base)
     if not root.is_dir():
         raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; correct the glob")
-    _refuse_outputs(parameter, source, root)
+    refuse_outputs(parameter, source, root)
     pattern = str(Path(source).relative_to(base))
     # glob silently skips directories without permission, so all of them are listed first.
     _names_below(parameter, root, deep=len(Path(pattern).parts) > 1 or "**" in pattern)
@@ -205,16 +205,24 @@ def _sibling(parameter: str, key: str) -> str:
     return f"{parameter.rpartition('.')[0]}.{key}"
 
 
-def _refuse_outputs(parameter: str, source: str, path: Path) -> None:
-    """Refuse a source inside an output of the pipeline, or around one: each run would change it."""
-    for root in (Path(), repo_root()):
+def refuse_outputs(parameter: str, source: str, path: Path, project: Path | None = None) -> None:
+    """Refuse a source inside an output of the pipeline, or around one: each run would change it.
+
+    `path` is the file or directory that DVC would watch. `project`: its directory, if it is not the working directory.
+    """
+    for root in (Path(), repo_root()) if project is None else (project,):
         for output in OUTPUTS:
             # realpath, unlike resolve, accepts loops of links.
             written, read = (Path(os.path.realpath(one)) for one in (root / output, path))
-            if written == read or written in read.parents or read in written.parents:
+            if written == read or written in read.parents:
                 raise UserError(
-                    f"{parameter}: must not contain or be in {output}, which the pipeline writes; got {source!r}; name "
-                    "another path, or copy the rows there first"
+                    f"{parameter}: must not be in {output}, which the pipeline writes; got {source!r}; name another "
+                    "path, or copy the rows there first"
+                )
+            if read in written.parents:
+                raise UserError(
+                    f"{parameter}: DVC would watch all of {read}, and the pipeline writes {output} in it; got "
+                    f"{source!r}; move the rows into a directory without the project, and name that"
                 )
 
 

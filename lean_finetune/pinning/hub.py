@@ -14,6 +14,19 @@ from lean_finetune.pinning.config_file import KNOWN_NAMES
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DEFAULT_SPLIT = "train"
 RepoType = Literal["model", "dataset"]
+GATED = ("meta-llama/", "google/gemma-", "google/codegemma-", "CohereLabs/")
+"""Beginnings of ids of models whose pages on the hub ask for consent to a licence before a download."""
+
+
+def gated_note(repo_id: str) -> str | None:
+    """What to do before the first run with a model that is known to be gated, without asking the hub; None else."""
+    return f"{repo_id} is gated on the hub: {_access(repo_id)}" if repo_id.startswith(GATED) else None
+
+
+def _access(repo_id: str) -> str:
+    return (
+        f"accept its licence at https://huggingface.co/{repo_id}, then run `hf auth login`; or name a local directory"
+    )
 
 
 @contextmanager
@@ -27,9 +40,7 @@ def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise UserError(
-            f"{parameter}: {repo_id} requires consent; accept its terms on its page, then run `hf auth login`"
-        ) from None
+        raise UserError(f"{parameter}: {repo_id} is gated; {_access(repo_id)}") from None
     except errors.RevisionNotFoundError:
         raise UserError(
             f"{parameter}: {repo_id} has no such revision; name a branch, tag or commit of it in "

@@ -17,6 +17,7 @@ from lean_finetune.commands.project import create, repository, write_all
 from lean_finetune.commands.project.template import STAMP, installed_version, template_files, template_links
 from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.core.signals import Interrupted
+from stages.pin import main as pin
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 from tests.workspace import error, invoke
@@ -74,13 +75,15 @@ def test_a_new_directory_becomes_a_git_and_dvc_repository(home: Path, monkeypatc
     assert lines[5].startswith("  dvc repro ") and len(lines) == 6
     made = tree(home / "my run")
     assert {name: made[name] for name in template_files()} == template_files()
-    assert {name: made[name] for name in template_links()} == template_links()
+    watched = {"locks/watched-data": "../data/raw/sample.jsonl"}
+    assert {name: made[name] for name in template_links()} == {**template_links(), **watched}
     assert json.loads(str(made[STAMP]))["version"] == installed_version()
     assert "data/raw/sample.jsonl" in made and not [name for name in made if "partial" in name]
     with Repo(str(home / "my run")) as ours, Repo(str(ROOT)) as root:
         assert ours.config.load_one("repo") == root.config.load_one("repo")
     # `dvc repro` at once: rows that git neither tracks nor ignores are refused.
     assert {*template_files(), *template_links()} <= {*git("ls-files", cwd="my run").splitlines()}
+    assert git("diff", "--name-only", cwd="my run") == "", "staged, then modified"
     git("add", ".", cwd="my run")
     git("commit", "-q", "-m", "Start", cwd="my run")
     assert git("status", "--short", cwd="my run") == ""
@@ -183,8 +186,8 @@ def test_after_a_fault_all_is_as_before(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_paths_are_right_from_the_project(home: Path, no_dvc):
     """A path relative to another directory: the first stage does not find the rows."""
-    for name in ("rows.jsonl", "in/rows.jsonl"):
-        (home / name).parent.mkdir(exist_ok=True)
+    for name in ("rows.jsonl", "in/mine/rows.jsonl"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text('{"text": "a"}\n')
     shutil.copytree(ROOT / "lean_finetune/tiny", home / "in/base")
 
@@ -196,13 +199,28 @@ def test_paths_are_right_from_the_project(home: Path, no_dvc):
 
     (home / "in/.git").mkdir()
     os.rename(home / "in/.git", home / "git")  # `in` is not empty, and no repository.
-    assert written("in", "--data", "in/*.jsonl", "--model", "in/base") == ("base", "*.jsonl")
+    assert written("in", "--data", "in/mine/*.jsonl", "--model", "in/base") == ("base", "mine/*.jsonl")
     assert not (home / "in/data/raw").exists()
     assert written("out", "--data", "rows.jsonl", "--model", "in/base") == (
         str(home / "in/base"),
         str(home / "rows.jsonl"),
     )
     assert written("hub", "--data", "hf://org/rows", "--model", "org/model") == ("org/model", "hf://org/rows")
+
+
+@pytest.mark.parametrize("rows", ["../outside.jsonl", "run/own.jsonl", "run/parts/*.jsonl", None])
+def test_a_first_run_changes_no_tracked_link(home: Path, no_dvc, monkeypatch: pytest.MonkeyPatch, rows: str | None):
+    """Git shows `locks/watched-data` as modified after the run, and an experiment starts from a dirty tree."""
+    (home / "run/parts").mkdir(parents=True)
+    for path in (home.parent / "outside.jsonl", home / "run/own.jsonl", home / "run/parts/1.jsonl"):
+        path.write_text('{"prompt": "a", "completion": "b"}\n')
+    assert invoke(init, "run", *([] if rows is None else ["--data", rows])).exit_code == 0
+    monkeypatch.chdir(home / "run")
+    git("add", ".")
+    git("commit", "-qm", "start")
+    assert invoke(pin, "data").exit_code == 0 and invoke(pin, "model").exit_code == 0
+    assert git("status", "--porcelain", "--untracked-files=no") == ""
+    assert os.readlink("locks/watched-data") != "README.md"
 
 
 def test_options_set_their_parameters_alone(home: Path, no_dvc):
@@ -213,10 +231,14 @@ def test_options_set_their_parameters_alone(home: Path, no_dvc):
     assert [line.strip() for line, old in zip(mine, lines, strict=True) if line != old] == ["gpu: T4", "method: lora"]
     done = invoke(init, "b", "--preset", "8b-qlora-24gb", "--gpu", "L4")
     assert "plan" not in done.output and "  dvc repro estimate   # does it fit?" in done.output
+    gated = (
+        "note: meta-llama/Llama-3.1-8B is gated on the hub: accept its licence at https://huggingface.co/meta-llama/"
+    )
+    assert gated in done.output and "`hf auth login`; or name a local directory" in done.output
     preset = load_params(home / "b/params.yaml")
     assert (preset.hardware.gpu, preset.train.method, preset.data.max_length) == ("L4", "qlora", 4096)
     done = invoke(init, "c", "--model", "Qwen/Qwen3-8B", "--gpu", "RTX-4090")
-    assert done.output.index("  lean-finetune plan ") < done.output.index("  git add")
+    assert "gated" not in done.output and done.output.index("  lean-finetune plan ") < done.output.index("  git add")
     usual, ours = load_params(COMMON_PARAMS), load_params(home / "c/params.yaml")
     assert ours.train == usual.train and ours.bucket == usual.bucket, "another run than the one that `fit` predicts"
 
@@ -237,6 +259,7 @@ def test_options_set_their_parameters_alone(home: Path, no_dvc):
         (["run", "--gpu", "RTX-9999"], "hardware.gpu: ", 2),
         (["run", "--gpu", "8MiB"], "hardware.gpu: ", 2),
         (["run", "--data", "hf://rows"], "--data: a hub data set is hf://org/name; got 'hf://rows'", 2),
+        (["run", "--data", "*"], "--data: DVC would watch all of ", 1),
         ([""], "DIRECTORY: is missing; name one, or . for this one", 2),
         (["run", "--method", "dora"], "--method", 2),
         (["hidden/run"], "hidden/run: the git repository", 1),

@@ -32,7 +32,8 @@ def test_a_preset_changes_its_lines_and_no_other(checkout: Path):
     after = (checkout / "params.yaml").read_text().splitlines()
     assert len(after) == len(before)
     changed = [line.strip() for line, old in zip(after, before, strict=True) if line != old]
-    assert len(changed) == len(result.output.splitlines()) and "max_grad_norm:" in changed
+    assert len(changed) == len(result.stdout.splitlines()) and "max_grad_norm:" in changed
+    assert "note: meta-llama/Llama-3.1-8B is gated on the hub: accept its licence at " in result.stderr
     p = load_params(checkout / "params.yaml")
     assert p.train.optimizer_in_backward and p.train.max_grad_norm is None and p.data.source == "data/raw/sample.jsonl"
     assert invoke(preset, "8b-full-24gb").output == "no change\n"

@@ -126,7 +126,7 @@ BAD_SOURCES = {
     "other format": ("rows.xlsx", "data.source: a file must be .jsonl, .ndjson, .json, .csv, .tsv, .parquet, "),
     "empty folder": ("folder", "data.source: the directory has no data file (.jsonl, "),
     "folder with more": ("mixed", "data.source: the directory has rows.xlsx, which is of no known kind ("),
-    "glob of nothing": ("*.csv", "data.source: must not contain or be in data/tokens"),
+    "glob of nothing": ("*.csv", "data.source: DVC would watch all of "),
     "glob of nothing below": ("folder/**/*.csv", "data.source: the glob matches no data file (.jsonl, "),
     "glob in nowhere": ("none/*.csv", "data.source: no such directory 'none'; got 'none/*.csv'; correct the glob"),
     "glob of more": ("mixed/*", "data.source: 'mixed/*' has rows.xlsx, which is of no known kind ("),
@@ -158,7 +158,8 @@ def test_an_output_of_the_pipeline_is_refused_as_a_source(pin, source):
     write_rows(Path("data/tokens/rows.jsonl"), ROWS)
     Path("alias").symlink_to("data")
     pin("data/raw")
-    assert error(pin(source)).startswith("data.source: must not contain or be in ")
+    says = ("data.source: must not be in ", "data.source: DVC would watch all of ")
+    assert error(pin(source)).startswith(says)
     assert pinned("source") == ["data/raw"]
 
 

@@ -125,7 +125,7 @@ def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
 
 REFUSED = {
     "unknown model": ("model", {"model__name": "org/other"}, "model.name: the hub has no org/other that you may read"),
-    "gated": ("model", {"model__name": "gated/model"}, "model.name: gated/model requires consent; accept its terms"),
+    "gated": ("model", {"model__name": "gated/model"}, "model.name: gated/model is gated; accept its licence at "),
     "revision": ("model", {"model__name": "org/model", "model__revision": "v9"}, "model.name: org/model has no su"),
     "pickle": ("model", {"model__name": "org/pickled"}, "model.name: org/pickled at 0123456789ab has no model.safe"),
     "custom code": ("model", {"model__name": "org/code"}, "requires its own code (auto_map)"),

@@ -13,6 +13,7 @@ from typing import Any
 from lean_finetune.commands.project.params_file import apply_preset, change_params
 from lean_finetune.commands.project.repository import (
     enclosing_repository,
+    git,
     has_identity,
     stage_files,
     start_dvc,
@@ -34,9 +35,11 @@ from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.load import COMMON_PARAMS
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UsageFault, UserError
-from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 from lean_finetune.memory.gpu_names import named_gpu
-from lean_finetune.pinning.hub import HUB_ID
+from lean_finetune.pinning.config_file import glob_base
+from lean_finetune.pinning.data_source import refuse_outputs
+from lean_finetune.pinning.hub import HUB_ID, gated_note
 from lean_finetune.pinning.locate import TINY, example_names, find_model
 
 PIPELINE = "dvc.yaml"
@@ -64,8 +67,8 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
     if here.exists() and not here.is_dir():
         raise UserError(f"{directory}: is a file; name a directory")
     was_empty = not (here.is_dir() and any(here.iterdir()))
-    files = _new_files(directory, here, params_text(here, choices), sample=choices.data is None)
-    links = {name: target for name, target in template_links().items() if not (here / name).is_symlink()}
+    params = params_text(here, choices)
+    files = _new_files(directory, here, params, sample=choices.data is None)
     appended = [name for name in IGNORE_FILES if name in files and (here / name).is_file()]
     kept = [README] if README not in files else []
     with write_errors(directory), undone_after_fault(here) as undo:
@@ -77,12 +80,17 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
         if not (here / ".dvc").is_dir():
             start_dvc(here, repository or here, undo)
             started.append("dvc init")
-        write_all(here, files, links, undo)
+        write_all(here, files, {}, undo)
+        # After .gitignore, which decides which rows copies of the project have.
+        links = {name: to for name, to in _links(here, params).items() if not (here / name).is_symlink()}
+        write_all(here, {}, links, undo)
         # Stages refuse rows in the project that git neither tracks nor ignores.
         stage_files(here, sorted({*files, *links} - {*appended}), undo)
     done = f"{directory}: a new project of lean-finetune {installed_version()}"
     lines = [f"{done} ({', '.join(started)})" if started else done]
     lines += [f"{name}: lines added" for name in appended] + [f"{name}: yours is kept" for name in kept]
+    if (note := gated_note(parse_yaml(params)["model"]["name"])) is not None:
+        lines.append(f"note: {note}")
     added = ["."] if was_empty else sorted({name.partition("/")[0] for name in (*files, *links, ".dvc/config")})
     return [*lines, "next:", *(f"  {command}" for command in _next_commands(directory, here, added, choices))]
 
@@ -171,6 +179,7 @@ def _data(here: Path, source: str) -> str:
     path = Path(source).expanduser()
     if not path.exists() and not glob.glob(str(path), recursive=True):
         raise UserError(f"--data: must be a file, a glob, a directory or {HUB_PREFIX}org/name; there is no {source}")
+    refuse_outputs("--data", source, path if path.exists() else Path(glob_base(str(path))), project=here)
     return _from_project(here, path)
 
 
@@ -178,6 +187,25 @@ def _from_project(here: Path, path: Path) -> str:
     """A path as params.yaml names it: relative to the project if it is in it, else absolute."""
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else str(absolute)
+
+
+def _links(here: Path, params: str) -> dict[str, str]:
+    """The target of each link as the first run would write it, which then changes no file that git tracks."""
+    links, values = template_links(), parse_yaml(params)
+    data, model = values["data"]["source"], values["model"]["name"]
+    if isinstance(data, str) and not data.startswith(HUB_PREFIX):
+        is_glob = glob.has_magic(data) and not (here / data).exists()
+        links["locks/watched-data"] = _link_text(here, glob_base(data) if is_glob else data)
+    if (here / model).is_dir():
+        links["locks/watched-model"] = _link_text(here, model)
+    return links
+
+
+def _link_text(here: Path, value: str) -> str:
+    """The target of a link in locks/, relative for what copies of the repository have too: see `watch`."""
+    path = Path(os.path.abspath(here / value))
+    in_copies = path.is_relative_to(here) and git(here, "check-ignore", "-q", str(path)).returncode != 0
+    return os.path.relpath(path, here / "locks") if in_copies else str(path)
 
 
 def _next_commands(directory: Path, here: Path, added: list[str], choices: Choices) -> list[str]:

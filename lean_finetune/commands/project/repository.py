@@ -72,6 +72,7 @@ def start_dvc(directory: Path, repository: Path, undo: ExitStack) -> None:
         with Repo.init(str(directory), subdir=directory != repository) as repo, repo.config.edit("repo") as config:
             for section, values in SETTINGS.items():
                 config.setdefault(section, {}).update(values)
+        git(directory, "add", "--", ".dvc/config")  # As it is now: DVC has staged it without the settings.
     except DvcException as error:
         raise UserError(f"{directory}: `dvc init` failed ({str(error).splitlines()[0]}); correct that") from error
 
