@@ -127,6 +127,7 @@ def replay(
     bounds = [events.micro_batches[number] for number in (0, *next_steps) if number < len(events.micro_batches)]
     spans = list(pairwise([*bounds, len(events)]))
     freed_earlier: set[int] = set()  # Allocations before the steps that these freed.
+    later, made_before = {place for place, _ in events.workspaces}, {use: place for place, use in events.workspaces}
     # What precedes the first step belongs to it.
     for number, (start, end) in enumerate([(0, spans[0][1]), *spans[1:], *spans * (rounds - 1)]):
         if number and number % len(spans) == 0:
@@ -143,6 +144,10 @@ def replay(
         for place in range(start, end):
             phase = phases[place]
             try:
+                if (workspace := made_before.pop(place, None)) is not None:
+                    handles[workspace] = allocator.allocate(size[workspace], arenas[stream[workspace]])
+                if place in later:
+                    continue
                 if target[place] == NONE:
                     handles[place] = allocator.allocate(size[place], arenas[stream[place]])
                 elif target[place] not in freed_earlier:

@@ -39,6 +39,8 @@ class StepEvents:
     """First event and end of each phase, and its name."""
     micro_batches: tuple[int, ...]
     """First event of each micro-batch."""
+    workspaces: tuple[tuple[int, int], ...] = ()
+    """Allocations of cuBLAS' workspaces, and the event before which each is really made: after its first product."""
 
     def __len__(self) -> int:
         """The number of events."""
@@ -46,8 +48,9 @@ class StepEvents:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where phases and micro-batches begin and end, ascending: these places correspond at all depths."""
-        bounds = (place for start, end, _ in self.phases for place in (start, end))
+        """Ends of phases and micro-batches, and places of workspaces, ascending: they correspond at all depths."""
+        spans = [(start, end) for start, end, _ in self.phases]
+        bounds = (place for span in (*spans, *self.workspaces) for place in span)
         return tuple(sorted([0, *self.micro_batches, *bounds, len(self)]))
 
 
@@ -74,6 +77,7 @@ def _ordered(trace: MemoryTrace) -> tuple[StepEvents, np.ndarray]:
         stream_E=np.array(trace.streams, dtype=np.int64)[storage_E],
         phases=tuple(trace.phases),
         micro_batches=tuple(start for start, _ in trace.micro_batches),
+        workspaces=tuple((int(allocated_at[storage]), place) for storage, place in trace.first_products.items()),
     )
     begins_E = is_alloc_E.copy()
     begins_E[1:] |= is_alloc_E[:-1]
@@ -306,6 +310,7 @@ class _Deepened:
             stream_E=np.concatenate(self._streams),
             phases=tuple((moved(start), moved(end), name) for start, end, name in last.phases),
             micro_batches=tuple(moved(start) for start in last.micro_batches),
+            workspaces=tuple((moved(place), moved(use)) for place, use in last.workspaces),
         )
         _check(found)
         return found

@@ -26,6 +26,7 @@ from lean_finetune.memory.predict.state_formulas import (
     ModelShapes,
     ParameterShape,
     adapted_weights,
+    kept_book_bytes,
     model_shapes,
     state_bytes,
     state_lines,
@@ -78,7 +79,7 @@ def load_peak(
     type, or in 16 or 32 bits if it quantises it there. Weights in MXFP4 or FP8 are unpacked on the host first.
     """
     config, train, target = model.config, model.setting.train, model.target
-    placed, moments = 0, [end]
+    placed, moments = kept_book_bytes(model.setting, cuda=target.foreach), [end]
     on_cpu, as_stored = target.capability is None, stored_format(config) in BITSANDBYTES
 
     def final_bytes(parameter: ParameterShape) -> int:

@@ -292,6 +292,8 @@ def state_lines(
     if setting.train.offload == "parameters":
         return tuple(line for line in (*_quantisation_lines(shapes, train), _buffers(shapes)) if line.tensor_bytes)
     lines = weight_lines(shapes, train)
+    if book := kept_book_bytes(setting, cuda=cuda):
+        lines.append(StateLine.of(QUANTISATION_STATE, "the code book that those of scales are copies of", (book,)))
     trained = trained_tensors(shapes, train) if trained is None else trained
     updated = updated_tensors(trained, masters=masters)
     if train.method != "full":
@@ -389,6 +391,12 @@ def _quantisation_lines(shapes: ModelShapes, train: Train) -> Iterator[StateLine
     books = [LEVELS_4BIT * FP32_BYTES for _ in linear] + [BYTE_LEVELS * FP32_BYTES for _ in packed]
     offsets = (count * FP32_BYTES for count, _, _ in packed)
     yield StateLine.of(QUANTISATION_STATE, "code books and an offset per weight, fp32", (*books, *offsets))
+
+
+def kept_book_bytes(setting: Setting, *, cuda: bool) -> int:
+    """The code book that bitsandbytes keeps where it quantised scales: on the GPU, unless several share the weights."""
+    made = cuda and setting.train.method == "qlora" and setting.train.quant.double and not setting.distributed
+    return BYTE_LEVELS * FP32_BYTES if made else 0
 
 
 def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tuple[int, ...]]]:

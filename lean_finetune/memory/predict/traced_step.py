@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from lean_finetune.memory.predict.state_formulas import kept_book_bytes
 from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
-from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, WORKSPACE, MemoryTrace
+from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.experts_forward import has_experts
@@ -183,7 +184,8 @@ def _run_steps(
     optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)
     cuda, on_host = target.foreach, train.offload == "parameters"
     register_state(trace, parallel, optimizer, train, cuda=cuda, weights_on_host=on_host)
-    trace.register_bytes(target.constant_bytes, WORKSPACE)
+    trace.register_bytes(kept_book_bytes(setting, cuda=cuda), QUANTISATION_STATE)
+    trace.register_matmul_workspaces(target.constant_bytes, target.bias_workspace_bytes)
     trace.begin_steps(parallel.model)
     scaler = LossScaler(finite=lambda norm: True) if train.scales_loss else None
     store = CountingStore(pinned=train.offload_activations == "cpu")

@@ -37,7 +37,6 @@ from lean_finetune.memory.trace.memory_trace import (
     INPUTS,
     QUANTISATION_STATE,
     WEIGHTS,
-    WORKSPACE,
     MemoryTrace,
     Peak,
 )
@@ -143,7 +142,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
             trace.register(quantisation_tensors(model), QUANTISATION_STATE)
             if run.train.adapted and (zero is None or zero.stage < 3):
                 trace.register(trained, ADAPTERS)
-            trace.register_bytes(target.constant_bytes, WORKSPACE)
+            trace.register_matmul_workspaces(target.constant_bytes, target.bias_workspace_bytes)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(partial(_register_gradient, trace))
         optimizer = _optimizer(run, model, trace)

@@ -75,6 +75,7 @@ class _RowPerMultiprocessor(TorchFunctionMode):
 # Sources: PyTorch's aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, bitsandbytes' backends/{cpu,default}/ops.py.
 
 aten = torch.ops.aten
+FP32 = torch.float32
 
 CPU_QUERY_TILES = ((768, 256), (192, 64), (0, 32))
 """(shortest query in tokens, rows of a tile) of the CPU's flash attention."""
@@ -155,11 +156,30 @@ CUBLAS_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
 CUBLAS_WORKSPACE_BYTES_HOPPER = 4096 * 8 * 1024
 """cuBLAS workspace from compute capability 9 on (PyTorch's default, :4096:8)."""
 
+CUBLASLT_WORKSPACE_BYTES = 1024 * 1024
+"""cuBLASLt workspace of each thread that adds a bias to a product (PyTorch's default; measured on an H100)."""
+
 FLASH_ACCUMULATOR_HEAD_MULTIPLE = 32
+CUDNN_GENERATIONS, CUDNN_MAX_HEAD_SIZE = (9, 10), 128
+"""First numbers of the compute capabilities whose attention PyTorch gives to cuDNN, and up to which head size."""
+CUDNN_REST_BYTES = 1
+"""The rest of cuDNN's buffer, which begins a further block of the allocator."""
 MULTI_TENSOR_CHUNK = 65536
 """Elements of one block of the multi-tensor kernels (kChunkSize)."""
 FUSED_GEMM_MAX_ROWS = 4
 """Up to this many tokens bitsandbytes multiplies by the 4-bit weight; above, it may dequantise the weight first."""
+
+
+def _no_bias(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+PRODUCTS: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.baddbmm.default), _no_bias),
+    aten.addmm.default: lambda bias, *rest, **kwargs: bias.ndim == 1,
+    **dict.fromkeys(operations("gemm_4bit"), lambda *args, **kwargs: len(args) > 6 and args[6] is not None),
+}
+"""Products by cuBLAS, and whether they add a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +190,9 @@ class Target:
     """The allocator rounds requests up to a multiple of this; 1 on the CPU, where requested bytes are counted."""
     rules: OpRules
     constant_bytes: int
-    """Library workspaces, in use from the first step to the last."""
+    """cuBLAS' workspaces, in use from the first step to the last."""
+    bias_workspace_bytes: int
+    """Workspace of each thread that adds a bias to a product."""
     foreach: bool
     """Whether PyTorch uses multi-tensor kernels."""
     capability: tuple[int, int] | None
@@ -197,13 +219,29 @@ class Target:
 def target_of(device: Device) -> Target:
     """The rules of a device."""
     if device.kind == "cpu":
-        return Target(granularity_bytes=1, rules=cpu_rules(), constant_bytes=0, foreach=False, capability=None)
+        return Target(
+            granularity_bytes=1,
+            rules=cpu_rules(),
+            constant_bytes=0,
+            bias_workspace_bytes=0,
+            foreach=False,
+            capability=None,
+        )
     hopper = device.compute_capability >= (9, 0)
     workspace = CUBLAS_WORKSPACE_BYTES_HOPPER if hopper else CUBLAS_WORKSPACE_BYTES
     return Target(
         granularity_bytes=CUDA_BLOCK_BYTES,
-        rules=OpRules(expansions=_cuda_expansions(device), workspaces=_cuda_workspaces(device)),
+        rules=OpRules(
+            expansions=_cuda_expansions(device),
+            workspaces=_cuda_workspaces(device),
+            workspaces_first={
+                aten._foreach_norm.Scalar: foreach_norm_bytes,
+                **dict.fromkeys(operations("gemm_4bit"), gemm_4bit_bytes),
+            },
+            products=PRODUCTS,
+        ),
         constant_bytes=CUBLAS_HANDLES * workspace,
+        bias_workspace_bytes=CUBLASLT_WORKSPACE_BYTES,
         foreach=True,
         capability=device.compute_capability,
         multiprocessors=device.multiprocessors,
@@ -261,15 +299,15 @@ def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:
     """Temporary bytes of CUDA kernels, by operation."""
     workspaces: dict[Any, Workspace] = {
         **reduction_workspaces(device.compute_capability, device.multiprocessors),
-        aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        aten._scaled_dot_product_flash_attention_backward.default: (
+            cudnn_backward_bytes if device.compute_capability[0] in CUDNN_GENERATIONS else flash_backward_bytes
+        ),
         torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward_bytes,
         aten._softmax_backward_data.default: softmax_backward_bytes,
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten.index_put.default: index_put_bytes,
         aten.index_put_.default: index_put_bytes,
-        aten._foreach_norm.Scalar: foreach_norm_bytes,
         **PROJECT_WORKSPACES,
-        **dict.fromkeys(operations("gemm_4bit"), gemm_4bit_bytes),
     }
     return workspaces
 
@@ -280,6 +318,18 @@ def flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Ten
     tiled_tokens = -(-T // ATTENTION_TILE_TOKENS) * ATTENTION_TILE_TOKENS
     grouped = 2 * B * H * key.shape[2] * D * key.element_size() if key.shape[1] != H else 0
     return B * _flash_accumulator_bytes(H, tiled_tokens, D) + grouped
+
+
+def cudnn_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """As `flash_backward_bytes` without rounding to tiles of tokens, and less than a block of the allocator more.
+
+    PyTorch prefers cuDNN's kernel on these GPUs. An H100 allocated so much for rows of 96 to 2,048 tokens.
+    """
+    B, H, T, D = query.shape
+    if D > CUDNN_MAX_HEAD_SIZE:
+        return flash_backward_bytes(grad, query, key)
+    grouped = 2 * B * H * key.shape[2] * D * key.element_size() if key.shape[1] != H else 0
+    return B * H * T * (D + 1) * FP32.itemsize + grouped + CUDNN_REST_BYTES
 
 
 def varlen_backward_bytes(
@@ -306,15 +356,25 @@ def _flash_accumulator_bytes(heads: int, tokens: int, head_size: int) -> int:
     return heads * tokens * (padded + 1) * 4
 
 
-def gemm_4bit_bytes(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *rest: Any, **kwargs: Any) -> int:
-    """The dequantised weight (N, K) and its fp32 block scales, twice (read, then shifted).
+def gemm_4bit_bytes(
+    inputs: torch.Tensor,
+    packed: torch.Tensor,
+    shape: Sequence[int],
+    scales: torch.Tensor,
+    block: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    packed_scales: torch.Tensor | None = None,
+    *rest: Any,
+) -> tuple[int, ...]:
+    """The fp32 scales of blocks, twice (read, then shifted), and the dequantised weight (N, K).
 
     An upper bound: for a few hundred tokens some GPUs multiply by the 4-bit weight instead.
     """
     if inputs.numel() // inputs.shape[-1] <= FUSED_GEMM_MAX_ROWS:
-        return 0
-    scales = kwargs.get("absmax_8bit")
-    return math.prod(shape) * inputs.element_size() + (0 if scales is None else 2 * scales.numel() * 4)
+        return ()
+    unpacked = 0 if packed_scales is None else packed_scales.numel() * FP32.itemsize
+    return unpacked, unpacked, math.prod(shape) * inputs.element_size()
 
 
 def softmax_backward_bytes(grad: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

@@ -14,8 +14,8 @@ from lean_finetune.core.optional_bitsandbytes import bnb, operations
 
 # Buffers of CUDA's reductions (sum, mean, norm, maximum) that several blocks of threads share.
 #
-# A reduction over a dimension that is not the fastest in memory, such as the gradient of a norm's weight (summed over
-# tokens), is divided among blocks if each thread would otherwise read many values. Every thread of a block then writes
+# A reduction is divided among blocks if each thread would otherwise read many values. Over a dimension that is not the
+# fastest in memory, such as the gradient of a norm's weight (summed over tokens), every thread of a block then writes
 # its partial results to global memory. The buffer can be several times as large as the input.
 #
 # Source: `setReduceConfig` and `global_memory_size` in PyTorch's aten/src/ATen/native/cuda/Reduce.cuh. The sizes equal
@@ -52,31 +52,49 @@ def reduction_bytes(
 ) -> tuple[int, ...]:
     """Bytes of partial results and of counters of a reduction of `x` over `dims`; empty if one block does it all.
 
-    A reduction over the fastest dimension has one partial result per block, some KiB, which are left out.
-
     `gpu_threads`: threads that the GPU runs at once.
     """
     over = {dim % x.ndim for dim in dims} if dims else set(range(x.ndim))
     reduced = [(x.shape[dim], x.stride(dim)) for dim in over if x.shape[dim] > 1]
     kept = [(x.shape[dim], x.stride(dim)) for dim in range(x.ndim) if dim not in over and x.shape[dim] > 1]
-    fastest = min((stride for _, stride in kept), default=0)
-    if not kept or not reduced or min(stride for _, stride in reduced) < fastest:
+    if not kept or not reduced:
         return ()
+    fastest = min(stride for _, stride in kept)
     inputs, outputs = (math.prod(size for size, _ in dimensions) for dimensions in (reduced, kept))
+    if min(stride for _, stride in reduced) < fastest:
+        return _fastest_reduction_bytes(inputs, outputs, gpu_threads, partial_bytes)
     vector = VECTOR_VALUES if fastest == 1 else 1
     while vector > 1 and any(value % vector for value in (outputs, *(stride for _, stride in reduced))):
         vector //= 2
-    block = BLOCK_THREADS // vector
-    columns, rows = _power_of_two(min(outputs // vector, block)), _power_of_two(min(inputs, block))
-    width = min(columns, WARP_THREADS)
-    height = min(rows, block // width)
-    width = min(columns, block // height)
-    values, blocks = -(-inputs // height), -(-(outputs // vector) // width)
-    possible_blocks = gpu_threads // (width * height)
-    if inputs < min(height * MIN_VALUES, MAX_VALUES) or values < MAX_VALUES or blocks > possible_blocks:
+    width, height = _block(outputs // vector, inputs, BLOCK_THREADS // vector)
+    blocks = -(-(outputs // vector) // width)
+    if inputs < min(height * MIN_VALUES, MAX_VALUES):
         return ()
-    parts = max(min(-(-possible_blocks // blocks), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
+    parts = _parts(-(-inputs // height), blocks, gpu_threads // (width * height))
     return () if parts == 1 else (partial_bytes * outputs * parts * width * vector, COUNTER_BYTES * blocks)
+
+
+def _fastest_reduction_bytes(inputs: int, outputs: int, gpu_threads: int, partial_bytes: int) -> tuple[int, ...]:
+    """`reduction_bytes` over the fastest dimension, such as the largest logit of a token: one result per block."""
+    width, height = _block(inputs, outputs, BLOCK_THREADS)
+    if -(-inputs // width) < min(height * MIN_VALUES, MAX_VALUES):
+        return ()
+    parts = _parts(-(-inputs // (width * height)), outputs, gpu_threads // (width * height))
+    return () if parts == 1 else (partial_bytes * outputs * parts, COUNTER_BYTES * outputs)
+
+
+def _block(columns: int, rows: int, threads: int) -> tuple[int, int]:
+    """Width and height of a block of threads."""
+    columns, rows = _power_of_two(min(columns, threads)), _power_of_two(min(rows, threads))
+    height = min(rows, threads // min(columns, WARP_THREADS))
+    return min(columns, threads // height), height
+
+
+def _parts(values: int, blocks: int, possible_blocks: int) -> int:
+    """Blocks among which each of `blocks` is divided, whose threads would read so many `values`; 1 if it is not."""
+    if values < MAX_VALUES or blocks > possible_blocks:
+        return 1
+    return max(min(-(-possible_blocks // blocks), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
 
 
 def _power_of_two(count: int) -> int:
@@ -100,6 +118,8 @@ TILE_PAIRS = 1024
 ALIGNED_COUNTERS_BYTES = 256 + 255
 EMBEDDING_SORT_TOKENS = 3072
 """From this many tokens on, the embedding's backward sorts them and sums in partial segments."""
+TOKENS_OF_A_SEGMENT = 10
+"""Most gradients of equal tokens that one partial segment sums (NROWS_PER_THREAD)."""
 
 
 def index_put_bytes(
@@ -129,12 +149,20 @@ def radix_sort_bytes(count: int, *, largest_key: int) -> int:
     return copies + DIGITS_BYTES * (passes + -(-count // TILE_PAIRS)) + ALIGNED_COUNTERS_BYTES
 
 
-def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Sorted tokens and fp32 partial sums, at most one per token (embedding_backward_cuda_kernel)."""
+def embedding_backward_bytes(grad: torch.Tensor, indices: torch.Tensor, rows: int, *rest: Any) -> tuple[int, ...]:
+    """What `embedding_backward_cuda_kernel` allocates to sort tokens and to sum their gradients in partial segments.
+
+    Of each token: sorted tokens and positions, offsets of segments, their parts and the offsets of these. A number of
+    segments. Then the offsets of the partial segments, and their sums in fp32. `rows` are those of the embedding. An
+    H100 allocated the same blocks for 4,096 tokens.
+    """
     tokens = indices.numel()
     if tokens <= EMBEDDING_SORT_TOKENS:
-        return 0
-    return tokens * (4 * INDEX_BYTES + grad.shape[-1] * 4)
+        return ()
+    partial_segments = tokens // TOKENS_OF_A_SEGMENT + min(tokens, rows)
+    columns = -(-grad.shape[-1] // WARP_THREADS) * WARP_THREADS
+    sums = partial_segments * columns * FP32_BYTES
+    return (*[tokens * INDEX_BYTES] * 3, INDEX_BYTES, *[tokens * INDEX_BYTES] * 2, partial_segments * INDEX_BYTES, sums)
 
 
 # PyTorch's memory-efficient attention on CUDA, and the memory that its backward kernel allocates.

@@ -65,6 +65,8 @@ DEFAULT_CATEGORIES = {"forward": ACTIVATIONS, "backward": ACTIVATION_GRADIENTS, 
 IGNORED = -1
 """Stands for the number of an ignored storage."""
 DEVICE_OF = torch.ops.prim.device.default
+OUTSIDE_OF_BACKWARD = -1
+"""torch._C._current_graph_task_id where autograd's thread does not run."""
 
 Workspace = Callable[..., int | Sequence[int]]
 """Bytes that an operation allocates temporarily inside its kernel, from its arguments: one block or several."""
@@ -86,6 +88,10 @@ class OpRules:
     """Operations whose kernel is written in torch operations: the function that is traced instead."""
     workspaces: Mapping[Any, Workspace] = field(default_factory=dict)
     """Temporary bytes inside an operation, from its arguments."""
+    workspaces_first: Mapping[Any, Workspace] = field(default_factory=dict)
+    """The same, allocated before the results."""
+    products: Mapping[Any, Callable[..., bool]] = field(default_factory=dict)
+    """Operations that multiply matrices by cuBLAS: whether they add a bias, from their arguments."""
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -129,6 +135,11 @@ class MemoryTrace(TorchDispatchMode):
         self.phases: list[tuple[int, int, str]] = []
         """Number of events before and at the end of each phase, and its name."""
         self._end: int | None = None
+        self._matmul_workspaces: list[int] = []
+        self._bias_workspace_bytes = 0
+        self._biased: set[bool] = set()
+        self.first_products: dict[int, int] = {}
+        """By storage of a workspace of matmuls: number of events before the first product that uses it."""
 
     def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count existing tensors, or set the category of tensors that are counted already."""
@@ -148,6 +159,15 @@ class MemoryTrace(TorchDispatchMode):
         """Count bytes that are in use from now on and belong to no tensor."""
         if count:
             self._add(count, category)
+
+    def register_matmul_workspaces(self, count: int, bias_count: int) -> None:
+        """Count the workspaces of two threads, that of forward and autograd's: `count` bytes together, from now on.
+
+        A thread has `bias_count` more from its first product with a bias on.
+        """
+        if count:
+            self._matmul_workspaces = [self._add(count // 2, WORKSPACE) for _ in range(2)]
+            self._bias_workspace_bytes = bias_count
 
     def begin_steps(self, model: nn.Module) -> None:
         """Called when everything that exists before the first step is registered."""
@@ -314,20 +334,34 @@ class MemoryTrace(TorchDispatchMode):
             func = in_place_version(func, args)
         below = _get_current_dispatch_mode()
         out = below.known_result(func, args, kwargs) if type(below) is CachedFakeMode else MISSING
+        first = self._workspace_blocks(self._rules.workspaces_first, func, args, kwargs)
         if out is MISSING:
             out = func(*args, **kwargs)
         for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._count_tensor(value)
-        workspace = self._rules.workspaces.get(func)
-        if workspace is not None:
-            counts = workspace(*args, **kwargs)
-            blocks = [
-                self._add(count, WORKSPACE) for count in ((counts,) if isinstance(counts, int) else counts) if count
-            ]
-            for block in reversed(blocks):
-                self._remove(block)
+        adds_bias = self._rules.products.get(func)
+        if adds_bias is not None and self._matmul_workspaces:
+            self._count_product(adds_bias(*args, **kwargs))
+        for block in (*reversed(self._workspace_blocks(self._rules.workspaces, func, args, kwargs)), *first):
+            self._remove(block)
         return out
+
+    def _workspace_blocks(self, rules: Mapping[Any, Workspace], func: Any, args: tuple, kwargs: Mapping) -> list[int]:
+        """Count what an operation allocates temporarily by these rules; return the blocks."""
+        workspace = rules.get(func)
+        if workspace is None:
+            return []
+        counts = workspace(*args, **kwargs)
+        return [self._add(count, WORKSPACE) for count in ((counts,) if isinstance(counts, int) else counts) if count]
+
+    def _count_product(self, with_bias: bool) -> None:
+        """Note the first product of a thread, and count its workspace for products with a bias."""
+        in_backward = torch._C._current_graph_task_id() != OUTSIDE_OF_BACKWARD
+        self.first_products.setdefault(self._matmul_workspaces[in_backward], len(self._events))
+        if with_bias and in_backward not in self._biased:
+            self._biased.add(in_backward)
+            self._add(self._bias_workspace_bytes, WORKSPACE)
 
     def _count_tensor(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage if it is new."""

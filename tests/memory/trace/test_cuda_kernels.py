@@ -1,6 +1,5 @@
 """Memory inside CUDA and CPU kernels, against closed forms worked out by hand."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
+from lean_finetune.memory.advice.plan_memory import replay
+from lean_finetune.memory.predict.deep_events import events_of
 from lean_finetune.memory.trace import cuda_kernels, cuda_ops
 from lean_finetune.memory.trace.cuda_kernels import (
     CUBLAS_WORKSPACE_BYTES,
@@ -18,6 +19,7 @@ from lean_finetune.memory.trace.cuda_kernels import (
 from lean_finetune.memory.trace.cuda_ops import reduction_bytes, workspace_bytes
 from lean_finetune.memory.trace.memory_trace import WEIGHTS, MemoryTrace
 from lean_finetune.model.attention.kernels import ATTENTION, VARLEN_READY, PackedRows
+from lean_finetune.step.batches import BatchShape
 from tests.memory.common import CPU_TARGET, gpu_target
 
 
@@ -31,6 +33,15 @@ SUMS = meta(8, 500, dtype=torch.float32)
 PACKED, SCALES = meta(512 * 256 // 2, 1, dtype=torch.uint8), meta(512 * 256 // 64, dtype=torch.uint8)
 TILES, ROW_TILES = 3 * 8 * 128 * (64 + 1) * 4, 8 * (500 + 10 * 128) * (64 + 1) * 4
 """Accumulators of whole tiles of tokens: rows are rounded up, and each of 10 packed rows has one more."""
+WIDE = meta(3, 8, 100, 192)
+RECORDED_CUDNN = [
+    ((4, 32, 1024, 128), (4, 8, 1024, 128), 263169),
+    ((3, 32, 1000, 128), (3, 8, 1000, 128), 192751),
+    ((13, 32, 312, 128), (13, 8, 312, 128), 260599),
+    ((1, 32, 96, 128), (1, 8, 96, 128), 6169),
+    ((1, 12, 2048, 128), (1, 2, 2048, 128), 49345),
+]
+"""Shapes of queries and of keys, and the blocks of 512 bytes that an H100 allocated in backward."""
 WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
     (cuda_kernels.flash_backward_bytes, (QUERY, QUERY, QUERY, QUERY), TILES),
     # dK and dV of grouped heads are as wide as the queries.
@@ -41,20 +52,19 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
         (ROWS_Q, ROWS_Q, ROWS_K, ROWS_K, ROWS_Q, SUMS, OFFSETS),
         ROW_TILES + 2 * 500 * 8 * 64 * 2,
     ),
-    # A packed weight is dequantized for many tokens only.
-    (
-        partial(cuda_kernels.gemm_4bit_bytes, absmax_8bit=SCALES),
-        (meta(2, 64, 256), PACKED, (512, 256)),
-        512 * 256 * 2 + 2 * (512 * 256 // 64) * 4,
-    ),
-    (partial(cuda_kernels.gemm_4bit_bytes, absmax_8bit=SCALES), (meta(1, 4, 256), PACKED, (512, 256)), 0),
     # The embedding's backward sorts many tokens.
-    (cuda_ops.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), 0),
-    (
+    (cuda_ops.embedding_backward_bytes, (meta(3072, 64), meta(3072, dtype=torch.int64), 100, -1, False), ()),
+    (  # As recorded, in a Llama-3.2-3B.
         cuda_ops.embedding_backward_bytes,
-        (meta(3073, 64), meta(3073, dtype=torch.int64), 100, -1, False),
-        3073 * (32 + 64 * 4),
+        (meta(4096, 3072), meta(4096, dtype=torch.int64), 128256, -1, False),
+        (*[32768] * 3, 8, *[32768] * 2, 36040, 55357440),
     ),
+    # cuDNN's attention, as recorded; wider heads take flash attention.
+    *[
+        (cuda_kernels.cudnn_backward_bytes, (meta(*q), meta(*q), meta(*k)), 512 * blocks - 511)
+        for q, k, blocks in RECORDED_CUDNN
+    ],
+    (cuda_kernels.cudnn_backward_bytes, (WIDE, WIDE, WIDE), 3 * 8 * 128 * (192 + 1) * 4),
     # Summing rows at equal indices sorts them: 1 byte in one block, more for 4,096 rows (both as recorded).
     (
         cuda_ops.index_put_bytes,
@@ -70,8 +80,6 @@ WORKSPACES: list[tuple[Any, tuple[Any, ...], int | tuple[int, ...]]] = [
     (cuda_ops.index_put_bytes, (meta(10, 64), [meta(10, dtype=torch.bool)], meta(4, 64), True), ()),
     # The backward of a softmax multiplies its gradient by its output first.
     (cuda_kernels.softmax_backward_bytes, (meta(2, 8, 100, 100), meta(2, 8, 100, 100), -1), 2 * 8 * 100 * 100 * 2),
-    # One partial sum per block of 65536 values.
-    (cuda_kernels.foreach_norm_bytes, ([meta(65536 * 3 + 1), meta(10)], 2), 2 * 4 * 4),
 ]
 
 
@@ -99,6 +107,75 @@ def test_a_sum_over_the_slowest_dimension_has_the_recorded_buffers(features, par
         for x in (tokens_fastest, tokens_fastest.contiguous(), tokens_fastest[:, :128])
     ]
     assert sizes == [expected, (), ()]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "expected"),
+    [(27, 151936, (4 * 27 * 19, 4 * 27)), (26, 151936, (4 * 26 * 19, 4 * 26)), (32, 128256, ()), (4096, 4096, ())],
+)
+def test_the_largest_logit_of_few_tokens_has_the_recorded_buffers(tokens, vocabulary, expected):
+    """A step of Qwen predicted 1.5 KiB below an H100's; Llama's vocabulary is small enough for one block."""
+    assert reduction_bytes(meta(tokens, vocabulary), [1], gpu_threads=H100_THREADS) == expected
+
+
+@pytest.mark.parametrize(("tokens", "unpacks"), [(128, True), (4, False)])
+@pytest.mark.parametrize("double", [True, False])
+def test_a_packed_weight_is_unpacked_before_the_product(tokens, unpacks, double):
+    """The product allocated first, or the fp32 scales left out: bitsandbytes passes them by position."""
+    trace = MemoryTrace(granularity_bytes=1, rules=gpu_target("H100").rules, vocab_size=-1)
+    with FakeTensorMode():
+        inputs = torch.empty(1, tokens, 256, dtype=torch.bfloat16)
+        packed = torch.empty(512 * 128, 1, dtype=torch.uint8)
+        scales, nested = torch.empty(2048, dtype=torch.uint8), torch.empty(8)
+        rest = [None, scales, torch.empty(256), torch.empty(())] if double else []
+        trace.register([inputs, packed, scales, nested, *rest[2:]], WEIGHTS)
+        start = trace.event_count
+        with trace.recording(), trace.phase("forward"):
+            out = torch.ops.bitsandbytes.gemm_4bit(inputs, packed, [512, 256], nested, 64, "nf4", *rest)
+        assert out.shape == (1, tokens, 512)
+    inside = [2048 * 4] * 2 * double + [512 * 256 * 2] if unpacks else []
+    assert [size for _, size in trace.events_from(start)] == [*inside, tokens * 512 * 2, *(-size for size in inside)]
+
+
+def test_partial_norms_exist_before_the_norms():
+    """One partial norm per tensor and block of 65,536 values."""
+    trace = MemoryTrace(granularity_bytes=1, rules=gpu_target("H100").rules, vocab_size=-1)
+    with FakeTensorMode():
+        tensors = [torch.empty(65536 * 3 + 1), torch.empty(10)]
+        trace.register(tensors, WEIGHTS)
+        start = trace.event_count
+        with trace.recording(), trace.phase("clip"):
+            norms = torch._foreach_norm(tensors, 2)
+        assert [norm.shape for norm in norms] == [(), ()]
+        assert [size for _, size in trace.events_from(start)] == [2 * 4 * 4, 4, 4, -2 * 4 * 4]
+
+
+def test_a_thread_has_a_workspace_from_its_first_product_on():
+    """The workspaces before the first layer's tensors: 20 to 40 MiB of reserved memory too much or too little."""
+    target = gpu_target("H100")
+    trace = MemoryTrace(granularity_bytes=512, rules=target.rules, vocab_size=-1)
+    with FakeTensorMode():
+        layer = torch.nn.Linear(256, 512, dtype=torch.bfloat16)
+        inputs = torch.empty(128, 256, dtype=torch.bfloat16, requires_grad=True)
+        trace.register([inputs, *layer.parameters()], WEIGHTS)
+        trace.register_matmul_workspaces(target.constant_bytes, target.bias_workspace_bytes)
+        with trace.recording():
+            trace.begin_micro_batch(BatchShape(rows=1, length=128, supervised=1, packed_lengths=None))
+            with trace.phase("forward"):
+                out = layer(inputs)
+            with trace.phase("backward"):
+                out.sum().backward()
+    events, half, bias = events_of(trace), target.constant_bytes // 2, target.bias_workspace_bytes
+    (forward, forward_end, _), (backward, backward_end, _) = events.phases
+    assert events.size_E[forward:forward_end].tolist() == [out.nbytes, bias]
+    (first, after_result), (second, in_backward) = events.workspaces
+    assert events.size_E[[first, second]].tolist() == [half, half]
+    assert after_result == forward + 1 and backward < in_backward < backward_end
+    # Tensors count them from the start, as every later step does; the allocator gets them when they are used.
+    assert trace.peaks()["forward"].bytes == sum(t.nbytes for t in (inputs, *layer.parameters(), out)) + 2 * half + bias
+    steps = ((BatchShape(rows=1, length=128, supervised=1, packed_lengths=None),),)
+    reserved = replay(events, steps, expandable=False, capacity_bytes=None).reserved_by_phase
+    assert reserved["backward"] - reserved["forward"] == half
 
 
 def test_the_gradient_of_a_norms_weight_has_the_recorded_buffer():
