@@ -44,14 +44,23 @@ class Figure:
 
 
 def _context(margin_mib: int, basis: Basis, why: str) -> Figure:
-    """Every generation has the 141 MiB measured on a T4, and another margin."""
+    """Generations before Hopper have the 141 MiB measured on a T4, and another margin."""
     return Figure(bytes=141 * MIB, margin_bytes=margin_mib * MIB, basis=basis, why=why)
 
 
 NO_CONTEXT = Figure(bytes=0, margin_bytes=0, basis="measured", why="a CPU has no context")
 # By minimum compute capability, newest first; `context_of` takes the first match.
 CONTEXTS: tuple[tuple[tuple[int, int], Figure], ...] = (
-    ((9, 0), _context(512, "assumed", "Hopper and later: that of a T4; more multiprocessors and kernels take more")),
+    ((9, 1), Figure(bytes=767 * MIB, margin_bytes=512 * MIB, basis="assumed", why="after Hopper: that of an H100")),
+    (
+        (9, 0),
+        Figure(
+            bytes=767 * MIB,
+            margin_bytes=128 * MIB,
+            basis="measured",
+            why="an H100 with PyTorch 2.11 and CUDA 13.0 in training steps; int8 had 835 MiB, and the margin covers it",
+        ),
+    ),
     ((8, 0), _context(384, "assumed", "Ampere and Ada: that of a T4; more multiprocessors and kernels take more")),
     ((7, 5), _context(64, "measured", "a T4 with PyTorch's kernels; the margin is for other drivers")),
     ((0, 0), _context(128, "assumed", "before Turing: that of a T4")),
