@@ -63,8 +63,9 @@ def test_a_refusal_has_sizes_the_largest_parts_and_up_to_three_remedies():
     found = verdict(prediction_of(30), card(24 * GIB, "RTX-4090"), REMEDIES)
     assert found.state == "does not fit" and not found.fits
     assert found.refusal == (
-        "hardware.gpu: predicted peak 30 GiB (in backward, micro-batch of 2 rows of 128 tokens) exceeds the 22.08 GiB usable "
-        "on RTX-4090 (24 GiB less 8%); largest: weights 27 GiB, logits 2 GiB, inputs 1 GiB; would fit: "
+        "hardware.gpu: predicted peak 30 GiB (in backward, micro-batch of 2 rows of 128 tokens) exceeds the "
+        "22.08 GiB usable on RTX-4090 (24 GiB less 8%); largest: weights 27 GiB, logits 2 GiB, inputs 1 GiB; "
+        "would fit: "
         "-S bucket.max_tokens=512 -S train.grad_ckpt=true (9 GiB, 1.31x time); "
         "-S train.optimizer=adamw_8bit (20 GiB, 1.00x time); -S train.precision=bf16 (15 GiB, 0.50x time)"
     )
