@@ -14,9 +14,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
-from lean_finetune.model.checkpointing import enable_checkpointing
+from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind
 from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
+from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 
@@ -31,6 +32,8 @@ def random_model(config: PretrainedConfig, spec: Train, device: torch.device) ->
         prepare_routers(model, spec.router)
     adapted = model if spec.method == "full" else add_adapters(model, spec, seed=1)
     enable_checkpointing(model, spec)
+    fuse_kernels(model, spec.fused_kernels)
+    enable_tiles(model, spec)
     return adapted.train()
 
 
