@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 PACKAGE = "lean_finetune"
 PACKAGES = """
-core config pinning
+core objectives config pinning
 data/read data/format data/chat data/encode data/shards
 plan model/attention model/experts model/files model step/offload step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice

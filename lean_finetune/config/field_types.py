@@ -22,6 +22,8 @@ Resume = Literal["exact", "compatible"]
 DeviceChoice = Literal["auto", "cpu"]
 MemorySnapshot = Literal["never", "on_oom", "first_steps"]
 TrackerName = Literal["dvclive", "tensorboard", "wandb", "mlflow"]
+ObjectiveName = str
+"""A key of OBJECTIVES."""
 OptimizerName = str
 """A key of OPTIMIZERS."""
 Format = Literal[

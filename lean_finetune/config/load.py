@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
+from lean_finetune.config.preference_rules import PREFERENCE_RULES
 from lean_finetune.config.rule import check_rules
 from lean_finetune.config.rules import (
     ACTIVATION_RULES,
@@ -53,7 +54,7 @@ def parse_params(values: Any, path: Path = PARAMS_FILE) -> Params:
 
 def check_all_rules(params: Params) -> None:
     """Raise UserError for the first rule between parameters that they break."""
-    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
+    check_rules(params, [*SECTION_RULES, *TRAIN_RULES, *PREFERENCE_RULES, *ACTIVATION_RULES, *SHARDING_RULES])
 
 
 def parse_values(values: Any, path: Path = PARAMS_FILE) -> Params:

@@ -32,6 +32,7 @@ from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.section import (
     LoraStart,
     NonNegativeFloat,
+    ObjectiveKey,
     Optimizer,
     PositiveFloat,
     PositiveInt,
@@ -39,6 +40,8 @@ from lean_finetune.config.section import (
     Share,
     Text,
 )
+from lean_finetune.objectives.objective import Objective
+from lean_finetune.objectives.registry import OBJECTIVES
 
 # Section `train`, and the rules between its parameters.
 
@@ -115,8 +118,26 @@ class Lora(Section):
         return ADAPTER_STARTS[self.init].changes_frozen_weights
 
 
+class Preference(Section):
+    """Objectives of preference pairs. A blank parameter has the objective's usual value."""
+
+    beta: PositiveFloat | None
+    """Strength of the preference loss: the inverse of the distance to the reference, or the scale of a difference."""
+    gamma: NonNegativeFloat | None
+    """simpo: the margin between the rewards."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None
+    """Share of the pairs that are taken to be in the wrong order."""
+    sft_weight: NonNegativeFloat | None
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
+
+
 class Train(BaseWeights):
     """The training step and its schedule."""
+
+    objective: ObjectiveKey
+    """What is learnt: trained tokens (sft), or the order of two answers by a loss of pairs."""
+    preference: Preference
+    """Parameters of the objectives of pairs."""
 
     master_weights: bool
     """Method full in bf16: update an fp32 copy of the weights."""
@@ -188,6 +209,18 @@ class Train(BaseWeights):
     """Adapters, for every method but full."""
     merge: bool
     """Also write the full model with merged adapters to data/tuned/merged."""
+
+    @property
+    def pairs(self) -> Objective | None:
+        """The objective of preference pairs; None for supervised fine-tuning."""
+        return OBJECTIVES[self.objective]
+
+    @property
+    def preference_values(self) -> dict[str, float]:
+        """The values of section `preference` that the objective reads, its usual ones where they are blank."""
+        usual = {} if self.pairs is None else self.pairs.defaults
+        given = {name: getattr(self.preference, name) for name in usual}
+        return {name: usual[name] if value is None else value for name, value in given.items()}
 
     @property
     def recomputed_every(self) -> int:

@@ -8,9 +8,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.field_types import LoraInit, OptimizerName
+from lean_finetune.config.field_types import LoraInit, ObjectiveName, OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.registry import OBJECTIVES
 
 
 def _iso_date(value: Any) -> str:
@@ -40,6 +41,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 LoraStart = Annotated[LoraInit, _key_of(ADAPTER_STARTS)]
+ObjectiveKey = Annotated[ObjectiveName, _key_of(OBJECTIVES)]
 Optimizer = Annotated[OptimizerName, _key_of(OPTIMIZERS)]
 
 

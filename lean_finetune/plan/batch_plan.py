@@ -1,7 +1,7 @@
 """The batch plan: micro-batches of every optimizer step, as Arrow columns."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -102,6 +102,8 @@ class MicroBatch:
     """The GPU that runs it, from 0."""
     flat: bool = False
     """Whether the rows are packed into one sequence, each attending to itself."""
+    unit: int = 1
+    """Consecutive rows that stay together: 2 for pairs."""
 
     @property
     def padded_tokens(self) -> int:
@@ -131,6 +133,8 @@ class Plan:
     """GPUs that share every step."""
     flat: bool
     """Whether each micro-batch is one sequence of packed rows."""
+    unit: int = 1
+    """Consecutive rows that stay together: 2 for pairs."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -146,6 +150,7 @@ class Plan:
             bounds=np.cumsum([0, *sizes], dtype=np.int64),
             ranks=ranks,
             flat=any(one.flat for one in micro_batches),
+            unit=micro_batches[0].unit if micro_batches else 1,
         )
 
     @staticmethod
@@ -157,7 +162,13 @@ class Plan:
             bounds=np.append(0, np.cumsum(sizes, dtype=np.int64)),
             ranks=parts[0].ranks,
             flat=parts[0].flat,
+            unit=parts[0].unit,
         )
+
+    def of_pairs(self) -> "Plan":
+        """The plan of rows 2u and 2u + 1 from one in which they are row u."""
+        rows = np.stack([2 * self.rows, 2 * self.rows + 1], axis=1).ravel()
+        return replace(self, rows=rows, bounds=2 * self.bounds, unit=2)
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -191,6 +202,7 @@ class Plan:
             bounds=bounds,
             ranks=1,
             flat=self.flat,
+            unit=self.unit,
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
@@ -199,6 +211,7 @@ class Plan:
             **{name: int(getattr(self, name)[number]) for name in SCALARS},
             rows=self.rows[self.bounds[number] : self.bounds[number + 1]],
             flat=self.flat,
+            unit=self.unit,
         )
 
 
@@ -229,6 +242,8 @@ def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") ->
     stream = iter(parts)
     first = next(stream)
     metadata = {"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks), "cut": settings_hash}
+    if first.unit > 1:
+        metadata["unit"] = str(first.unit)
     schema = SCHEMA.with_metadata(metadata)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for part in chain([first], stream):
@@ -250,12 +265,15 @@ def read_plan(path: Path) -> Plan:
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
         raise damaged(path, f"layout {layout!r} of {ranks!r} ranks is unknown")
-    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT) for batch in batches])
+    unit = metadata.get(b"unit", b"1").decode(errors="replace")
+    if unit not in ("1", "2"):
+        raise damaged(path, f"unit {unit!r} is unknown")
+    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT, int(unit)) for batch in batches])
     _check(path, plan)
     return plan
 
 
-def _part(batch: pa.RecordBatch, ranks: int, flat: bool) -> Plan:
+def _part(batch: pa.RecordBatch, ranks: int, flat: bool, unit: int) -> Plan:
     """The part of a plan in a record batch."""
     rows = batch.column("rows")
     return Plan(
@@ -264,6 +282,7 @@ def _part(batch: pa.RecordBatch, ranks: int, flat: bool) -> Plan:
         bounds=rows.offsets.to_numpy(),
         ranks=ranks,
         flat=flat,
+        unit=unit,
     )
 
 
@@ -288,6 +307,7 @@ def _check(path: Path, plan: Plan) -> None:
     wrong |= np.where(working, np.minimum.reduce(figures) < 1, np.any(figures, axis=0))
     wrong |= ~turn_works[np.arange(len(plan)) // plan.ranks]
     wrong |= sums_between(plan.rows < 0, plan.bounds) > 0
+    wrong |= plan.sizes % plan.unit != 0
     if wrong.any():
         number = int(wrong.argmax())
         raise damaged(

@@ -35,6 +35,13 @@ class MicroBatchSettings:
     """Mode fixed: rows of a micro-batch."""
     ranks: int
     """GPUs that share a step; each gets the same number of micro-batches."""
+    unit: int = 1
+    """Rows that a planned row stands for: 2 for pairs. The other figures are those of planned rows."""
+
+    def of_pairs(self) -> "MicroBatchSettings":
+        """The settings for pairs as rows: a padded pair has twice the tokens of its longer row."""
+        tokens = self.max_tokens if self.flat else self.max_tokens // 2
+        return replace(self, max_tokens=tokens, fixed_rows=max(1, self.fixed_rows // 2), unit=2)
 
     @property
     def flat(self) -> bool:
@@ -49,7 +56,7 @@ class MicroBatchSettings:
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """The settings that decide the division of rows, without the number of GPUs."""
+        """The settings that decide the division of rows, without the number of GPUs and what they stand for."""
         by_mode = {"bucketed": ["max_tokens"], "packed": ["max_tokens", "constant_shape"], "fixed": ["fixed_rows"]}
         return {name: getattr(self, name) for name in ("mode", "pad_multiple", *by_mode[self.mode])}
 
@@ -83,10 +90,12 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
     row = int(lengths.argmax())
     length = int(lengths[row])
     if settings.mode != "fixed" and length > settings.capacity:
+        rows = 1 if settings.flat else settings.unit
+        padded, allowed = rows * round_up(length, settings.pad_multiple), rows * settings.max_tokens
+        what, first = ("row", row) if settings.unit == 1 else ("pair of rows", settings.unit * row)
         raise UserError(
-            f"bucket.max_tokens: the longest row (train row {row}: {length} tokens, padded "
-            f"{round_up(length, settings.pad_multiple)}) must fit in a micro-batch; got {settings.max_tokens}; "
-            "raise bucket.max_tokens or lower data.max_length"
+            f"bucket.max_tokens: the longest {what} (train row {first}: {rows * length} tokens, padded {padded}) must "
+            f"fit in a micro-batch; got {allowed}; raise bucket.max_tokens or lower data.max_length"
         )
 
 

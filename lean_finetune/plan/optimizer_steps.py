@@ -37,6 +37,30 @@ class RowIndex:
     """Whether the row is a duplicate that must never be trained, bool."""
     weights: Sequence[float]
     """Mean number of uses of a row per epoch, by source."""
+    tokens: np.ndarray | None = None
+    """Tokens that count towards a step, int32; None: `lengths`."""
+
+    @property
+    def step_tokens(self) -> np.ndarray:
+        """Tokens that count towards a step, int32."""
+        return self.lengths if self.tokens is None else self.tokens
+
+    def paired(self, *, joined: bool) -> "RowIndex":
+        """The pairs of rows 0 and 1, 2 and 3, … as rows, of both rows' supervised tokens.
+
+        `joined`: a pair is as long as both of its rows, which are packed; else as the longer one, to which both are
+        padded.
+        """
+        lengths = self.lengths.reshape(-1, 2)
+        tokens = lengths.sum(1, dtype=np.int32)
+        return RowIndex(
+            lengths=tokens if joined else lengths.max(1),
+            supervised=self.supervised.reshape(-1, 2).sum(1, dtype=np.int32),
+            sources=self.sources[::2],
+            dropped=self.dropped[::2],
+            weights=self.weights,
+            tokens=tokens,
+        )
 
     @property
     def takes_every_row(self) -> bool:
@@ -166,7 +190,7 @@ def _epoch_steps(index: RowIndex, seed: int, epoch: int, tokens_per_step: int) -
     else:
         entries = _entries(index, seed, epoch)
         rows = entries[_permutation(len(entries), seed, epoch)]
-    tokens = np.cumsum(index.lengths[rows], dtype=np.int64)
+    tokens = np.cumsum(index.step_tokens[rows], dtype=np.int64)
     # Bisecting a memoryview takes a microsecond per step, a call of numpy several.
     totals, bounds = tokens.data, [0]
     while bounds[-1] < len(rows):

@@ -30,6 +30,8 @@ class PlanSettings:
     tokens_per_step: int
     weights: Sequence[float]
     """Of the data sources."""
+    pairs: bool = False
+    """Whether rows 0 and 1, 2 and 3, … stay together."""
 
     @classmethod
     def from_params(cls, p: Params) -> "PlanSettings":
@@ -41,12 +43,16 @@ class PlanSettings:
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,
             weights=source_weights(p.data.source),
+            pairs=p.train.pairs is not None,
         )
 
     def parts(self, index: RowIndex) -> Iterator[Plan]:
         """The plan in consecutive parts; raises UserError if the longest row does not fit, or there is no row."""
-        steps = run_steps(index, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
-        return split_steps(steps, index, self.micro_batches)
+        units = index.paired(joined=self.micro_batches.flat) if self.pairs else index
+        steps = run_steps(units, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
+        if not self.pairs:
+            return split_steps(steps, units, self.micro_batches)
+        return (part.of_pairs() for part in split_steps(steps, units, self.micro_batches.of_pairs()))
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""

@@ -27,6 +27,27 @@ RowTokens = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """The trained tokens of each of R rows, two to a pair: chosen, rejected, chosen, …; none for an idle process."""
+
+    counts: tuple[int, ...]
+    """Trained tokens of each row."""
+    tokens_R: torch.Tensor
+    """The same as fp32."""
+    reference_R: torch.Tensor | None
+    """fp32: log-probability of a row's trained tokens under the reference; None for objectives without one."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool) -> "Answers":
+        """The same on another device."""
+        reference_R = self.reference_R
+        return Answers(
+            counts=self.counts,
+            tokens_R=self.tokens_R.to(device, non_blocking=non_blocking),
+            reference_R=None if reference_R is None else reference_R.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """One micro-batch as tensors.
 
@@ -46,6 +67,8 @@ class Batch:
     """int64 of shape (1, T): positions of a process's tokens under context parallelism; None if rows are complete."""
     idle: bool = False
     """Padding for a process without work."""
+    answers: Answers | None = None
+    """What objectives of pairs need; None for others."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -57,6 +80,7 @@ class Batch:
             packed_rows=None if self.packed_rows is None else self.packed_rows.to(device, non_blocking=pinned),
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
+            answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
         )
 
 
@@ -85,6 +109,8 @@ class BatchShape:
     """N, in tokens."""
     packed_lengths: tuple[int, ...] | None
     """Tokens of each packed row, padding included; None if rows are padded one by one."""
+    unit: int = 1
+    """Rows that stay together: 2 for pairs."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -95,6 +121,7 @@ class BatchShape:
             length=micro_batch.length,
             supervised=micro_batch.supervised,
             packed_lengths=joined,
+            unit=micro_batch.unit,
         )
 
 

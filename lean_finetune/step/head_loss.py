@@ -7,6 +7,7 @@ Shapes: M positions of a micro-batch, N of them trained, C of these in a chunk, 
 vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -86,17 +87,30 @@ class Head:
             )
         )
 
-    def differentiate(self, output_CV: torch.Tensor, targets_C: torch.Tensor, divisor: float | None) -> torch.Tensor:
+    def differentiate(
+        self,
+        output_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        divisor: float | None,
+        weights_C: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cross-entropy of each token (C,), fp32; the layer's output becomes the gradient of their sum / divisor.
 
-        With None for the divisor it becomes undefined, and less is computed.
+        With None for the divisor it becomes undefined, and less is computed. With weights, fp32 (C,), the gradient is
+        that of the weighted sum.
         """
         rows = max(1, BLOCK_BYTES // (torch.float32.itemsize * output_CV.shape[1]))
-        blocks = list(zip(output_CV.split(rows), targets_C.split(rows), strict=True))
+        tensors = (output_CV, targets_C) if weights_C is None else (output_CV, targets_C, weights_C)
+        blocks = list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))
         return torch.cat(in_parts(partial(self._differentiate_block, divisor=divisor), blocks))
 
     def _differentiate_block(
-        self, output_RV: torch.Tensor, targets_R: torch.Tensor, divisor: float | None
+        self,
+        output_RV: torch.Tensor,
+        targets_R: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        *,
+        divisor: float | None,
     ) -> torch.Tensor:
         """As `differentiate`: fp32 output is changed in place, and of other types there is one fp32 copy."""
         targets_R1 = targets_R[:, None]
@@ -122,9 +136,10 @@ class Head:
         if divisor is None:
             return losses_R
         # Divided in fp32: in 16 bits small gradients would vanish, or be rounded twice.
-        scale = self.factor / divisor
+        scale = self.factor / divisor if weights_R is None else weights_R[:, None] * (self.factor / divisor)
         values_RV.mul_(scale / sums_R1)
-        values_RV.scatter_add_(1, targets_R1, _without(others_R1, torch.full_like(sums_R1, -scale)))
+        at_targets_R1 = -scale if isinstance(scale, torch.Tensor) else torch.full_like(sums_R1, -scale)
+        values_RV.scatter_add_(1, targets_R1, _without(others_R1, at_targets_R1))
         if slope_RV is not None:
             values_RV.mul_(slope_RV)
         unpadded_RV.copy_(values_RV)
@@ -144,8 +159,18 @@ def _without(others_R1: torch.Tensor | None, values_R1: torch.Tensor) -> torch.T
     return values_R1 if others_R1 is None else values_R1.masked_fill_(others_R1, 0.0)
 
 
+TokenRule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From the cross-entropy of each trained token, fp32 (N,), to the loss, an fp32 scalar, and its derivatives (N,)."""
+
+
 def summed_head_loss(
-    head: Head, hidden_MD: torch.Tensor, index_N: torch.Tensor, targets_N: torch.Tensor, chunk: int, divisor: float
+    head: Head,
+    hidden_MD: torch.Tensor,
+    index_N: torch.Tensor,
+    targets_N: torch.Tensor,
+    chunk: int,
+    divisor: float,
+    rule: TokenRule | None = None,
 ) -> torch.Tensor:
     """Summed cross-entropy of the trained tokens / divisor, an fp32 scalar; at most chunk × V logits exist.
 
@@ -157,11 +182,15 @@ def summed_head_loss(
         chunk: C.
         divisor: trained tokens of the optimizer step, divided by the loss scale. It belongs in here: gradients are
             computed, and rounded to 16 bits, before `backward` knows by what the result is divided.
+        rule: what the loss is instead of the sum. It needs the losses of all tokens before the weight of any is known.
+            A frozen head still computes its logits once, since its gradients are scaled afterwards; a trained one
+            twice.
     """
     if not torch.is_grad_enabled():
-        return head.losses(hidden_MD, index_N, targets_N, chunk).sum() / divisor
+        losses_N = head.losses(hidden_MD, index_N, targets_N, chunk)
+        return losses_N.sum() / divisor if rule is None else rule(losses_N)[0]
     trained = [parameter for parameter in head.layer.parameters() if parameter.requires_grad]
-    loss: torch.Tensor = _SummedHeadLoss.apply(hidden_MD, head, index_N, targets_N, chunk, divisor, *trained)
+    loss: torch.Tensor = _SummedHeadLoss.apply(hidden_MD, head, index_N, targets_N, chunk, divisor, rule, *trained)
     return loss
 
 
@@ -177,20 +206,33 @@ class _SummedHeadLoss(torch.autograd.Function):
         targets_N: torch.Tensor,
         chunk: int,
         divisor: float,
+        rule: TokenRule | None,
         *trained: nn.Parameter,
     ) -> torch.Tensor:
+        loss, weights = None, ()
+        if rule is not None:
+            divisor = 1.0  # The rule's weights contain it.
+            if trained:
+                loss, *weights = rule(head.losses(hidden_MD.detach(), index_N, targets_N, chunk))
         sums = {parameter: torch.zeros_like(parameter) for parameter in trained}
         gradient_ND = hidden_MD.new_empty(len(index_N), hidden_MD.shape[1])
-        losses = in_parts(
-            lambda index, targets, gradient: _differentiate_chunk(
-                head, hidden_MD.detach()[index], targets, divisor, gradient, sums
-            ),
-            list(zip(*(tensor.split(chunk) for tensor in (index_N, targets_N, gradient_ND)), strict=True)),
+        losses_N = torch.cat(
+            in_parts(
+                lambda index, targets, gradient, *weights: _differentiate_chunk(
+                    head, hidden_MD.detach()[index], targets, divisor, gradient, sums, *weights
+                ),
+                list(zip(*(t.split(chunk) for t in (index_N, targets_N, gradient_ND, *weights)), strict=True)),
+            )
         )
         head.over_shards(gradient_ND)  # Each process computes it for its part of the vocabulary.
+        if rule is None:
+            loss = losses_N.sum() / divisor
+        elif loss is None:
+            loss, weights_N = rule(losses_N)
+            gradient_ND.mul_(weights_N[:, None])
         ctx.shape = hidden_MD.shape
         ctx.save_for_backward(gradient_ND, index_N, *sums.values())
-        return torch.cat(losses).sum() / divisor
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -199,7 +241,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         for gradient in (gradient_ND, *sums):
             gradient.mul_(incoming)  # By 1 in training.
         gradient_MD = gradient_ND.new_zeros(ctx.shape).index_copy_(0, index_N, gradient_ND)
-        return gradient_MD, None, None, None, None, None, *sums
+        return gradient_MD, None, None, None, None, None, None, *sums
 
 
 def _differentiate_chunk(
@@ -209,6 +251,7 @@ def _differentiate_chunk(
     divisor: float,
     gradient_CD: torch.Tensor,
     sums: dict[nn.Parameter, torch.Tensor],
+    weights_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The losses of a chunk (C,); writes the gradient of its hidden states, and adds to the parameters' gradients."""
     hidden_CD.requires_grad_()
@@ -216,7 +259,7 @@ def _differentiate_chunk(
     with torch.enable_grad():
         output_CV = head.layer(hidden_CD)
     gradient_CV = output_CV.detach()
-    losses_C = head.differentiate(gradient_CV, targets_C, divisor)
+    losses_C = head.differentiate(gradient_CV, targets_C, divisor, weights_C)
     # Autograd would make a second tensor of the size of the weight.
     weight = head.layer.weight if type(head.layer).forward is nn.Linear.forward else None
     others = [parameter for parameter in sums if parameter is not weight]

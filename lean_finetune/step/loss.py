@@ -20,8 +20,9 @@ from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.batches import Batch, pack_rows
-from lean_finetune.step.head_loss import Head, summed_head_loss
+from lean_finetune.step.batches import IGNORED, Batch, pack_rows
+from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss
+from lean_finetune.step.pair_loss import PairLoss
 from lean_finetune.step.parallel_model import OtherStage
 
 PROBE_TOKENS = 8
@@ -90,6 +91,7 @@ def summed_loss(
     router_aux_loss: float = 0.0,
     divisor: float = 1.0,
     exchange: TokenExchange | None = None,
+    pairs: PairLoss | None = None,
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
@@ -103,6 +105,7 @@ def summed_loss(
         router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
         divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
         exchange: for a batch with a part of each row's tokens; the sum is over these tokens.
+        pairs: the loss of preference pairs, instead of the sum of the cross-entropy.
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
@@ -113,7 +116,8 @@ def summed_loss(
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
         # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
-    loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor)
+    rule = None if pairs is None else pairs.rule(batch)
+    loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor, rule)
     if router_aux_loss:
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
@@ -122,16 +126,33 @@ def summed_loss(
 
 
 def _cross_entropy(
-    lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch, chunk: int | None, divisor: float
+    lm: PreTrainedModel,
+    hidden_BTD: torch.Tensor,
+    batch: Batch,
+    chunk: int | None,
+    divisor: float,
+    rule: TokenRule | None,
 ) -> torch.Tensor:
-    """Summed cross-entropy of the trained tokens of a micro-batch / divisor."""
-    if chunk is None:
-        logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
-        targets_M = batch.targets_BT.flatten()
-        return F.cross_entropy(logits_MV, targets_M, reduction="sum", ignore_index=-100) / divisor
-    return summed_head_loss(
-        Head.of(lm), hidden_BTD.flatten(0, 1), batch.supervised_index_N, _trained_tokens(batch), chunk, divisor
-    )
+    """Summed cross-entropy of the trained tokens of a micro-batch / divisor, or what a rule makes of them."""
+    if chunk is not None:
+        return summed_head_loss(
+            Head.of(lm),
+            hidden_BTD.flatten(0, 1),
+            batch.supervised_index_N,
+            _trained_tokens(batch),
+            chunk,
+            divisor,
+            rule,
+        )
+    logits_MV = head_logits(lm, hidden_BTD).flatten(0, 1)
+    targets_M = batch.targets_BT.flatten()
+    if rule is None:
+        return F.cross_entropy(logits_MV, targets_M, reduction="sum", ignore_index=IGNORED) / divisor
+    losses_M = F.cross_entropy(logits_MV, targets_M, reduction="none", ignore_index=IGNORED)
+    losses_N = losses_M.index_select(0, batch.supervised_index_N)
+    value, weights_N = rule(losses_N.detach())
+    weighted = losses_N @ weights_N  # Has the derivatives of the value.
+    return weighted - weighted.detach() + value
 
 
 @torch.no_grad()

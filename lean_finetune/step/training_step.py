@@ -25,6 +25,7 @@ from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.pair_loss import PairCounts, PairLoss
 from lean_finetune.step.parallel_model import ParallelModel
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -48,6 +49,8 @@ class StepResult:
     """Global L2 norm of the gradients before clipping."""
     expert_load: torch.Tensor | None
     """How evenly tokens are spread over experts, two values (see `expert_load`); None without experts."""
+    rewards: torch.Tensor | None
+    """The means of `pair_loss.FIGURES` over the step's pairs, fp32 (4,); None without pairs."""
 
 
 def training_step(
@@ -64,6 +67,7 @@ def training_step(
     offload: ActivationOffload | None = None,
     parallel: ParallelModel | None = None,
     micro_batches: int = 0,
+    pair_counts: PairCounts | None = None,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches and free the gradients.
 
@@ -74,6 +78,7 @@ def training_step(
         guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
             before backward with a norm of 0, and after it.
         micro_batches: the length of `batches`; only needed if `parallel` is given.
+        pair_counts: of the step, for objectives of preference pairs.
 
     With updates in backward, the weights change in phase backward, and phases clip and optimizer update nothing.
     """
@@ -84,7 +89,9 @@ def training_step(
     loss_scale = 1.0 if scaler is None else scaler.scale
     # The tokens of the *whole* step: any division of its rows into micro-batches then gives the same gradients.
     divisor = supervised_tokens / loss_scale
-    loss_of = partial(summed_loss, chunk=train.loss_chunk, offload=offload, divisor=divisor, exchange=parallel.exchange)
+    pairs = None if pair_counts is None else PairLoss(train=train, counts=pair_counts, loss_scale=loss_scale)
+    shared = {"chunk": train.loss_chunk, "offload": offload, "divisor": divisor, "exchange": parallel.exchange}
+    loss_of = partial(summed_loss, **shared, pairs=pairs)
     forget_rows(parallel.model)
     for batch in parallel.schedule(batches):
         if batch is not None:
@@ -118,6 +125,7 @@ def training_step(
             del gradients
         losses = parallel.losses_of_all_ranks(losses)  # All processes stop together if one loss is not finite.
         load = expert_load(parallel.model, parallel.sum_over_ranks)
+        rewards = None if pairs is None else pairs.means(parallel.sum_over_ranks)
     del trained
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)
@@ -127,7 +135,7 @@ def training_step(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         parallel.end_step(updated=update)
-    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load)
+    return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load, rewards=rewards)
 
 
 # Scale the loss, so that small fp16 gradients do not vanish, and skip updates whose gradients overflow.

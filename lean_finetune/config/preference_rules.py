@@ -1,0 +1,80 @@
+"""Rules of params.yaml for objectives of preference pairs."""
+
+from collections.abc import Callable
+
+from lean_finetune.config.rule import Rule
+from lean_finetune.config.schema import Params, Preference
+from lean_finetune.objectives.registry import OBJECTIVES
+
+
+def _unused_preference(params: Params) -> list[str]:
+    """Parameters of section `preference` that are set, and that the objective does not read."""
+    train = params.train
+    used = () if train.pairs is None else train.pairs.defaults
+    given = [name for name in Preference.model_fields if getattr(train.preference, name) is not None]
+    return [name for name in given if name not in used]
+
+
+def _unused_message(params: Params) -> str:
+    name = _unused_preference(params)[0]
+    users = [one.name for one in OBJECTIVES.values() if one is not None and name in one.defaults]
+    return (
+        f"train.objective={params.train.objective} does not read {name}; got {getattr(params.train.preference, name)}; "
+        f"leave it blank, or use train.objective={' or '.join(users)}"
+    )
+
+
+def _pairs_exclude(key: str, broken: Callable[[Params], bool], reason: str, remedy: str) -> Rule:
+    """The rule that objectives of pairs exclude a setting."""
+    return Rule(
+        key,
+        lambda p: p.train.pairs is not None and broken(p),
+        f"{reason}; got {{{key}}} with train.objective={{train.objective}}; {remedy}, or use train.objective=sft",
+    )
+
+
+PREFERENCE_RULES = [
+    Rule("train.preference", lambda p: bool(_unused_preference(p)), _unused_message),
+    _pairs_exclude(
+        "train.context_parallel",
+        lambda p: p.train.context_parallel > 1,
+        "the log-probability of an answer needs all of its tokens in one process",
+        "set it to 1",
+    ),
+    _pairs_exclude(
+        "train.tensor_parallel",
+        lambda p: p.train.tensor_parallel > 1,
+        "was not tried with preference pairs",
+        "set it to 1",
+    ),
+    _pairs_exclude(
+        "train.pipeline_stages",
+        lambda p: p.train.pipeline_stages > 1,
+        "was not tried with preference pairs",
+        "set it to 1",
+    ),
+    Rule(
+        "train.lora.dropout",
+        lambda p: p.train.pairs is not None and p.train.pairs.has_reference and p.train.lora.dropout > 0.0,
+        "dropout would change the log-probabilities that are compared with the reference; got {train.lora.dropout} "
+        "with train.objective={train.objective}; set it to 0.0",
+    ),
+    _pairs_exclude(
+        "data.over_length",
+        lambda p: p.data.over_length == "split",
+        "the parts of an answer are no pair",
+        "use truncate or drop",
+    ),
+    _pairs_exclude(
+        "data.train_on",
+        lambda p: p.data.train_on == "all",
+        "the prompt is the same in both rows of a pair",
+        "use assistant",
+    ),
+    _pairs_exclude(
+        "bucket.fixed_rows",
+        lambda p: p.bucket.mode == "fixed" and p.bucket.fixed_rows % 2 != 0,
+        "a pair is two rows of one micro-batch",
+        "use an even number",
+    ),
+]
