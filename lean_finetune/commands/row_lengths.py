@@ -173,7 +173,8 @@ def lengths_of(
     from lean_finetune.pinning.model_source import read_stop_ids
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
-    job = prepare_job(data, p.run.tokenizer_engine, lock, {"files": {}, "stop_ids": stops}, directory)
+    pairs = p.train.pairs is not None
+    job = prepare_job(data, p.run.tokenizer_engine, lock, {"files": {}, "stop_ids": stops}, directory, pairs=pairs)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
     for block in blocks:

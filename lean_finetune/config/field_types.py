@@ -27,8 +27,21 @@ ObjectiveName = str
 OptimizerName = str
 """A key of OPTIMIZERS."""
 Format = Literal[
-    "auto", "messages", "sharegpt", "conversation", "alpaca", "query_response", "prompt_completion", "text"
+    "auto",
+    "messages",
+    "sharegpt",
+    "conversation",
+    "alpaca",
+    "query_response",
+    "prompt_completion",
+    "text",
+    "alpaca_preference",
+    "sharegpt_preference",
+    "messages_preference",
+    "rejected_response",
+    "preference",
 ]
+"""auto, or the name of a row format; the last five are of preference pairs."""
 Role = Literal["system", "developer", "user", "assistant", "tool", "tool_call"]
 """Roles that data.columns.roles maps other names to. The text of a tool_call is the JSON of the assistant's calls."""
 HUB_PREFIX = "hf://"

@@ -215,6 +215,7 @@ def idle_batch(pad_id: int, part: TokenPart | None = None) -> Batch:
         packed_rows=None,
         positions_BT=None if part is None else torch.arange(first, first + IDLE_TOKENS)[None],
         idle=True,
+        answers=NO_ANSWERS,
     )
 
 
@@ -273,7 +274,28 @@ def read_batch(
     # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
+    if micro_batch.unit > 1:
+        batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
+
+
+def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:
+    """The trained tokens of pairs of rows."""
+    counts, reference = tokens.supervised[rows], tokens.reference
+
+    def placed(values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values.astype(np.float32))
+        return tensor.pin_memory() if pin_memory else tensor
+
+    return Answers(
+        counts=tuple(counts.tolist()),
+        tokens_R=placed(counts),
+        reference_R=None if reference is None else placed(reference[rows]),
+    )
+
+
+NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
+"""Of padding for a process without work."""
 
 
 def refuse_other_ranks(plan: Plan, ranks: int) -> None:
@@ -325,7 +347,17 @@ def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
+        answers=None if shape.unit == 1 else _empty_answers(shape, device),
     )
+
+
+def _empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
+    """Answers of equally many trained tokens, with a reference."""
+    rows = (shape.rows if shape.packed_lengths is None else len(shape.packed_lengths)) // shape.unit * shape.unit
+    most, more = divmod(min(shape.supervised, shape.rows * shape.length), rows)
+    counts = tuple(most + (number < more) for number in range(rows))
+    tokens_R, reference_R = (torch.empty(rows, device=device) for _ in range(2))
+    return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R)
 
 
 # Load the micro-batches of a plan in order, read ahead by threads.

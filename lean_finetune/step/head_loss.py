@@ -209,7 +209,8 @@ class _SummedHeadLoss(torch.autograd.Function):
         rule: TokenRule | None,
         *trained: nn.Parameter,
     ) -> torch.Tensor:
-        loss, weights = None, ()
+        loss: torch.Tensor | None = None
+        weights: list[torch.Tensor] = []
         if rule is not None:
             divisor = 1.0  # The rule's weights contain it.
             if trained:

@@ -3,13 +3,12 @@
 Shapes: R rows of a micro-batch, two to a pair: chosen, rejected, chosen, …; P pairs, N trained tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from lean_finetune.config.schema import Train
-from lean_finetune.objectives.objective import PairSums
+from lean_finetune.objectives.objective import Objective, PairSums
 from lean_finetune.step.batches import Answers, Batch
 from lean_finetune.step.head_loss import TokenRule
 
@@ -18,10 +17,13 @@ FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairCounts:
-    """What the losses of a step are divided by, over all processes."""
+class StepPairs:
+    """The pairs of an optimizer step, over all processes."""
 
-    pairs: int
+    objective: Objective
+    values: Mapping[str, float]
+    """Of the objective's parameters."""
+    count: int
     chosen_tokens: int
     """Trained tokens of the chosen answers."""
 
@@ -30,8 +32,7 @@ class PairCounts:
 class PairLoss:
     """The loss of a step's pairs, one micro-batch at a time."""
 
-    train: Train
-    counts: PairCounts
+    step: StepPairs
     loss_scale: float = 1.0
     sums: list[torch.Tensor] = field(default_factory=list)
     """Of each micro-batch, the sums of `FIGURES` over its pairs, fp32 (4,)."""
@@ -56,8 +57,7 @@ class PairLoss:
 
     def of_rows(self, logps_R: torch.Tensor, answers: Answers) -> torch.Tensor:
         """The loss of a micro-batch from the log-probabilities of its rows; appends to `sums`."""
-        objective, values = self.train.pairs, self.train.preference_values
-        assert objective is not None
+        objective, values = self.step.objective, self.step.values
         reference_R = answers.reference_R
         pairs = PairSums(
             chosen=logps_R[::2],
@@ -67,9 +67,9 @@ class PairLoss:
             chosen_reference=None if reference_R is None else reference_R[::2],
             rejected_reference=None if reference_R is None else reference_R[1::2],
         )
-        loss = objective.losses(pairs, values).sum() * (self.loss_scale / self.counts.pairs)
+        loss = objective.losses(pairs, values).sum() * (self.loss_scale / self.step.count)
         if sft_weight := values.get("sft_weight", 0.0):
-            loss = loss - pairs.chosen.sum() * (sft_weight * self.loss_scale / self.counts.chosen_tokens)
+            loss = loss - pairs.chosen.sum() * (sft_weight * self.loss_scale / self.step.chosen_tokens)
         with torch.no_grad():
             chosen, rejected = objective.rewards(pairs, values)
             margin = chosen - rejected
@@ -78,4 +78,4 @@ class PairLoss:
 
     def means(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The means of `FIGURES` over the step's pairs, of all processes, fp32 (4,)."""
-        return sum_over_ranks(torch.stack(self.sums).sum(0)) / self.counts.pairs
+        return sum_over_ranks(torch.stack(self.sums).sum(0)) / self.step.count

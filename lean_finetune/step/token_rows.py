@@ -58,6 +58,8 @@ class TokenRows:
         """Tokens of every row that are predicted and count in the loss, int32."""
         self.dropped = read_column(index, "dropped", np.bool_)
         """Whether a row repeats an earlier one, so that it is never used, bool."""
+        self.reference: np.ndarray | None = None
+        """Log-probability of each row's trained tokens under the reference model, float32; None without one."""
         shards = (open_batches(path, SHARD_TYPES, check_values=False) for path in sorted(self.path.glob("*.arrow")))
         self._batches = list(chain.from_iterable(shards))
         self._starts = np.array([0, *accumulate(batch.num_rows for batch in self._batches)])

@@ -25,7 +25,7 @@ from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.pair_loss import PairCounts, PairLoss
+from lean_finetune.step.pair_loss import PairLoss, StepPairs
 from lean_finetune.step.parallel_model import ParallelModel
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -67,7 +67,7 @@ def training_step(
     offload: ActivationOffload | None = None,
     parallel: ParallelModel | None = None,
     micro_batches: int = 0,
-    pair_counts: PairCounts | None = None,
+    pairs: StepPairs | None = None,
 ) -> StepResult:
     """Run one optimizer step over its micro-batches and free the gradients.
 
@@ -78,7 +78,7 @@ def training_step(
         guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
             before backward with a norm of 0, and after it.
         micro_batches: the length of `batches`; only needed if `parallel` is given.
-        pair_counts: of the step, for objectives of preference pairs.
+        pairs: the objective of preference pairs, and the step's number of them.
 
     With updates in backward, the weights change in phase backward, and phases clip and optimizer update nothing.
     """
@@ -89,15 +89,15 @@ def training_step(
     loss_scale = 1.0 if scaler is None else scaler.scale
     # The tokens of the *whole* step: any division of its rows into micro-batches then gives the same gradients.
     divisor = supervised_tokens / loss_scale
-    pairs = None if pair_counts is None else PairLoss(train=train, counts=pair_counts, loss_scale=loss_scale)
-    shared = {"chunk": train.loss_chunk, "offload": offload, "divisor": divisor, "exchange": parallel.exchange}
-    loss_of = partial(summed_loss, **shared, pairs=pairs)
+    pair_loss = None if pairs is None else PairLoss(step=pairs, loss_scale=loss_scale)
+    loss_of = partial(summed_loss, chunk=train.loss_chunk, offload=offload, divisor=divisor, exchange=parallel.exchange)
+    loss_of = partial(loss_of, pair_loss=pair_loss, router_aux_loss=train.router_aux_loss)
     forget_rows(parallel.model)
     for batch in parallel.schedule(batches):
         if batch is not None:
             device_type = batch.input_ids_BT.device.type
             with phase("forward"), autocast(train, device_type), counting_rows(idle=batch.idle):
-                pending.append(parallel.run(partial(loss_of, batch=batch, router_aux_loss=train.router_aux_loss)))
+                pending.append(parallel.run(partial(loss_of, batch=batch)))
             del batch  # Its memory is free in backward, and while the next one is made.
             continue
         loss = pending.popleft()  # None: the oldest loss runs backward.
@@ -125,7 +125,7 @@ def training_step(
             del gradients
         losses = parallel.losses_of_all_ranks(losses)  # All processes stop together if one loss is not finite.
         load = expert_load(parallel.model, parallel.sum_over_ranks)
-        rewards = None if pairs is None else pairs.means(parallel.sum_over_ranks)
+        rewards = None if pair_loss is None else pair_loss.means(parallel.sum_over_ranks)
     del trained
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)

@@ -81,7 +81,26 @@ class PlainText:
         return not self.completion.strip()
 
 
-def is_heldout(example: Conversation | PlainText, fraction: float, seed: int) -> bool:
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two answers to one prompt, a better and a worse one: two rows that stay together."""
+
+    chosen: Conversation | PlainText
+    rejected: Conversation | PlainText
+
+    def prompt_key(self) -> bytes:
+        """The key of the prompt, which both have."""
+        return self.chosen.prompt_key()
+
+    def has_empty_answer(self) -> bool:
+        """Whether one of the answers is empty."""
+        return self.chosen.has_empty_answer() or self.rejected.has_empty_answer()
+
+
+Example = Conversation | PlainText | Pair
+
+
+def is_heldout(example: Example, fraction: float, seed: int) -> bool:
     """Whether the hash of `seed` and the prompt key falls into the held-out fraction.
 
     Rows with equal prompts are on the same side, and adding rows moves no other row.
@@ -219,9 +238,11 @@ class RowFormat(ABC):
     """Whether a row has an answer, which a column such as `label` can rate. False: its text is all there is."""
     context_key: ClassVar[str | None] = None
     """Key that the column `context` belongs to when this key has no value."""
+    is_pair: ClassVar[bool] = False
+    """Whether a row is a preference pair, for the objectives of pairs."""
 
     @abstractmethod
-    def parse(self, row: Mapping[str, Any]) -> Conversation | PlainText:
+    def parse(self, row: Mapping[str, Any]) -> Example:
         """The example of a row that has the required keys.
 
         Raises RowFault if a value has the wrong type, or there is nothing to train on.
@@ -295,26 +316,25 @@ class SourceFormat:
         return frozenset(map(self.column, self.row_format.keys))
 
 
-def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str]:
+def detect_format(row: Mapping[str, Any], columns: Mapping[str, str], *, pairs: bool = False) -> tuple[str, str]:
     """The first format whose required keys the row has, and the reason; `columns` maps keys to columns.
 
-    A format whose keys all have values comes before one with nulls: in Parquet and Arrow every row has every column.
-    Raises RowFault if the row has no known format. Raises UserError if `columns` has a key that no format has, or that
-    the detected format does not have.
+    With `pairs` a format of preference pairs, else one of other rows. A format whose keys all have values comes before
+    one with nulls: in Parquet and Arrow every row has every column. Raises RowFault if the row has no known format.
+    Raises UserError if `columns` has a key that no format has, or that the detected format does not have.
     """
     check_columns(columns, AUTO)
     filled = {key: value for key, value in row.items() if value is not None}
+    suitable = {name: row_format for name, row_format in FORMATS.items() if row_format.is_pair == pairs}
     for present in (filled, row):
-        for name, row_format in FORMATS.items():
+        for name, row_format in suitable.items():
             names = [columns.get(key, key) for key in row_format.required]
             if all(name in present for name in names):
                 check_columns(columns, name)
                 return name, f"the first row has {' and '.join(names)}"
-    if any(key in row for key in PREFERENCE_KEYS):
-        raise RowFault(
-            f"a preference pair ({show(list(row))}), of which one answer can be trained; {preference_remedy(row)}"
-        )
-    listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in FORMATS.items())
+    if any(key in row for key in PREFERENCE_KEYS) and not pairs:
+        raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
+    listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
     raise RowFault(
         f"data.format auto knows no format with the keys {show(list(row))}; name them in data.columns, or rename them, "
         f"as one of ({listed})"
@@ -322,6 +342,11 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[s
 
 
 def preference_remedy(row: Mapping[str, Any]) -> str:
+    """How to train on a preference pair, or on its better answer."""
+    return f"set train.objective=dpo, or another objective of pairs; {_remedy_of_better(row)}"
+
+
+def _remedy_of_better(row: Mapping[str, Any]) -> str:
     """How to train on the better answer of a preference pair."""
     chosen = row.get("chosen")
     if isinstance(chosen, str):
@@ -348,3 +373,14 @@ def check_columns(columns: Iterable[str], name: str) -> None:
             f"data.columns: rows of data.format {name} have no key {show(unknown[0])}; the keys to give a column for "
             f"are {', '.join(sorted(known))}"
         )
+
+
+def check_kind(name: str, *, pairs: bool) -> None:
+    """Raise UserError for a format of other rows than the objective trains."""
+    if FORMATS[name].is_pair == pairs:
+        return
+    suitable = " or ".join(other for other, row_format in FORMATS.items() if row_format.is_pair == pairs)
+    kind, objective = ("preference pairs", "sft") if pairs else ("rows of one answer", "dpo")
+    raise UserError(
+        f"data.format: train.objective trains {kind}; got {name}; use {suitable}, or train.objective={objective}"
+    )

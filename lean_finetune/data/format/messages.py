@@ -20,7 +20,7 @@ ROLE_NAMES = {
 ROLES_KEY = "roles"
 """Key of data.columns whose value maps other names of roles to known ones."""
 ROLE_KEYS = ("role", "from")
-_TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion")
+_TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 
 
 def role_of(name: Any, key: str, where: str) -> str:
@@ -37,7 +37,8 @@ def role_of(name: Any, key: str, where: str) -> str:
 def with_roles(row: Mapping[str, Any], roles: Mapping[str, str]) -> Mapping[str, Any]:
     """The row with the names of roles that `roles` maps replaced in its lists of turns."""
     changed = {key: [_renamed(turn, roles) for turn in row[key]] for key in _TURN_LISTS if type(row.get(key)) is list}
-    return {**row, **changed}
+    single = {key: _renamed(row[key], roles) for key in _TURN_LISTS if type(row.get(key)) is dict}
+    return {**row, **changed, **single}
 
 
 def _renamed(turn: Any, roles: Mapping[str, str]) -> Any:

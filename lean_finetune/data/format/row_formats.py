@@ -5,7 +5,9 @@ from typing import Any
 
 from lean_finetune.data.format.format_base import (
     Conversation,
+    Example,
     Message,
+    Pair,
     PlainText,
     RowFault,
     RowFormat,
@@ -20,10 +22,10 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
 from lean_finetune.data.format.unread_columns import LOSS_MASK, untrained_by_mask
 
-_CONVERSATION_KEYS = ("system", "tools", "functions", "family")
+CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 
 
-def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | PlainText:
+def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     """The example of a row. `unread_columns` judges the columns that its format does not read.
 
     Raises RowFault if a key is missing, has the wrong type, or there is nothing to train on.
@@ -31,10 +33,16 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Conversation | Pl
     row_format = source.row_format
     row = row_format.rename_columns(row, source.columns)
     example = row_format.parse(with_roles(row, source.roles) if source.roles else row)
+    for one in (example.chosen, example.rejected) if isinstance(example, Pair) else (example,):
+        _refuse_untrained(one)
+    return example
+
+
+def _refuse_untrained(example: Conversation | PlainText) -> None:
+    """Raise RowFault for a conversation without a trained turn."""
     if isinstance(example, Conversation) and not example.trained_turns():
         found = "every assistant turn is marked as not trained" if example.context else "no assistant turn"
         raise RowFault(f"{found}, so nothing to train on; remove the row or add one")
-    return example
 
 
 def row_family(row: Mapping[str, Any], source: SourceFormat) -> str | None:
@@ -51,12 +59,12 @@ def row_family(row: Mapping[str, Any], source: SourceFormat) -> str | None:
 class _OneList(RowFormat):
     """A format whose turns are one list."""
 
-    optional = (*_CONVERSATION_KEYS, LOSS_MASK)
+    optional = (*CONVERSATION_KEYS, LOSS_MASK)
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
         [key] = self.required
-        return _conversation(row, parse_turns(list_of(row, key), key), key)
+        return conversation(row, parse_turns(list_of(row, key), key), key)
 
 
 @register
@@ -86,16 +94,16 @@ class Alpaca(RowFormat):
 
     name = "alpaca"
     required = ("instruction", "output")
-    optional = ("input", "history", *_CONVERSATION_KEYS)
+    optional = ("input", "history", *CONVERSATION_KEYS)
     context_key = "input"
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
-        messages = _history(row)
+        messages = history(row)
         question = (text_of(row, "instruction"), text_or_nothing(row, "input"))
         messages.append({"role": "user", "content": "\n".join(filter(None, question))})
         messages.append({"role": "assistant", "content": text_of(row, "output")})
-        return _conversation(row, Turns(messages=messages), "history")
+        return conversation(row, Turns(messages=messages), "history")
 
 
 @register
@@ -104,14 +112,14 @@ class QueryResponse(RowFormat):
 
     name = "query_response"
     required = ("query", "response")
-    optional = ("history", *_CONVERSATION_KEYS)
+    optional = ("history", *CONVERSATION_KEYS)
 
     def parse(self, row: Mapping[str, Any]) -> Conversation:
         """See the base class."""
-        messages = _history(row)
+        messages = history(row)
         messages.append({"role": "user", "content": text_of(row, "query")})
         messages.append({"role": "assistant", "content": text_of(row, "response")})
-        return _conversation(row, Turns(messages=messages), "history")
+        return conversation(row, Turns(messages=messages), "history")
 
 
 @register
@@ -120,7 +128,7 @@ class PromptCompletion(RowFormat):
 
     name = "prompt_completion"
     required = ("prompt", "completion")
-    optional = _CONVERSATION_KEYS
+    optional = CONVERSATION_KEYS
 
     def parse(self, row: Mapping[str, Any]) -> Conversation | PlainText:
         """See the base class."""
@@ -144,14 +152,7 @@ class PromptCompletion(RowFormat):
         before, answers = parse_turns(prompt, "prompt"), parse_turns(completion, "completion")
         if not any(message["role"] == "assistant" for message in answers.messages):
             raise RowFault("'completion' has no assistant turn, so nothing to train on; remove the row or add one")
-        size = len(before.messages)
-        context = {number for number, message in enumerate(before.messages) if message["role"] == "assistant"}
-        turns = Turns(
-            messages=before.messages + answers.messages,
-            context=frozenset(context | {size + number for number in answers.context}),
-            calls=before.calls | {size + number for number in answers.calls},
-        )
-        return _conversation(row, turns, "prompt")
+        return conversation(row, answered(before, answers), "prompt")
 
 
 @register
@@ -168,7 +169,18 @@ class Text(RowFormat):
         return PlainText(prompt="", completion=text_of(row, "text"))
 
 
-def _history(row: Mapping[str, Any]) -> list[Message]:
+def answered(before: Turns, answers: Turns) -> Turns:
+    """The turns of a prompt, of which none is trained, and of an answer."""
+    size = len(before.messages)
+    context = {number for number, message in enumerate(before.messages) if message["role"] == "assistant"}
+    return Turns(
+        messages=before.messages + answers.messages,
+        context=frozenset(context | {size + number for number in answers.context}),
+        calls=before.calls | {size + number for number in answers.calls},
+    )
+
+
+def history(row: Mapping[str, Any]) -> list[Message]:
     """The messages of `history`, a list of (question, answer)."""
     messages: list[Message] = []
     for number, pair in enumerate(list_of(row, "history"), start=1):
@@ -178,7 +190,7 @@ def _history(row: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _conversation(row: Mapping[str, Any], turns: Turns, key: str) -> Conversation:
+def conversation(row: Mapping[str, Any], turns: Turns, key: str) -> Conversation:
     """The turns with the row's system text in front, and its tools; `key` names the turns in faults."""
     if not turns.messages:
         raise RowFault(f"{key!r} is empty, so nothing to train on; remove the row or add turns")

@@ -139,15 +139,26 @@ def record_batch(
     return pa.record_batch(columns, schema=schema)
 
 
-def digests(batch: pa.RecordBatch) -> np.ndarray:
-    """64-bit hash of each row's ids and spans, uint64. Equal rows have equal hashes."""
+def digests(batch: pa.RecordBatch, rows: int = 1) -> np.ndarray:
+    """64-bit hash of each row's ids and spans, uint64. Equal rows have equal hashes.
+
+    With two `rows` to a pair, equal pairs have equal hashes: the pair is hashed, and the row's number in it.
+    """
     hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
         values = to_numpy(column.flatten()).data.cast("B")
         offsets = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
         for digest, start, end in zip(hashes, offsets, offsets[1:], strict=False):
             digest.update(values[start:end])
-    return np.frombuffer(b"".join(digest.digest() for digest in hashes), np.dtype("<u8"))
+    found = [digest.digest() for digest in hashes]
+    if rows > 1:
+        pairs = [b"".join(found[start : start + rows]) for start in range(0, len(found), rows)]
+        found = [
+            blake2b(pair + bytes([number]), digest_size=DIGEST_BYTES).digest()
+            for pair in pairs
+            for number in range(rows)
+        ]
+    return np.frombuffer(b"".join(found), np.dtype("<u8"))
 
 
 def _lists(values: np.ndarray, lengths: np.ndarray, list_type: pa.ListType) -> pa.ListArray:

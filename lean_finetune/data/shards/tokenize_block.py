@@ -1,5 +1,6 @@
 """Tokenizing of one block of rows, the work of a worker."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,11 @@ from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_lengths
 from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
+from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import (
     Conversation,
     EmptyAnswer,
+    Pair,
     PlainText,
     RowFault,
     SourceFormat,
@@ -71,6 +74,8 @@ class TokenSettings:
     heldout_seed: int
     engine: str
     """`tokenizers` or `tiktoken`."""
+    pairs: bool = False
+    """Whether each row is a preference pair: two rows of tokens, chosen and rejected."""
 
 
 RowPlace = tuple[int, int]
@@ -82,6 +87,8 @@ class _Rows:
     """The usable rows of a block, as one list for each property, and the tally of all its rows."""
 
     block: RowBlock
+    pairs: bool = False
+    """Whether rows 0 and 1, 2 and 3, … are pairs, each from one row of the block."""
     segments: list[list[TextSegment]] = field(default_factory=list)
     places: list[RowPlace] = field(default_factory=list)
     families: list[str | None] = field(default_factory=list)
@@ -101,6 +108,10 @@ class _Rows:
         self.count(name, place)
         self.tally.rejects.append(Reject(self.block.file, *place, reason))
 
+    def places_of(self, numbers: Iterable[int]) -> list[RowPlace]:
+        """The places of rows, each once: both rows of a pair have one."""
+        return list(dict.fromkeys(self.places[number] for number in numbers))
+
     def remove(self, cut: dict[int, str]) -> None:
         """Remove rows whose ids lack a control token of their text; `cut` has that token by index."""
         for number, token in cut.items():
@@ -110,7 +121,8 @@ class _Rows:
                 f"the control token {token!r} of its text is not one token of its ids: a generation mark of the chat "
                 "template lies inside it, or the text around it continues it; correct the template, or change the row",
             )
-        kept = [number for number in range(len(self.segments)) if number not in cut]
+        gone = {number ^ 1 for number in cut} | set(cut) if self.pairs else set(cut)
+        kept = [number for number in range(len(self.segments)) if number not in gone]
         self.segments = [self.segments[number] for number in kept]
         self.places = [self.places[number] for number in kept]
         self.families = [self.families[number] for number in kept]
@@ -158,6 +170,8 @@ class BlockTokenizer:
         self._sample(rows, encoded)
         chunks = limit_lengths(encoded, self._settings.max_length, self._settings.over_length)
         self._count_limited(chunks, rows, encoded)
+        if rows.pairs:
+            chunks = self._complete_pairs(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
@@ -170,7 +184,7 @@ class BlockTokenizer:
 
     def _read(self, block: RowBlock) -> _Rows:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
-        rows = _Rows(block=block)
+        rows = _Rows(block=block, pairs=self._settings.pairs)
         source = self._settings.sources[block.source]
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
@@ -208,26 +222,29 @@ class BlockTokenizer:
             raise EmptyAnswer("an answer in it is empty")
         family = row_family(row, source)
         guard = self.tokenizer.guard
-        template = self.template if isinstance(example, Conversation) else None
+        parts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+        template = self.template if isinstance(parts[0], Conversation) else None
 
         def changes() -> list[int]:
             left_out = template.reasoning_left_out if template else 0
             return [left_out, guard.control_tokens, guard.surrogates]
 
         before = changes()
-        segments = self._segments(example)
+        segments = [self._segments(part) for part in parts]
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
-        if isinstance(example, Conversation):
-            rows.unknown |= unknown_keys(example.messages)
+        for part in parts:
+            if isinstance(part, Conversation):
+                rows.unknown |= unknown_keys(part.messages)
         names = ("reasoning_left_out_rows", "control_tokens_as_text", "surrogates_replaced")
         for name, old, new in zip(names, before, changes(), strict=True):
             rows.count(name, place, new - old)
         settings = self._settings
-        rows.segments.append(segments)
-        rows.places.append(place)
-        rows.families.append(family)
-        rows.heldout.append(source.is_heldout or is_heldout(example, settings.heldout_fraction, settings.heldout_seed))
+        heldout = source.is_heldout or is_heldout(example, settings.heldout_fraction, settings.heldout_seed)
+        rows.segments += segments
+        rows.places += [place] * len(parts)
+        rows.families += [family] * len(parts)
+        rows.heldout += [heldout] * len(parts)
 
     def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
@@ -287,16 +304,31 @@ class BlockTokenizer:
             "engine_fallback_rows": sorted(encoded.failed),
         }
         for name, numbers in changed.items():
-            for row in numbers:
-                rows.count(name, rows.places[row])
-        for row in chunks.dropped_long.tolist():
-            rows.reject("dropped_long_rows", rows.places[row], f"longer than {limit}")
-        for row in chunks.no_answer.tolist():
-            rows.reject("no_answer_rows", rows.places[row], f"no answer is left within {limit}")
+            for place in rows.places_of(numbers):
+                rows.count(name, place)
+        for place in rows.places_of(chunks.dropped_long.tolist()):
+            rows.reject("dropped_long_rows", place, f"longer than {limit}")
+        for place in rows.places_of(chunks.no_answer.tolist()):
+            rows.reject("no_answer_rows", place, f"no answer is left within {limit}")
+
+    def _complete_pairs(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
+        """The chunks of pairs whose answers are both left, and differ."""
+        both = np.isin(chunks.rows ^ 1, chunks.rows)
+        chunks = chunks.select(both)
+        ends = (chunks.starts + chunks.lengths).tolist()
+        parts = [encoded.ids[start:end] for start, end in zip(chunks.starts.tolist(), ends, strict=True)]
+        same = [np.array_equal(one, other) for one, other in zip(parts[::2], parts[1::2], strict=True)]
+        for number in np.flatnonzero(same).tolist():
+            place = rows.places[chunks.rows[2 * number]]
+            limit = f"data.max_length={self._settings.max_length}"
+            rows.reject("no_answer_rows", place, f"both answers of the pair are the same within {limit}")
+        return chunks.select(~np.repeat(np.array(same, bool), 2))
 
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers = np.array([number for number, _ in rows.places], np.uint32)
         batch = record_batch(self._schema, chunks, encoded.ids, rows.families, rows.block.file, numbers)
-        digest = digests(batch) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
+        digest = (
+            digests(batch, rows=2 if rows.pairs else 1) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
+        )
         return SideTokens(batch, chunks.supervised.astype(np.int32), digest)

@@ -16,9 +16,11 @@ from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
     Conversation,
+    Pair,
     RowFault,
     SourceFormat,
     check_columns,
+    check_kind,
     detect_format,
 )
 from lean_finetune.data.format.messages import ROLES_KEY
@@ -87,16 +89,24 @@ class TokenizeJob:
 
 
 def prepare_job(
-    data: Data, engine: str, data_lock: Mapping[str, Any], tokenizer_lock: Mapping[str, Any], directory: Path
+    data: Data,
+    engine: str,
+    data_lock: Mapping[str, Any],
+    tokenizer_lock: Mapping[str, Any],
+    directory: Path,
+    *,
+    pairs: bool = False,
 ) -> TokenizeJob:
     """Read the first rows of each source and make all choices; `engine` is run.tokenizer_engine.
+
+    `pairs`: the rows are preference pairs.
 
     Raises UserError if a source has no rows, its first row has no known format, the requested engine would change ids,
     or the chat template cannot be used.
     """
     return_freed_memory()
     names = file_names(data_lock)
-    inspected = [_inspect(data, data_lock, index) for index in range(len(data_lock["sources"]))]
+    inspected = [_inspect(data, data_lock, index, pairs) for index in range(len(data_lock["sources"]))]
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -110,6 +120,7 @@ def prepare_job(
         chat_template=_template_text(data.chat_template, data_lock),
         stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
+        pairs=pairs,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
     tokenizer = BlockTokenizer(settings, chosen.engine)
@@ -178,7 +189,7 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSource:
+def _inspect(data: Data, lock: Mapping[str, Any], index: int, pairs: bool) -> _InspectedSource:
     """Read the first rows of a source."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
@@ -193,8 +204,9 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
     present = {key for _, row in rows for key in row}
     rows = [(place, without(row, data.ignore_columns or ())) for place, row in rows]
     if wanted == AUTO:
-        wanted, reason = _detect(rows, columns, skips)
+        wanted, reason = _detect(rows, columns, skips, pairs)
     else:
+        check_kind(wanted, pairs=pairs)
         check_columns(columns, wanted)
         reason = "params.yaml says so"
     source_format = SourceFormat(format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source))
@@ -207,11 +219,11 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int) -> _InspectedSourc
     )
 
 
-def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool) -> tuple[str, str]:
+def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, pairs: bool) -> tuple[str, str]:
     """(format, reason) of the first row, or, with on_bad_row: skip, of the first row that has a known format."""
     for place, row in rows if skips else rows[:1]:
         try:
-            return detect_format(row, columns)
+            return detect_format(row, columns, pairs=pairs)
         except RowFault as fault:
             refusal = UserError(f"{place}: {fault}")
     raise refusal
@@ -221,7 +233,8 @@ def _has_conversations(rows: list[_PlacedRow], source_format: SourceFormat) -> b
     """Whether the first usable row is for the chat template. All rows of a source are of one kind."""
     for _, row in rows:
         try:
-            return isinstance(parse_row(row, source_format), Conversation)
+            example = parse_row(row, source_format)
+            return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
         except (RowFault, RecursionError):  # Reported with its place when the row is tokenized.
             continue
     return False

@@ -1,0 +1,189 @@
+"""The formats of preference pairs, one class each: a prompt, a chosen and a rejected answer."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from itertools import takewhile
+from os.path import commonprefix
+from typing import Any
+
+from lean_finetune.data.format.format_base import (
+    Pair,
+    PlainText,
+    RowFault,
+    RowFormat,
+    list_of,
+    register,
+    show,
+    text_of,
+    text_or_nothing,
+)
+from lean_finetune.data.format.messages import Turns, parse_turns
+from lean_finetune.data.format.row_formats import CONVERSATION_KEYS, answered, conversation, history
+
+CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
+
+
+class _PairFormat(RowFormat):
+    """A format whose prompt is a conversation, and whose answers are texts, messages or lists of messages."""
+
+    is_pair = True
+
+    @abstractmethod
+    def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
+        """The turns before the answers, and the key that faults name."""
+
+    def parse(self, row: Mapping[str, Any]) -> Pair:
+        """See the base class."""
+        before, key = self.prompt(row)
+        chosen, rejected = (_answer(row, answer) for answer in ANSWERS)
+        return _pair(*(conversation(row, answered(before, turns), key) for turns in (chosen, rejected)))
+
+
+@register
+class AlpacaPreference(_PairFormat):
+    """`instruction`, `input`, `history`, and two answers `chosen` and `rejected` (LLaMA-Factory)."""
+
+    name = "alpaca_preference"
+    required = ("instruction", *ANSWERS)
+    optional = ("input", "history", *CONVERSATION_KEYS)
+    context_key = "input"
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
+        """See the base class."""
+        question = "\n".join(filter(None, (text_of(row, "instruction"), text_or_nothing(row, "input"))))
+        return Turns(messages=[*history(row), {"role": "user", "content": question}]), "history"
+
+
+@register
+class ShareGptPreference(_PairFormat):
+    """`conversations` that end with a question, and two answers, each a turn {from, value} (LLaMA-Factory)."""
+
+    name, required, optional = "sharegpt_preference", ("conversations", *ANSWERS), CONVERSATION_KEYS
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
+        """See the base class."""
+        return parse_turns(list_of(row, "conversations"), "conversations"), "conversations"
+
+
+@register
+class MessagesPreference(_PairFormat):
+    """`messages` that end with a question, and two answers, each a message {role, content} (Axolotl)."""
+
+    name, required, optional = "messages_preference", ("messages", *ANSWERS), CONVERSATION_KEYS
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
+        """See the base class."""
+        return parse_turns(list_of(row, "messages"), "messages"), "messages"
+
+
+@register
+class RejectedResponse(RowFormat):
+    """`messages` that end with the chosen answer, and the text `rejected_response` (ms-swift)."""
+
+    name, required, optional = "rejected_response", ("messages", "rejected_response"), CONVERSATION_KEYS
+    is_pair = True
+
+    def parse(self, row: Mapping[str, Any]) -> Pair:
+        """See the base class."""
+        turns = parse_turns(list_of(row, "messages"), "messages")
+        if not turns.messages or turns.messages[-1]["role"] != "assistant":
+            raise RowFault("'messages' must end with the assistant's chosen answer; add it")
+        before = _first(turns, len(turns.messages) - 1)
+        rejected = Turns(messages=[{"role": "assistant", "content": text_of(row, "rejected_response")}])
+        chosen = Turns(messages=turns.messages[-1:])
+        return _pair(*(conversation(row, answered(before, one), "messages") for one in (chosen, rejected)))
+
+
+@register
+class Preference(RowFormat):
+    """`prompt`, `chosen` and `rejected`: texts, or lists of messages; without a prompt, what both begin with (TRL)."""
+
+    name, required, optional = "preference", ANSWERS, ("prompt", *CONVERSATION_KEYS)
+    is_pair = True
+
+    def parse(self, row: Mapping[str, Any]) -> Pair:
+        """See the base class."""
+        prompt, kinds = row.get("prompt"), [type(row[key]) for key in ANSWERS]
+        if kinds[0] is not kinds[1] or kinds[0] not in (str, list, dict):
+            raise RowFault(
+                f"'chosen' and 'rejected' must both be text, or both messages; got {show(row[CHOSEN])} and "
+                f"{show(row[REJECTED])}; change one of them"
+            )
+        if kinds[0] is str and not isinstance(prompt, list):
+            return _plain_pair(text_or_nothing(row, "prompt"), row[CHOSEN], row[REJECTED])
+        chosen, rejected = (_answer(row, key) for key in ANSWERS)
+        if isinstance(prompt, list):
+            before = parse_turns(prompt, "prompt")
+        else:
+            before, chosen, rejected = _common_start(chosen, rejected)
+            _check_prompt(prompt, before)
+        return _pair(*(conversation(row, answered(before, turns), "prompt") for turns in (chosen, rejected)))
+
+
+def _answer(row: Mapping[str, Any], key: str) -> Turns:
+    """The turns of an answer: a text, a message, or a list of messages."""
+    value = row[key]
+    if isinstance(value, str):
+        return Turns(messages=[{"role": "assistant", "content": value}])
+    turns = parse_turns([value] if isinstance(value, dict) else list_of(row, key), key)
+    if not any(message["role"] == "assistant" for message in turns.messages):
+        raise RowFault(f"{key!r} has no assistant turn, so it is no answer; change it, or remove the row")
+    return turns
+
+
+def _plain_pair(prompt: str, chosen: str, rejected: str) -> Pair:
+    """A pair of plain texts; without a prompt, the texts begin with it."""
+    if not prompt:
+        prompt = commonprefix([chosen, rejected]).rstrip(" ")
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        if not prompt:
+            raise RowFault("'chosen' and 'rejected' begin differently, and there is no 'prompt'; add it")
+    return _pair(PlainText(prompt=prompt, completion=chosen), PlainText(prompt=prompt, completion=rejected))
+
+
+def _common_start(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
+    """The turns that both conversations begin with, and the rest of each."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen.messages, rejected.messages, strict=False))
+    size = min(len(list(same)), len(chosen.messages) - 1, len(rejected.messages) - 1)
+    for turns, key in ((chosen, CHOSEN), (rejected, REJECTED)):
+        if (role := turns.messages[size]["role"]) != "assistant":
+            raise RowFault(
+                f"the prompts of 'chosen' and 'rejected' differ: turn {size + 1} of {key!r} is {role}'s; give both the "
+                "same prompt, or put it into 'prompt'"
+            )
+    return _first(chosen, size), _after(chosen, size), _after(rejected, size)
+
+
+def _check_prompt(prompt: Any, before: Turns) -> None:
+    """Refuse a text of a prompt that is not in the turns before the answers: it would be left out."""
+    if prompt is None or any(message["content"] == prompt for message in before.messages):
+        return
+    raise RowFault(
+        f"'prompt' {show(prompt)} is no turn that 'chosen' and 'rejected' begin with; put it into both, make it a list "
+        "of messages, or name it in data.ignore_columns"
+    )
+
+
+def _first(turns: Turns, size: int) -> Turns:
+    """The first turns."""
+    return Turns(
+        messages=turns.messages[:size],
+        context=frozenset(number for number in turns.context if number < size),
+        calls=frozenset(number for number in turns.calls if number < size),
+    )
+
+
+def _after(turns: Turns, size: int) -> Turns:
+    """The turns after the first ones."""
+    return Turns(
+        messages=turns.messages[size:],
+        context=frozenset(number - size for number in turns.context if number >= size),
+        calls=frozenset(number - size for number in turns.calls if number >= size),
+    )
+
+
+def _pair(chosen: Any, rejected: Any) -> Pair:
+    """A pair whose answers differ."""
+    if chosen == rejected:
+        raise RowFault("'chosen' and 'rejected' are the same answer, so there is no preference; remove the row")
+    return Pair(chosen=chosen, rejected=rejected)
