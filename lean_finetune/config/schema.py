@@ -216,6 +216,11 @@ class Train(BaseWeights):
         return OBJECTIVES[self.objective]
 
     @property
+    def rows_per_unit(self) -> int:
+        """Rows of tokens that stay together in a micro-batch: 2 for pairs."""
+        return 1 if self.pairs is None else 2
+
+    @property
     def preference_values(self) -> dict[str, float]:
         """The values of section `preference` that the objective reads, its usual ones where they are blank."""
         usual = {} if self.pairs is None else self.pairs.defaults

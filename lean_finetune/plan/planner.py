@@ -31,7 +31,7 @@ class PlanSettings:
     weights: Sequence[float]
     """Of the data sources."""
     pairs: bool = False
-    """Whether rows 0 and 1, 2 and 3, … stay together."""
+    """Whether rows 0 and 1, 2 and 3, … are pairs, which stay together."""
 
     @classmethod
     def from_params(cls, p: Params) -> "PlanSettings":

@@ -6,8 +6,10 @@ Shapes: R rows of a micro-batch, two to a pair: chosen, rejected, chosen, …; P
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from lean_finetune.config.schema import Train
 from lean_finetune.objectives.objective import Objective, PairSums
 from lean_finetune.step.batches import Answers, Batch
 from lean_finetune.step.head_loss import TokenRule
@@ -26,6 +28,18 @@ class StepPairs:
     count: int
     chosen_tokens: int
     """Trained tokens of the chosen answers."""
+
+    @classmethod
+    def of(cls, train: Train, rows: np.ndarray, supervised: np.ndarray) -> "StepPairs | None":
+        """The pairs of `rows`, two after each other; None for supervised fine-tuning.
+
+        `supervised` are the trained tokens of every row of the data.
+        """
+        if train.pairs is None:
+            return None
+        chosen_tokens = int(supervised[rows[::2]].sum())
+        values = train.preference_values
+        return cls(objective=train.pairs, values=values, count=len(rows) // 2, chosen_tokens=chosen_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 
 from lean_finetune.distributed.sharding_modes import load_parallel
@@ -14,6 +15,7 @@ from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch, BatchStream
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
+from lean_finetune.step.pair_loss import FIGURES, StepPairs
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import (
@@ -23,7 +25,7 @@ from lean_finetune.step.training_step import (
     refuse_non_finite,
     training_step,
 )
-from lean_finetune.train.callbacks.callback import CALLBACKS, CurveRow, RunInfo, curve_row
+from lean_finetune.train.callbacks.callback import CALLBACKS, EXPERT_COLUMNS, CurveRow, RunInfo, curve_row
 from lean_finetune.train.callbacks.trackers import TRACKERS
 from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_after_fault
@@ -144,7 +146,7 @@ class Trainer:
             row |= self.monitor.step_columns()  # One of these columns is the window's peak, known at its end.
             if heldout.is_due(step):
                 with self.position.phase(HELDOUT):
-                    row["heldout_loss"] = heldout.after_step(step, run.parallel)
+                    row |= heldout.after_step(step, run.parallel)
             run.curves.append(row)  # From here on the step counts as finished, and a checkpoint has it.
             for callback in self.callbacks:
                 callback.on_step(row)
@@ -161,6 +163,7 @@ class Trainer:
         lr = learning_rate(step, self.total_steps, job.train)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
+        pairs = StepPairs.of(job.train, np.concatenate([one.rows for one in planned]), job.rows.supervised)
         start = time.perf_counter()
         for attempt in self.oom_handler.attempts(step, stream, run.model):
             # A run of several processes never splits a step, and each process gets the losses of all.
@@ -180,13 +183,16 @@ class Trainer:
                     offload=job.offload,
                     parallel=run.parallel,
                     micro_batches=len(attempt.micro_batches),
+                    pairs=pairs,
                 )
         # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
         load = () if result.expert_load is None else result.expert_load.tolist()
+        rewards = () if result.rewards is None else result.rewards.tolist()
         figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
-        return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, figures, load)
+        more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **dict(zip(FIGURES, rewards, strict=False))}
+        return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, figures, more)
 
     def _begin(self, numbers: Iterator[int], micro_batches: int, batch: Batch) -> Batch:
         """Start a micro-batch of this process; returns it on the device."""

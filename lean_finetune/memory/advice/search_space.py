@@ -251,7 +251,12 @@ def _packed_steps(option: Option) -> Option:
     if bucket.mode != "packed":
         flags = ("bucket.mode=packed", *flags)
     bucket = bucket.model_copy(update={"mode": "packed", "max_tokens": max_tokens})
-    packed = replace(run, steps=((full_batch(bucket, run.longest),),), bucket=bucket, micro_batches_per_step=1)
+    packed = replace(
+        run,
+        steps=((full_batch(bucket, run.longest, run.setting.train.rows_per_unit),),),
+        bucket=bucket,
+        micro_batches_per_step=1,
+    )
     return replace(option, flags=flags, run=packed)
 
 
@@ -287,8 +292,11 @@ def _shorter_rows(run: Run, length: int) -> Run:
     """The run with rows of at most `length` tokens, one per micro-batch."""
 
     def shortened(shape: BatchShape) -> BatchShape:
-        joined = None if shape.packed_lengths is None else (length,)
-        return BatchShape(rows=1, length=length, supervised=min(shape.supervised, length), packed_lengths=joined)
+        unit = shape.unit
+        joined = None if shape.packed_lengths is None else (length,) * unit
+        rows, length_of_rows = (unit, length) if joined is None else (1, unit * length)
+        supervised = min(shape.supervised, unit * length)
+        return BatchShape(rows=rows, length=length_of_rows, supervised=supervised, packed_lengths=joined, unit=unit)
 
     return replace(
         run,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from cuda_memory.units import round_up
 from lean_finetune.memory.predict.state_formulas import kept_book_bytes
 from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
@@ -26,6 +27,7 @@ from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
+from lean_finetune.step.pair_loss import StepPairs
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
@@ -118,7 +120,7 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
     Supervised tokens are an upper bound, so the prediction is never too low.
     """
-    if all(len(shape.packed_lengths or (0,) * shape.rows) < 2 for step in steps for shape in step):
+    if all(len(shape.packed_lengths or (0,) * shape.rows) < 2 * shape.unit for step in steps for shape in step):
         return None
     return tuple(tuple(map(_halved, step)) for step in steps)
 
@@ -128,9 +130,11 @@ def _halved(shape: BatchShape) -> BatchShape:
     joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
-    rows = 1 if joined else -(-shape.rows // 2)
+    rows = 1 if joined else round_up(-(-shape.rows // 2), shape.unit)
     length = sum(joined) if joined else shape.length
-    return BatchShape(rows=rows, length=length, supervised=min(shape.supervised, rows * length), packed_lengths=joined)
+    return replace(
+        shape, rows=rows, length=length, supervised=min(shape.supervised, rows * length), packed_lengths=joined
+    )
 
 
 # Run the training step of `lean_finetune.step` on fake tensors under a memory trace.
@@ -196,6 +200,9 @@ def _run_steps(
             train.compress_activations,
             restoring=partial(trace.allocating_as, ACTIVATIONS),
         )
+    pairs = None
+    if train.pairs is not None:  # The values of its parameters are arbitrary too.
+        pairs = StepPairs(objective=train.pairs, values=train.pairs.defaults, count=1, chosen_tokens=1)
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and autocast_dtype(train) is not None
     parts = setting.layout.context
@@ -233,6 +240,7 @@ def _run_steps(
                     offload=offload,
                     parallel=parallel,
                     micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
+                    pairs=pairs,
                 )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position

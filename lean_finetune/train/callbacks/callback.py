@@ -26,6 +26,7 @@ from lean_finetune.core.atomic_files import write_csv, write_text
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.progress import LOG_SECONDS, progress_bar
 from lean_finetune.plan.batch_plan import MicroBatch
+from lean_finetune.step.pair_loss import FIGURES
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, make_counters
 
@@ -51,7 +52,7 @@ RUN_NAME = "run_name.txt"
 EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
 """Further columns of a mixture of experts."""
 CurveRow = dict[str, Any]
-"""One optimizer step of the curves; keys `CURVE_COLUMNS` and, of a mixture, `EXPERT_COLUMNS`."""
+"""One optimizer step of the curves; keys `CURVE_COLUMNS`, of a mixture `EXPERT_COLUMNS`, of pairs `FIGURES`."""
 
 
 def curve_row(
@@ -60,7 +61,7 @@ def curve_row(
     lengths: np.ndarray,
     measured: bool,
     figures: Mapping[str, float],
-    expert_load: Sequence[float],
+    more: Mapping[str, float],
 ) -> CurveRow:
     """A step's row without the columns of memory and the held-out loss.
 
@@ -70,7 +71,7 @@ def curve_row(
         lengths: tokens of every training row.
         measured: whether the step's peak was measured.
         figures: loss, lr, grad_norm and seconds.
-        expert_load: `EXPERT_COLUMNS` of a mixture; empty for other models.
+        more: `EXPERT_COLUMNS` of a mixture, `pair_loss.FIGURES` of preference pairs; empty for other runs.
     """
     return {
         "step": planned[0].step,
@@ -86,13 +87,14 @@ def curve_row(
         "longest_row": max(int(lengths[one.rows].max(initial=0)) for one in ran),
         "measured": measured,
         "seconds": figures["seconds"],
-        **dict(zip(EXPERT_COLUMNS, expert_load, strict=False)),
+        **more,
     }
 
 
 def curve_columns(rows: Sequence[CurveRow]) -> list[str]:
     """Return the columns of a run's curves."""
-    return [*CURVE_COLUMNS, *(name for name in EXPERT_COLUMNS if name in rows[-1])]
+    more = (*EXPERT_COLUMNS, *FIGURES, *(f"heldout_{name}" for name in FIGURES))
+    return [*CURVE_COLUMNS, *(name for name in more if any(name in row for row in rows))]
 
 
 @dataclass(frozen=True, kw_only=True)
