@@ -32,6 +32,7 @@ from lean_finetune.step.activation_offload import ActivationOffload, make_offloa
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_unsupported
@@ -169,6 +170,7 @@ class Paths:
     batches: Path
     verdict: Path
     estimate: Path
+    reference: Path
     model_lock: Path
     tokenizer_lock: Path
     data_lock: Path
@@ -265,6 +267,11 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
     plan, rows = _read_plan(params, paths)
+    heldout = TokenRows(paths.tokens, "heldout")
+    if train.pairs is not None and train.pairs.has_reference:
+        of = identity(paths.tokens, lock)
+        rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
+        heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))
     refuse_unsupported(
         train,
         config,
@@ -282,7 +289,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         base_files=base_files,
         plan=plan,
         rows=rows,
-        heldout=TokenRows(paths.tokens, "heldout"),
+        heldout=heldout,
         pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
         train=train.model_copy(update={"lr": lr}),
         seed=params.seed,
@@ -319,4 +326,9 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     refuse_other_ranks(plan, params.layout.data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
+    if plan.unit != params.train.rows_per_unit:
+        raise UserError(
+            f"data/batches/plan.arrow: was made for another kind of train.objective than {params.train.objective}; run "
+            "`dvc repro bucket`"
+        )
     return plan, rows

@@ -151,7 +151,7 @@ def longest_fitting_row(run: Run, usable: int, near: Mapping[int, int]) -> Large
     tried, positions = MOST_TOKENS[row_loop(run.config)], max_positions(run.config)
     most = min(positions or tried, tried) // LENGTH_STEP
     hints = {tokens / LENGTH_STEP: size for tokens, size in near.items()}
-    found = largest_fitting(lambda count: _peak(run, count * LENGTH_STEP, rows=1), usable, most, hints)
+    found = largest_fitting(lambda count: _peak(run, count * LENGTH_STEP, units=1), usable, most, hints)
     of_model = positions is not None and positions <= tried
     limit = f"the model's {positions:,} positions" if of_model else "what is tried"
     return Largest(value=found * LENGTH_STEP, limit=limit if found == most else None)
@@ -162,15 +162,18 @@ def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Large
 
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
-    most = max(1, int(run.tokens_per_step * run.setting.layout.context // run.longest))
-    hints = {tokens / run.longest: size for tokens, size in near.items()}
-    found = largest_fitting(lambda rows: _peak(run, run.longest, rows=rows), usable, most, hints)
-    return Largest(value=found * run.longest, limit="train.tokens_per_step" if found == most else None)
+    unit = run.setting.train.rows_per_unit * run.longest
+    most = max(1, int(run.tokens_per_step * run.setting.layout.context // unit))
+    hints = {tokens / unit: size for tokens, size in near.items()}
+    found = largest_fitting(lambda units: _peak(run, run.longest, units=units), usable, most, hints)
+    return Largest(value=found * unit, limit="train.tokens_per_step" if found == most else None)
 
 
-def _peak(run: Run, length: int, *, rows: int) -> int:
-    """The predicted peak with micro-batches of such rows."""
-    shape = full_batch(run.bucket.model_copy(update={"max_tokens": rows * length, "fixed_rows": rows}), length)
+def _peak(run: Run, length: int, *, units: int) -> int:
+    """The predicted peak with micro-batches of so many such rows, or pairs of rows."""
+    unit = run.setting.train.rows_per_unit
+    sizes = {"max_tokens": units * unit * length, "fixed_rows": units * unit}
+    shape = full_batch(run.bucket.model_copy(update=sizes), length, unit)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1, in_flight=run.in_flight)
     return replace(run, steps=steps).predict().peak.bytes
 

@@ -1,0 +1,39 @@
+"""Log-probabilities under the model before training: `python -m stages.reference`."""
+
+import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
+
+# isort: split
+from pathlib import Path
+
+import click
+import numpy as np
+
+from lean_finetune.config.declared_params import read_params
+from lean_finetune.core.atomic_files import atomic_directory, read_json
+from lean_finetune.core.stage_command import StageCommand, exit_on_signal
+from lean_finetune.step.reference_table import SPLITS, identity, write_table
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=StageCommand)
+@click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
+@click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned model.")
+@click.option("--out", type=PATH, default="data/reference", show_default=True, help="Directory of the tables.")
+def main(tokens: Path, model_lock: Path, out: Path) -> None:
+    """Compute the log-probability of each answer under the model before training.
+
+    Objectives that compare with a reference read it, so that training holds no second model. Other objectives get an
+    empty table. No memory switch, and no parameter of the loss, changes it. A stopped run continues.
+    """
+    objective = read_params().train.pairs
+    if objective is None or not objective.has_reference:
+        of = identity(tokens, read_json(model_lock))
+        with atomic_directory(out) as aside:
+            for split in SPLITS:
+                write_table(aside / f"{split}.arrow", np.zeros(0, np.float32), of)
+        return
+    with exit_on_signal():
+        from lean_finetune.evaluate.reference_run import run_stage  # Here: imports torch.
+
+    run_stage(tokens=tokens, model_lock=model_lock, out=out)

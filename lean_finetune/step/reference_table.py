@@ -1,0 +1,44 @@
+"""The table of stage reference: log-probabilities of all rows under the model before training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lean_finetune.core.atomic_files import sha256_file, sha256_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.batch_plan import open_batches, read_column
+from lean_finetune.step.token_rows import Split
+
+SCHEMA = pa.schema([pa.field("logp", pa.float32(), nullable=False)])
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+DESCRIBING_FILES = ("meta.json", "train-index.arrow", "heldout-index.arrow")
+"""Files of data/tokens that tell its rows from others."""
+
+
+def identity(tokens: Path, model_lock: Mapping[str, Any]) -> str:
+    """Equal for equal rows and weights."""
+    files = {name: sha256_file(tokens / name) for name in DESCRIBING_FILES}
+    return sha256_json({"tokens": files, "model": model_lock["files"]})
+
+
+def write_table(path: Path, logps: np.ndarray, of: str) -> None:
+    """Write the sums of log-probabilities of a split's rows, float32; the caller makes the file atomic."""
+    schema = SCHEMA.with_metadata({"identity": of})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(pa.record_batch([pa.array(logps, pa.float32())], schema=schema))
+
+
+def read_table(path: Path, of: str, rows: int) -> np.ndarray:
+    """Read the table of a split with so many rows.
+
+    Raises UserError if it is missing or damaged, or was computed from other weights or tokens than those of `of`.
+    """
+    batches = open_batches(path, {"logp": (pa.float32(),)})
+    metadata = batches[0].schema.metadata or {} if batches else {}
+    logps = read_column(batches, "logp", np.float32)
+    if metadata.get(b"identity", b"").decode(errors="replace") != of or len(logps) != rows:
+        raise UserError(f"{path}: was computed from other weights or tokens than this run's; run `dvc repro reference`")
+    return logps
