@@ -1,0 +1,92 @@
+"""Rows of preference pairs: the forms of other tools, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+import lean_finetune.data.format.pair_formats  # noqa: F401 - registers its formats
+from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, RowFault, SourceFormat, detect_format
+from lean_finetune.data.format.row_formats import parse_row
+
+QUESTION = {"role": "user", "content": "2+2?"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
+
+
+def parsed(row: dict[str, Any]) -> Pair:
+    """The pair of a row whose format is detected."""
+    name, _ = detect_format(row, {}, pairs=True)
+    pair = parse_row(row, SourceFormat(format=name, columns={}))
+    assert isinstance(pair, Pair)
+    return pair
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "preference with a prompt": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+    "preference without a prompt": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "preference whose prompt is a text": {"prompt": "2+2?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "alpaca": {"instruction": "2+2?", "chosen": "4", "rejected": "5"},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "2+2?"}],
+        "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+    "axolotl": {"messages": [QUESTION], "chosen": GOOD, "rejected": BAD},
+    "ms-swift": {"messages": [QUESTION, GOOD], "rejected_response": "5"},
+}
+
+
+@pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
+def test_every_form_gives_the_same_pair(row):
+    for example, answer in zip((parsed(row).chosen, parsed(row).rejected), (GOOD, BAD), strict=True):
+        assert isinstance(example, Conversation)
+        assert example.messages == [QUESTION, answer] and example.trained_turns() == [1]
+
+
+def test_earlier_answers_belong_to_the_prompt():
+    start = [QUESTION, BAD, {"role": "user", "content": "Sure?"}]
+    pair = parsed({"chosen": [*start, GOOD], "rejected": [*start, BAD], "system": "Be right."})
+    assert isinstance(pair.chosen, Conversation)
+    assert [message["role"] for message in pair.chosen.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert pair.chosen.trained_turns() == [4] and pair.prompt_key() == pair.rejected.prompt_key()
+
+
+def test_plain_texts_need_no_template():
+    pair = parsed({"prompt": "2+2=", "chosen": "4", "rejected": "5"})
+    assert pair.chosen == PlainText(prompt="2+2=", completion="4")
+    implicit = parsed({"chosen": "Q: 2+2? A: 4", "rejected": "Q: 2+2? A: 5"})
+    assert implicit.rejected == PlainText(prompt="Q: 2+2? A:", completion=" 5")
+
+
+OTHER = {"role": "user", "content": "3+3?"}
+
+
+@pytest.mark.parametrize(
+    "row, fault",
+    [
+        ({"chosen": [QUESTION, GOOD], "rejected": [OTHER, BAD]}, "the prompts of 'chosen' and 'rejected' differ"),
+        ({"prompt": "3+3?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "is no turn that 'chosen'"),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": "4"}, "are the same answer"),
+        ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": "5"}, "must both be text, or both messages"),
+        ({"messages": [QUESTION], "rejected_response": "5"}, "must end with the assistant's chosen answer"),
+        ({"prompt": [QUESTION], "chosen": [OTHER], "rejected": [BAD]}, "'chosen' has no assistant turn"),
+        ({"chosen": "4", "rejected": "5"}, "begin differently, and there is no 'prompt'"),
+    ],
+)
+def test_what_is_no_pair_is_refused(row, fault):
+    with pytest.raises(RowFault, match=fault):
+        parsed(row)
+
+
+def test_supervised_fine_tuning_says_what_trains_pairs():
+    with pytest.raises(RowFault, match="set train.objective=dpo"):
+        detect_format({"prompt": "a", "chosen": "b", "rejected": "c"}, {})
+
+
+def test_empty_answers_are_known():
+    assert parsed({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [{**BAD, "content": " "}]}).has_empty_answer()
+
+
+def test_public_rows_are_read(public_data):
+    rows = json.loads((public_data / "dpo_en_demo.json").read_text())
+    assert len([parsed(row) for row in rows]) == 300

@@ -1,0 +1,73 @@
+"""Preference pairs in the plan: both rows in one micro-batch, and both counted by the step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.batch_plan import read_plan, write_plan
+from lean_finetune.plan.bucketed import split_micro_batches
+from lean_finetune.plan.micro_batches import MicroBatchSettings
+from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.planner import PlanSettings
+
+BUCKET = MicroBatchSettings(
+    mode="bucketed", max_tokens=128, pad_multiple=4, constant_shape=False, fixed_rows=6, ranks=1
+)
+
+
+def index_of(pairs: int) -> RowIndex:
+    lengths = np.random.default_rng(0).integers(4, 40, 2 * pairs).astype(np.int32)
+    dropped = np.zeros(2 * pairs, bool)
+    dropped[6:8] = True
+    return RowIndex(
+        lengths=lengths,
+        supervised=lengths // 2,
+        sources=np.zeros(2 * pairs, np.uint16),
+        dropped=dropped,
+        weights=(1.0,),
+    )
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_stay_together_and_every_pair_is_used_once(mode, ranks, tmp_path):
+    index = index_of(40)
+    bucket = replace(BUCKET, mode=mode, ranks=ranks)
+    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=2, tokens_per_step=300, weights=(1.0,), pairs=True)
+    plan = settings.plan(index)
+    assert (plan.rows[::2] % 2 == 0).all() and (plan.rows[1::2] == plan.rows[::2] + 1).all()
+    used = np.bincount(plan.rows, minlength=80)
+    assert (used == np.where(index.dropped, 0, 2)).all()
+    for step in list(plan.steps)[:-1]:
+        tokens = [int(index.lengths[one.rows].sum()) for one in step]
+        last = max(int(index.lengths[one.rows].reshape(-1, 2).sum(1).max(initial=0)) for one in step)
+        assert sum(tokens) < 300 + last
+        for one in step:
+            if len(one.rows) and mode != "fixed":
+                assert one.padded_tokens <= 128 and one.supervised == index.supervised[one.rows].sum()
+    longest = index.lengths[~index.dropped].max()
+    assert index.lengths[plan.micro_batch(0).rows].max() == longest or mode == "packed"
+    write_plan(tmp_path / "plan.arrow", [plan])
+    again = read_plan(tmp_path / "plan.arrow")
+    assert again.unit == 2 and (again.rows == plan.rows).all()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_micro_batch_is_split_between_pairs(flat):
+    index = index_of(12)
+    bucket = replace(BUCKET, mode="packed" if flat else "bucketed", max_tokens=400)
+    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=1, tokens_per_step=10_000, weights=(1.0,), pairs=True)
+    whole = settings.plan(index).steps[0]
+    parts = split_micro_batches(whole, 100, index.lengths, index.supervised)
+    assert len(parts) > len(whole) and all(len(one.rows) % 2 == 0 for one in parts)
+    assert all((one.rows[1::2] == one.rows[::2] + 1).all() for one in parts)
+
+
+def test_a_pair_that_does_not_fit_is_refused():
+    settings = PlanSettings(
+        micro_batches=replace(BUCKET, max_tokens=64), seed=1, epochs=1, tokens_per_step=300, weights=(1.0,), pairs=True
+    )
+    with pytest.raises(UserError, match="^bucket.max_tokens: the longest pair of rows .* got 64; raise"):
+        settings.plan(index_of(40))
