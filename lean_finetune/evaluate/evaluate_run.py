@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -94,6 +95,8 @@ def run_stage(
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
     rows = TokenRows(tokens, "heldout")
+    if p.train.pairs is not None:  # The worse answers are no examples: loss and prompts are those of the chosen ones.
+        rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))

@@ -50,6 +50,7 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
     return {
         "train_loss": sum(row["loss"] for row in last) / len(last),
         "heldout_loss_last": curves[-1].get("heldout_loss"),
+        **{name: value for name, value in curves[-1].items() if name.startswith("heldout_reward")},
         "tokens_per_second": sum(row["tokens"] for row in timed) / seconds,
         "supervised_tokens_per_second": sum(row["supervised_tokens"] for row in timed) / seconds,
         "train_seconds": sum(row["seconds"] for row in curves),
