@@ -44,7 +44,7 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
-    precision, _ = precision_on(resolve_gpu(p.hardware.gpu)[0], p.train.precision)
+    precision, _ = precision_on(resolve_gpu("auto")[0], p.train.precision)
     weights, lock = resolved(p, precision), read_json(model_lock)
     base = model_directory(lock)
     files = verify_files(base, lock["files"])

@@ -25,7 +25,8 @@ from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_f
 from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
 
 OUTPUTS = (
-    *("data/tokens", "data/batches", "data/estimate", "data/train", "data/tuned", "data/evaluate", "data/report"),
+    *("data/tokens", "data/batches", "data/estimate", "data/reference", "data/train", "data/tuned", "data/evaluate"),
+    "data/report",
     *("locks", "metrics"),
 )
 """Paths that the stages write, as in dvc.yaml."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lean_finetune.config.declared_params import read_params
+from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import atomic_directory, read_json
 from lean_finetune.core.stage_command import StageCommand, exit_on_signal
 from lean_finetune.step.reference_table import SPLITS, identity, write_table
@@ -26,7 +26,9 @@ def main(tokens: Path, model_lock: Path, out: Path) -> None:
     Objectives that compare with a reference read it, so that training holds no second model. Other objectives get an
     empty table. No memory switch, and no parameter of the loss, changes it. A stopped run continues.
     """
-    objective = read_params().train.pairs
+    params = read_params()
+    dotted_values(params)  # For objectives without a reference too, DVC compares all that decides it.
+    objective = params.train.pairs
     if objective is None or not objective.has_reference:
         of = identity(tokens, read_json(model_lock))
         with atomic_directory(out) as aside:

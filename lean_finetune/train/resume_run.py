@@ -84,6 +84,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
         "data": {
             **{f"tokens.{name}": digest for name, digest in _directory_hashes(paths.tokens).items()},
             "rows of each step": trained_rows_hash(read_plan(paths.plan)),
+            **{f"reference.{name}": digest for name, digest in _directory_hashes(paths.reference).items()},
         },
         "model": {"model": _pinned_files(paths.model_lock), "tokenizer": _pinned_files(paths.tokenizer_lock)},
         "code": code_hashes(TRAINING),

@@ -62,7 +62,7 @@ def job_of(model: Path, tmp_path: Path, steps: int, **section: Any) -> Any:
 @pytest.fixture(autouse=True)
 def losses(monkeypatch: pytest.MonkeyPatch):
     """Held-out losses are `LOSSES`."""
-    monkeypatch.setattr(HeldoutLosses, "after_step", lambda self, step, parallel: LOSSES[step])
+    monkeypatch.setattr(HeldoutLosses, "after_step", lambda self, step, parallel: {"heldout_loss": LOSSES[step]})
 
 
 def test_the_best_weights_are_those_of_a_run_that_ended_there(small_llama: Path, tmp_path: Path):

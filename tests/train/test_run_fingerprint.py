@@ -46,8 +46,8 @@ def key_of(inputs: Path, threads: int = 1, **train: Any) -> str:
     """The name of the run's directory."""
     params = load_params(ROOT / "params.yaml")
     params = params.model_copy(update={"train": params.train.model_copy(update=train)})
-    names = ("tokens", "verdict", "estimate", "model_lock", "tokenizer_lock", "data_lock", "out", "curves", "metrics")
-    paths = Paths(batches=inputs, **{name: inputs / name for name in names})
+    names = ("tokens", "verdict", "estimate", "reference", "model_lock", "tokenizer_lock", "data_lock", "out", "curves")
+    paths = Paths(batches=inputs, metrics=inputs / "metrics", **{name: inputs / name for name in names})
     return run_key(resumable_part(run_fingerprint(params, paths, CPU, threads)))
 
 

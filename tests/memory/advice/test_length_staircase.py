@@ -79,7 +79,7 @@ def test_the_text_has_each_stair_and_the_json_each_step(stairs: Staircase):
     steps = {row["step"]: row for row in content["steps"]}
     for number, size, shape, _ in rises:
         assert steps[number]["reserved_bytes_native"] == size and steps[number]["tokens_per_row"] == shape.length
-    assert lines[0].startswith("staircase            reserved with fixed segments, ") and " 2 x " in lines[1]
+    assert lines[0].startswith("staircase            reserved with fixed segments, ") and "2 rows of " in lines[1]
     assert sum(line.startswith("  step ") for line in lines) == len(rises) and len(rises) < 10
     assert max(len(line) for text in lines for line in text.splitlines()) <= 80
     assert content["settled_step"]["native"] == rises[-1][0]

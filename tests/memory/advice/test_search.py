@@ -313,7 +313,7 @@ def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():
     usable = int(peak_of(replace(run, steps=largest_steps(shape(1, 512, 511), several=True))) * 1.05)
     found = longest_fitting_row(run, usable, {})
     assert 512 <= found.value < 640 and found.limit is None
-    assert longest_fitting_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1024 positions")
+    assert longest_fitting_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1,024 positions")
 
 
 @pytest.mark.slow
