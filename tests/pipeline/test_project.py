@@ -23,7 +23,18 @@ from tests.wheel import build_wheel
 
 pytestmark = pytest.mark.slow
 
-ALL = ["pin_code", "pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report"]
+ALL = [
+    "pin_code",
+    "pin_data",
+    "pin_model",
+    "tokenize",
+    "bucket",
+    "estimate",
+    "reference",
+    "train",
+    "evaluate",
+    "report",
+]
 
 
 @pytest.fixture(scope="module")

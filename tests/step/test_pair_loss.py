@@ -95,6 +95,7 @@ def test_losses_and_gradients_are_those_of_the_papers(small_llama, name, method)
     logits = lm.get_output_embeddings()(decoder_hidden(lm, batch.input_ids_BT))
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="none", ignore_index=-100)
     logps = list(-losses.view(batch.targets_BT.shape).sum(1))
+    assert batch.answers is not None
     expected = plain_loss(name, logps, list(batch.answers.counts))
     expected.backward()
     for chunk in (None, 5, 1000):
