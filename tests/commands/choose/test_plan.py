@@ -44,7 +44,9 @@ def test_the_set_is_written_with_comments(project: Path):
     assert lines[0].startswith("plan                 fits: tensor peak ") and max(map(len, lines)) <= 80
     text = " ".join(result.output.split())
     assert "all 200 rows" in text and f"data.max_length {p.data.max_length}" in text
-    steps = int(re.search(r"optimizer steps about (\d+): 2 epochs of [\d,]+ tokens, 2,048 a step", text)[1])
+    found = re.search(r"optimizer steps about (\d+): 2 epochs of [\d,]+ tokens, 2,048 a step", text)
+    assert found is not None
+    steps = int(found[1])
     assert (steps < 100) == ("most fine-tunings take 100 or more: lower train.tokens_per_step" in text)
     again = plan("--json", "--dry-run")
     answer = json.loads(again.output)

@@ -127,8 +127,9 @@ def test_a_packed_weight_is_unpacked_before_the_product(tokens, unpacks, double)
         inputs = torch.empty(1, tokens, 256, dtype=torch.bfloat16)
         packed = torch.empty(512 * 128, 1, dtype=torch.uint8)
         scales, nested = torch.empty(2048, dtype=torch.uint8), torch.empty(8)
-        rest = [None, scales, torch.empty(256), torch.empty(())] if double else []
-        trace.register([inputs, packed, scales, nested, *rest[2:]], WEIGHTS)
+        of_scales = [torch.empty(256), torch.empty(())] if double else []
+        rest = [None, scales, *of_scales] if double else []
+        trace.register([inputs, packed, scales, nested, *of_scales], WEIGHTS)
         start = trace.event_count
         with trace.recording(), trace.phase("forward"):
             out = torch.ops.bitsandbytes.gemm_4bit(inputs, packed, [512, 256], nested, 64, "nf4", *rest)
