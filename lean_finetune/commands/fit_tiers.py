@@ -76,7 +76,7 @@ def staircase_lines(stairs: Staircase) -> Iterator[str]:
     rises = stairs.stairs("native")
     shown = rises if len(rises) <= MOST_STAIRS else [*rises[: MOST_STAIRS - 1], rises[-1]]
     for number, size, shape, is_largest in shown:
-        why = "the largest so far" if is_largest else "other shapes than before"
+        why = "the largest so far" if is_largest else "other shapes"
         yield f"  {f'step {number}':<{LABEL_WIDTH}}{readable_size(size):<12}{describe(shape)}, {why}"
     if len(rises) > len(shown):
         yield labelled("", f"and {counted(len(rises) - len(shown), 'rise')} before the last one")
