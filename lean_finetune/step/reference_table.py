@@ -14,13 +14,11 @@ from lean_finetune.step.token_rows import Split
 
 SCHEMA = pa.schema([pa.field("logp", pa.float32(), nullable=False)])
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-DESCRIBING_FILES = ("meta.json", "train-index.arrow", "heldout-index.arrow")
-"""Files of data/tokens that tell its rows from others."""
 
 
 def identity(tokens: Path, model_lock: Mapping[str, Any]) -> str:
-    """Equal for equal rows and weights."""
-    files = {name: sha256_file(tokens / name) for name in DESCRIBING_FILES}
+    """Equal for equal tokens and weights."""
+    files = {path.relative_to(tokens).as_posix(): sha256_file(path) for path in sorted(tokens.rglob("*.arrow"))}
     return sha256_json({"tokens": files, "model": model_lock["files"]})
 
 
