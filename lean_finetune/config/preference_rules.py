@@ -59,6 +59,12 @@ PREFERENCE_RULES = [
         "dropout would change the log-probabilities that are compared with the reference; got {train.lora.dropout} "
         "with train.objective={train.objective}; set it to 0.0",
     ),
+    Rule(
+        "train.lora.init",
+        lambda p: p.train.pairs is not None and p.train.pairs.has_reference and p.train.lora.changes_frozen_weights,
+        "adapters that change the frozen weights start from another model than the reference, which is the base; got "
+        "{train.lora.init} with train.objective={train.objective}; use default",
+    ),
     _pairs_exclude(
         "data.over_length",
         lambda p: p.data.over_length == "split",
