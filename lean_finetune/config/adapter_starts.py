@@ -17,6 +17,8 @@ class AdapterStart:
     """Why it works with no other method, for the message that refuses one."""
     changes_frozen_weights: bool = False
     """The initial A and B then stay in host memory, to save an adapter for the original weights."""
+    changes_output: bool = False
+    """The model with its first adapters is another one than the base."""
     fp32_copies: int = 0
     """fp32 copies of an adapted weight that exist at the same time, including the weight itself."""
 
@@ -29,5 +31,7 @@ ADAPTER_STARTS: dict[str, AdapterStart] = {
         changes_frozen_weights=True,
         fp32_copies=3,
     ),
-    "loftq": AdapterStart(methods=("qlora",), reason="starts from what 4 bits lost", fp32_copies=3),
+    "loftq": AdapterStart(
+        methods=("qlora",), reason="starts from what 4 bits lost", changes_output=True, fp32_copies=3
+    ),
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.rule import Rule
 from lean_finetune.config.schema import Params, Preference
 from lean_finetune.objectives.registry import OBJECTIVES
@@ -61,9 +62,13 @@ PREFERENCE_RULES = [
     ),
     Rule(
         "train.lora.init",
-        lambda p: p.train.pairs is not None and p.train.pairs.has_reference and p.train.lora.changes_frozen_weights,
-        "adapters that change the frozen weights start from another model than the reference, which is the base; got "
-        "{train.lora.init} with train.objective={train.objective}; use default",
+        lambda p: (
+            p.train.pairs is not None
+            and p.train.pairs.has_reference
+            and ADAPTER_STARTS[p.train.lora.init].changes_output
+        ),
+        "starts from another model than the reference, which is the base without adapters; got {train.lora.init} with "
+        "train.objective={train.objective}; use default",
     ),
     _pairs_exclude(
         "data.over_length",

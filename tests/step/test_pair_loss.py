@@ -165,7 +165,10 @@ def test_an_objective_is_one_class_in_one_registry(monkeypatch):
     [
         (["train.preference.beta=0.1"], "train.preference: train.objective=sft does not read beta"),
         (["train.objective=dpo", "train.lora.dropout=0.1"], "train.lora.dropout: dropout would change"),
-        (["train.objective=dpo", "train.lora.init=loftq"], "train.lora.init: adapters that change the frozen weights"),
+        (
+            ["train.objective=dpo", "train.lora.init=loftq"],
+            "train.lora.init: starts from another model than",
+        ),
         (["train.objective=orpo", "data.over_length=split"], "data.over_length: the parts of an answer are no pair"),
         (["train.objective=dpo", "data.train_on=all"], "data.train_on: the prompt is the same"),
         (["train.objective=grpo"], "train.objective: must be 'sft'"),
