@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, readable_sizes, significant
 from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
 
@@ -166,7 +167,12 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         return [*found, Result("Held-out loss", NONE, NOT_EVALUATED)]
     perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
     loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
-    found.append(Result("Held-out loss", loss, f"before → after; perplexity {perplexities}"))
+    accuracy = train.get("heldout_reward_accuracy")  # Of preference pairs.
+    answers = "" if accuracy is None else " of the chosen answers"
+    found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
+    if accuracy is not None:
+        margin = f"after training; mean reward margin {train['heldout_reward_margin']:.4g}"
+        found.append(Result("Held-out pairs in the right order", f"{100 * accuracy:.1f} %", margin))
     if evaluate["generated_rows"]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         found.append(
@@ -196,7 +202,10 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("weights", text)] if (text := inputs.estimate.get("weights")) else []),
         *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
-        ("rows", f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out"),
+        (
+            "rows" if parameters["train.objective"] == SFT else "pairs",
+            f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out",
+        ),
         (
             "truncated rows",
             f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",

@@ -309,7 +309,7 @@ class SourceTotals:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of tokens: two for a pair."""
         return int(self.rows_by_length.sum())
 
     @property

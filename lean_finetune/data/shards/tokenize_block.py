@@ -77,6 +77,11 @@ class TokenSettings:
     pairs: bool = False
     """Whether each row is a preference pair: two rows of tokens, chosen and rejected."""
 
+    @property
+    def rows_of_tokens(self) -> int:
+        """Rows of tokens of each row of the data."""
+        return 2 if self.pairs else 1
+
 
 RowPlace = tuple[int, int]
 """(row number, line)."""

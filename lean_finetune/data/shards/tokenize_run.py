@@ -112,7 +112,8 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
         write_json(aside / "meta.json", meta)
-        write_json(aside / FIGURES, _figures(totals, [source.format for source in settings.sources], longest))
+        formats = [source.format for source in settings.sources]
+        write_json(aside / FIGURES, _figures(totals, formats, longest, settings.rows_of_tokens))
     return [*job.notes(), *_unread_notes(job, totals), *_notes(job, totals)]
 
 
@@ -142,7 +143,7 @@ def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]
         "columns": dict(source.columns),
         "unread_columns": totals.tally.unread.get(index, []),
         "unknown_turn_keys": totals.tally.unknown.get(index, []),
-        **_shared_figures(train, heldout, totals.tally.counts[index]),
+        **_shared_figures(train, heldout, totals.tally.counts[index], job.settings.rows_of_tokens),
         "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "longest": max(train.longest, heldout.longest),
     }
@@ -180,10 +181,10 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
             )
 
 
-def _figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, Any]:
+def _figures(totals: Totals, formats: Sequence[str], longest: int, rows_of_tokens: int) -> dict[str, Any]:
     """The content of figures.json, over all sources."""
     train, heldout, counts = totals.side("train"), totals.side("heldout"), totals.counts
-    shared = _shared_figures(train, heldout, counts)
+    shared = _shared_figures(train, heldout, counts, rows_of_tokens)
     return {
         **shared,
         "format": ", ".join(dict.fromkeys(formats)),
@@ -193,15 +194,18 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int) -> dict[str, 
     }
 
 
-def _shared_figures(train: SourceTotals, heldout: SourceTotals, counts: Mapping[str, int]) -> dict[str, Any]:
+def _shared_figures(
+    train: SourceTotals, heldout: SourceTotals, counts: Mapping[str, int], rows_of_tokens: int
+) -> dict[str, Any]:
+    """Figures of rows of the data, of which each is so many rows of tokens."""
     return {
-        "train_rows": train.rows,
-        "heldout_rows": heldout.rows,
+        "train_rows": train.rows // rows_of_tokens,
+        "heldout_rows": heldout.rows // rows_of_tokens,
         "train_tokens": train.tokens,
         "heldout_tokens": heldout.tokens,
         "supervised_tokens": train.supervised,
         "supervised_percent": round(100 * train.supervised / train.tokens, 3) if train.tokens else None,
-        "duplicate_rows": train.duplicates + heldout.duplicates,
+        "duplicate_rows": (train.duplicates + heldout.duplicates) // rows_of_tokens,
         **{name: counts[name] for name in REPORTED},
     }
 
@@ -241,9 +245,9 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
             text.format(share=share, first=first, limit=limit, count=counts[name], sampled=counts["sampled_rows"])
         )
     train, heldout = totals.side("train"), totals.side("heldout")
-    if duplicates := train.duplicates + heldout.duplicates:
+    if duplicates := (train.duplicates + heldout.duplicates) // job.settings.rows_of_tokens:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
-        compared = duplicates + train.rows + heldout.rows
+        compared = duplicates + (train.rows + heldout.rows) // job.settings.rows_of_tokens
         kind = "rows and chunks of split rows" if counts["split_rows"] else "rows"
         lines.append(
             f"{duplicates} of {compared} {kind} were dropped because their tokens equal those of an earlier one"

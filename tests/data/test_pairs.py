@@ -1,0 +1,86 @@
+"""Preference pairs from rows to the reference: two rows of tokens that stay together, and what is computed of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lean_finetune.evaluate import reference_run
+from lean_finetune.step.token_rows import TokenRows
+from stages.reference import main as reference
+from tests.workspace import invoke
+
+PAIRS = {"train__objective": "dpo"}
+
+
+def pair(question: str, chosen: str = "Yes, that is so.", rejected: str = "No.") -> dict[str, str]:
+    return {"instruction": question, "chosen": chosen, "rejected": rejected}
+
+
+def written(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_pairs_are_two_rows_that_are_kept_or_left_out_together(run, tmp_path):
+    """Figures that count rows of tokens where rows of the data are meant; half a pair that is trained."""
+    good = [pair(f"Is {number} a number?") for number in range(12)]
+    cut = pair("How?", "alike " * 400 + "end", "alike " * 400 + "stop")
+    rows = [*good, good[3], pair("Empty?", rejected=" "), pair("Same?", rejected="Yes, that is so."), cut]
+    source = written(tmp_path / "rows.jsonl", rows)
+    result = run(source, data__on_bad_row="skip", data__max_length=128, data__drop_duplicates=True, **PAIRS)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(Path("data/tokens/figures.json").read_text())
+    assert figures["train_rows"] + figures["heldout_rows"] == 12 and figures["rows"] == 16
+    names = ("duplicate_rows", "empty_answer_rows", "bad_rows", "no_answer_rows", "dropped_rows")
+    assert [figures[name] for name in names] == [1, 1, 1, 1, 4]
+    for split in ("train", "heldout"):
+        tokens = TokenRows(Path("data/tokens"), split)
+        used = tokens.used
+        assert (used[::2] % 2 == 0).all() and (used[1::2] == used[::2] + 1).all()
+        for chosen, rejected in used.reshape(-1, 2).tolist():
+            prompt = int(tokens.spans(chosen)[0, 0])
+            assert np.array_equal(tokens.ids(chosen)[:prompt], tokens.ids(rejected)[:prompt])
+            assert tokens.spans(rejected)[0, 0] == prompt and tokens.supervised[chosen] > tokens.supervised[rejected]
+
+
+def test_rows_of_the_other_kind_are_refused_with_the_objective_to_set(run, tmp_path):
+    source = written(tmp_path / "rows.jsonl", [pair("Why?"), pair("How?")])
+    assert "set train.objective=dpo" in run(source).output
+    assert (
+        "rows.jsonl:1: data.format auto knows no format"
+        in run(written(tmp_path / "rows.jsonl", [{"text": "one answer"}]), **PAIRS).output
+    )
+    wrong = run(source, data__format="alpaca", **PAIRS)
+    assert "data.format: train.objective trains preference pairs; got alpaca; use alpaca_preference" in wrong.output
+
+
+def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, monkeypatch):
+    rows = [pair(f"Is {number} a number, or {'a word ' * (number % 5)}?") for number in range(20)]
+    assert run(written(tmp_path / "rows.jsonl", rows), **PAIRS, train__method="lora").exit_code == 0
+    assert invoke(reference).exit_code == 0
+    tables = {path.name: path.read_bytes() for path in Path("data/reference").iterdir()}
+    computed: list[list[int]] = []
+    whole = reference_run._row_logps
+
+    def stopping(model, weights, rows, numbers, pad_id, device):
+        computed.append(numbers)
+        if len(computed) == 3:
+            raise KeyboardInterrupt
+        return whole(model, weights, rows, numbers, pad_id, device)
+
+    monkeypatch.setattr(reference_run, "_row_logps", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        reference_run.run_stage(tokens=Path("data/tokens"), model_lock=Path("locks/model.json"), out=Path("again"))
+    assert not Path("again").exists()
+    reference_run.run_stage(tokens=Path("data/tokens"), model_lock=Path("locks/model.json"), out=Path("again"))
+    assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == tables
+    assert computed[2] == computed[3] and len({tuple(numbers) for numbers in computed}) == len(computed) - 1
+    assert not list(Path("scratch/reference").iterdir())
+
+
+def test_supervised_fine_tuning_has_an_empty_reference(run, tmp_path):
+    rows = [{"prompt": f"{number}?", "completion": "Yes."} for number in range(8)]
+    assert run(written(tmp_path / "rows.jsonl", rows)).exit_code == 0
+    assert invoke(reference).exit_code == 0 and len(list(Path("data/reference").iterdir())) == 2
