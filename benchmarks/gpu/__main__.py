@@ -148,7 +148,7 @@ class Session:
             self.waiting[tuple(command)] = started(command)
 
     def number(self, case: MemoryCase) -> int:
-        """The place of a case among those of memory."""
+        """The index of a case among the memory cases."""
         return [each for each in self.cases if isinstance(each, MemoryCase)].index(case)
 
     def snapshot(self, case: MemoryCase) -> Path:

@@ -13,7 +13,6 @@ class Cpo(Objective):
     """DPO with a uniform reference, and the cross-entropy of the chosen answers."""
 
     name = "cpo"
-    title = "contrastive preference optimization (Xu et al. 2024)"
     has_reference = False
     defaults = {"beta": 0.1, "label_smoothing": 0.0, "sft_weight": 1.0}
 

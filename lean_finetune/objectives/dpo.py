@@ -13,7 +13,6 @@ class Dpo(Objective):
     """Raise the log-ratio to the reference of the chosen answer above that of the rejected one."""
 
     name = "dpo"
-    title = "direct preference optimization (Rafailov et al. 2023)"
     has_reference = True
     # label_smoothing: conservative DPO (Mitchell 2023). sft_weight: RPO (Pang et al. 2024, arXiv 2404.19733).
     defaults = {"beta": 0.1, "label_smoothing": 0.0, "sft_weight": 0.0}

@@ -16,7 +16,6 @@ class Ipo(Objective):
     """
 
     name = "ipo"
-    title = "identity preference optimization (Azar et al. 2023)"
     has_reference = True
     defaults = {"beta": 0.1}
 

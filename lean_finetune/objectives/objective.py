@@ -57,8 +57,6 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """Value of train.objective."""
-    title: ClassVar[str]
-    """Its name in words, with the paper."""
     has_reference: ClassVar[bool]
     """Whether the loss needs log-probabilities under the model before training."""
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})

@@ -13,7 +13,6 @@ class Orpo(Objective):
     """The cross-entropy of the chosen answers, and beta times the log-sigmoid of the log odds ratio (eq. 6 and 7)."""
 
     name = "orpo"
-    title = "odds ratio preference optimization (Hong et al. 2024)"
     has_reference = False
     defaults = {"beta": 0.1, "sft_weight": 1.0}
 

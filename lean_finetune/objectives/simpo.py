@@ -13,7 +13,6 @@ class Simpo(Objective):
     """Raise the mean log-probability of the chosen answer above that of the rejected one by a margin gamma."""
 
     name = "simpo"
-    title = "simple preference optimization (Meng et al. 2024)"
     has_reference = False
     defaults = {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0, "sft_weight": 0.0}
 

@@ -40,14 +40,14 @@ TAGS = {
 }
 """Values that our row formats recognise without a setting."""
 REFUSED = {
-    "ranking": "preference data are not trained here",
+    "ranking": "preference data are not converted yet",
     "script_url": "scripts that make data are not run; save their rows as a file",
     "cloud_file_name": "download the file and name it in file_name",
     "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
 }
 REFUSED_COLUMNS = {
     **dict.fromkeys(("images", "videos", "audios"), "only text is trained here"),
-    **dict.fromkeys(("chosen", "rejected", "kto_tag"), "preference data are not trained here"),
+    **dict.fromkeys(("chosen", "rejected", "kto_tag"), "preference data are not converted yet"),
 }
 
 
@@ -199,7 +199,7 @@ def check_kinds(data: Mapping[str, Any], path: Path, table: Table) -> None:
             for title, entry in _described(file):
                 if entry.get("converter") == "pair":
                     raise UserError(
-                        f"{file}: {title}: preference data are not trained here; got converter pair; remove it"
+                        f"{file}: {title}: preference data are not converted yet; got converter pair; remove it"
                     )
 
 
