@@ -174,14 +174,15 @@ def predict_staircase(run: Run) -> tuple[Prediction, Staircase]:
         sampled.setdefault(micro_batch.step, []).append(BatchShape.of(micro_batch, lengths))
     start, chosen = _part(events, 0, events.micro_batches[0]), list(sampled.values())
     memory = replay_steps(
-        _joined(start, traced, chosen),
+        _with_workspaces(_joined(start, traced, chosen), events),
         tuple(map(tuple, chosen)),
         expandable=run.expandable,
         device=run.device,
         numbers=tuple(sampled),
     )
     mixed = _shuffled(chosen, run.params.seed)
-    shuffled = replay(_joined(start, traced, mixed), tuple(map(tuple, mixed)), expandable=False, capacity_bytes=None)
+    in_random_order = _with_workspaces(_joined(start, traced, mixed), events)
+    shuffled = replay(in_random_order, tuple(map(tuple, mixed)), expandable=False, capacity_bytes=None)
     played = f"{sum(map(len, chosen))} of {counted(len(plan), 'micro-batch')}"
     return prediction, Staircase(
         memory=memory,
@@ -327,3 +328,16 @@ def _joined(start: _Block, traced: Sequence[_MicroBatch], steps: Sequence[Sequen
         assert first.update is not None
         events.add(first.update, gradients, nothing)
     return events.joined()
+
+
+def _with_workspaces(made: StepEvents, traced: StepEvents) -> StepEvents:
+    """The events with cuBLAS' workspaces at the same distance from the start of a phase as in the traced steps.
+
+    Both begin with what exists before the first step, so the workspaces are at the same places.
+    """
+    first_of_phase = {name: start for start, _, name in reversed(made.phases)}
+    workspaces = []
+    for place, use in traced.workspaces:
+        start, name = next((start, name) for start, end, name in traced.phases if start <= use <= end)
+        workspaces.append((place, first_of_phase[name] + use - start))
+    return replace(made, workspaces=tuple(workspaces))
