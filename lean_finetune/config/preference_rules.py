@@ -36,6 +36,12 @@ def _pairs_exclude(key: str, broken: Callable[[Params], bool], reason: str, reme
 
 PREFERENCE_RULES = [
     Rule("train.preference", lambda p: bool(_unused_preference(p)), _unused_message),
+    Rule(
+        "train.best_by",
+        lambda p: p.train.best_by == "accuracy" and p.train.pairs is None,
+        "accuracy is the share of preference pairs in the right order; got accuracy with "
+        "train.objective={train.objective}; use loss",
+    ),
     _pairs_exclude(
         "train.context_parallel",
         lambda p: p.train.context_parallel > 1,

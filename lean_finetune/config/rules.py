@@ -74,13 +74,19 @@ SECTION_RULES = [
     Rule(
         "train.keep",
         lambda p: p.train.keep == "best" and p.train.heldout_every_steps is None,
-        "best is that of the held-out losses of train.heldout_every_steps, which is blank; got best; set that, or last",
+        "best is that of the held-out figures of train.heldout_every_steps, which is blank; got best; set it, or last",
     ),
     Rule(
         "train.stop_after_no_gain",
         lambda p: p.train.stop_after_no_gain is not None and p.train.heldout_every_steps is None,
-        "counts the held-out losses of train.heldout_every_steps, which is blank; got {train.stop_after_no_gain}; set "
+        "counts the held-out figures of train.heldout_every_steps, which is blank; got {train.stop_after_no_gain}; set "
         "that, or leave it blank",
+    ),
+    Rule(
+        "train.best_by",
+        lambda p: p.train.best_by != "loss" and p.train.keep == "last" and p.train.stop_after_no_gain is None,
+        "has an effect only with train.keep=best or train.stop_after_no_gain; got {train.best_by}; set one of them, or "
+        "use loss",
     ),
     Rule(
         "evaluate.max_tokens",

@@ -202,9 +202,11 @@ class Train(BaseWeights):
     heldout_rows: PositiveInt
     """Held-out rows in each of these losses."""
     keep: Literal["last", "best"]
-    """Whose weights are written: those of the last step, or of the lowest held-out loss."""
+    """Whose weights are written: those of the last step, or of the best held-out figure."""
+    best_by: Literal["loss", "accuracy"]
+    """That figure: the lowest loss, or of preference pairs the largest share in the right order."""
     stop_after_no_gain: PositiveInt | None
-    """Held-out losses in a row that are no lower than the best before them, after which training ends. None: never."""
+    """Held-out figures in a row that are no better than the best before them, after which a run ends. None: never."""
     lora: Lora
     """Adapters, for every method but full."""
     merge: bool

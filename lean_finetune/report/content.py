@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, readable_sizes, significant
+from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.locate import describe_data, describe_model
@@ -225,7 +226,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("waiting", waiting)] if parameters["hardware.num_gpus"] > parameters["train.pipeline_stages"] else []),
         ("trained parameters", f"{train['trained_parameters']:,}"),
         *_experts(train),
-        *_kept(train),
+        *_kept(train, parameters["train.best_by"]),
         ("trained on", train["device"]),
         *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in shown.items()),
     ]
@@ -241,13 +242,14 @@ def _experts(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tokens by expert", f"the busiest had {busiest:.2f} times an even share, {idle}; no token was dropped"
 
 
-def _kept(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _kept(train: Mapping[str, Any], best_by: str) -> Iterator[tuple[str, str]]:
     """Rows about a run that ended early, or keeps the weights of an earlier step; none for other runs."""
+    by = FIGURES[best_by]
     if (stopped := train.get("stopped_after_step")) is not None:
-        yield "ended early", f"after optimizer step {stopped:,}: the held-out loss fell no more"
+        yield "ended early", f"after optimizer step {stopped:,}: {by.no_gain}"
     if (kept := train.get("kept_step")) is not None:
-        loss = figure(train["heldout_loss_kept"])
-        yield "kept weights", f"those after optimizer step {kept:,}, with the lowest held-out loss ({loss})"
+        found = figure(train[f"{by.column}_kept"])
+        yield "kept weights", f"those after optimizer step {kept:,}, with the {by.best} ({found})"
 
 
 def loss_table(inputs: Inputs) -> Table:

@@ -181,7 +181,7 @@ def _train_and_publish(
         figures = {**train_metrics(job, result, measured), **resumed_figures(where), "lr": job.train.lr}
         if job.world.is_first:
             publish_record(result, figures, params, paths)
-            for line in kept_lines(figures, len(job.plan.steps)):
+            for line in kept_lines(job.train, figures, len(job.plan.steps)):
                 _notify(line)
     checkpoints.mark_finished(paths.metrics if job.world.is_first and "DVC_STAGE" in os.environ else None)
 

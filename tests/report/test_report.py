@@ -63,6 +63,10 @@ def test_the_page_says_whose_weights_were_kept(place):
     text = report(place)[1]
     assert "| kept weights | those after optimizer step 2, with the lowest held-out loss (1.25" in text
     assert "| ended early | after optimizer step 5: the held-out loss fell no more |" in text
+    write_inputs(place, train={"kept_step": 2, "heldout_reward_accuracy_kept": 0.75, "stopped_after_step": 5})
+    text = report(place, **{"train.best_by": "accuracy"})[1]
+    assert "| kept weights | those after optimizer step 2, with the highest held-out accuracy (0.75) |" in text
+    assert "| ended early | after optimizer step 5: the held-out accuracy rose no more |" in text
 
 
 def test_gpu_prediction_is_not_compared_with_a_cpu(place):

@@ -20,6 +20,8 @@ from tests.train.jobs import make_job, plan_of, random_tokens
 
 LOSSES = (3.0, 2.0, 2.5, 2.0, 2.25, 1.0, 1.5)
 """Held-out losses after steps 1, 2, …: the lowest of the first five is that of step 2, which step 4 only equals."""
+ACCURACIES = (0.5, 0.25, 0.5, 0.75, 0.75, 0.5, 0.5)
+"""Held-out accuracies after the same steps."""
 BEST = {"keep": "best", "stop_after_no_gain": 3}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,6 +52,36 @@ def test_both_need_held_out_losses():
             with_flags(params, [flag, "train.heldout_every_steps=null"])
 
 
+def test_accuracy_decides_for_pairs():
+    """Of equals the first is kept, although a later one has a lower loss; higher is better."""
+    losses, accuracies = (0.6, 0.5, 0.4, 0.3, 0.2), (0.5, 0.75, 0.75, 0.25, 0.75)
+    curves = [
+        {"heldout_loss": loss, "heldout_reward_accuracy": accuracy}
+        for loss, accuracy in zip(losses, accuracies, strict=True)
+    ]
+    by_loss = changed(spec_of(), keep="best", stop_after_no_gain=3)
+    by_accuracy = changed(by_loss, best_by="accuracy")
+    assert (kept_step(by_loss, curves), kept_step(by_accuracy, curves)) == (5, 2)
+    assert not stops_early(by_loss, curves) and not stops_early(by_accuracy, curves[:4])
+    assert stops_early(by_accuracy, curves)
+    figures = kept_figures(by_accuracy, curves, 9)
+    assert figures == {"kept_step": 2, "heldout_reward_accuracy_kept": 0.75, "stopped_after_step": 5}
+    assert list(kept_lines(by_accuracy, figures, 9)) == [
+        "train: stopped after optimizer step 5 of 9: the held-out accuracy rose no more",
+        "train: keeps the weights after optimizer step 2, with the highest held-out accuracy (0.7500)",
+    ]
+
+
+def test_accuracy_without_pairs_or_without_an_effect_is_refused():
+    params = load_params(ROOT / "params.yaml")
+    for flags, message in (
+        (["train.keep=best"], "accuracy is the share of preference pairs in the right order; got accuracy with"),
+        (["train.objective=dpo"], "has an effect only with train.keep=best or train.stop_after_no_gain; got accuracy"),
+    ):
+        with pytest.raises(UserError, match=f"^train.best_by: {message}"):
+            with_flags(params, ["train.best_by=accuracy", *flags])
+
+
 def job_of(model: Path, tmp_path: Path, steps: int, **section: Any) -> Any:
     """The first `steps` steps of a run of seven, all at the same learning rate."""
     tokens = random_tokens(tmp_path / "tokens", [8] * 14)
@@ -61,8 +93,12 @@ def job_of(model: Path, tmp_path: Path, steps: int, **section: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def losses(monkeypatch: pytest.MonkeyPatch):
-    """Held-out losses are `LOSSES`."""
-    monkeypatch.setattr(HeldoutLosses, "after_step", lambda self, step, parallel: {"heldout_loss": LOSSES[step]})
+    """Held-out figures are `LOSSES` and `ACCURACIES`."""
+
+    def figures(self: HeldoutLosses, step: int, parallel: Any) -> dict[str, float]:
+        return {"heldout_loss": LOSSES[step], "heldout_reward_accuracy": ACCURACIES[step]}
+
+    monkeypatch.setattr(HeldoutLosses, "after_step", figures)
 
 
 def test_the_best_weights_are_those_of_a_run_that_ended_there(small_llama: Path, tmp_path: Path):
@@ -72,18 +108,21 @@ def test_the_best_weights_are_those_of_a_run_that_ended_there(small_llama: Path,
     assert best.weights == ended.weights and len(best.curves) == 5
     figures = {"kept_step": 2, "heldout_loss_kept": 2.0, "stopped_after_step": 5}
     assert figures.items() <= best.metrics.items() and not figures.keys() & ended.metrics.keys()
-    assert list(kept_lines(figures, 7)) == [
-        "train: stopped after optimizer step 5 of 7: the held-out loss falls no more",
+    assert list(kept_lines(spec_of(), figures, 7)) == [
+        "train: stopped after optimizer step 5 of 7: the held-out loss fell no more",
         "train: keeps the weights after optimizer step 2, with the lowest held-out loss (2.0000)",
     ]
 
 
-@pytest.mark.parametrize("fail_after", [1, 2, 4, 5])
-def test_an_interrupted_run_keeps_the_same_weights(small_llama: Path, tmp_path: Path, fail_after: int):
+@pytest.mark.parametrize(
+    ("fail_after", "best_by"), [(1, "loss"), (2, "loss"), (4, "loss"), (5, "loss"), (3, "accuracy"), (5, "accuracy")]
+)
+def test_an_interrupted_run_keeps_the_same_weights(small_llama: Path, tmp_path: Path, fail_after: int, best_by: str):
     """A choice that a resumed run has forgotten, before the best step, at it, after it, and after the last one."""
-    job = job_of(small_llama, tmp_path, 7, **BEST)
+    job = job_of(small_llama, tmp_path, 7, **BEST, best_by=best_by)
     interrupt(job, tmp_path / "cut", fail_after=fail_after, every_step=True)
     whole = finish(job, Breaking(tmp_path / "whole", every_step=True))
+    assert whole.metrics["kept_step"] == {"loss": 2, "accuracy": 4}[best_by]
     whole.check_equal(finish(job, Breaking(tmp_path / "cut", every_step=True)))
 
 

@@ -51,8 +51,10 @@ RUN_NAME = "run_name.txt"
 """In the directory of an unfinished run."""
 EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
 """Further columns of a mixture of experts."""
+PAIR_COLUMNS = (*FIGURES, *(f"heldout_{name}" for name in FIGURES))
+"""Further columns of preference pairs."""
 CurveRow = dict[str, Any]
-"""One optimizer step of the curves; keys `CURVE_COLUMNS`, of a mixture `EXPERT_COLUMNS`, of pairs `FIGURES`."""
+"""One optimizer step of the curves; keys `CURVE_COLUMNS`, of a mixture `EXPERT_COLUMNS`, of pairs `PAIR_COLUMNS`."""
 
 
 def curve_row(
@@ -93,7 +95,7 @@ def curve_row(
 
 def curve_columns(rows: Sequence[CurveRow]) -> list[str]:
     """Return the columns of a run's curves."""
-    more = (*EXPERT_COLUMNS, *FIGURES, *(f"heldout_{name}" for name in FIGURES))
+    more = (*EXPERT_COLUMNS, *PAIR_COLUMNS)
     return [*CURVE_COLUMNS, *(name for name in more if any(name in row for row in rows))]
 
 
@@ -366,7 +368,7 @@ class ProgressBar(Callback):
             self._bar.set_postfix_str(f"micro-batch {number + 1}/{count}")
 
     def on_step(self, row: CurveRow) -> None:
-        """Advance the bar, and print both losses where there are two."""
+        """Advance the bar, and print both losses where there are two, of pairs with the share in the right order."""
         text = f"loss {row['loss']:.4g}, {row['tokens'] / row['seconds']:,.0f} tok/s"
         if row[self._column] is not None:
             text += f", {self._counts} {row[self._column] / GIB:.3g}/{self._limit_gib:.3g} GiB"
@@ -375,7 +377,10 @@ class ProgressBar(Callback):
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         if "heldout_loss" in row:
-            self._bar.write(f"step {row['step'] + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}")
+            line = f"step {row['step'] + 1}: loss {row['loss']:.4f}, held-out loss {row['heldout_loss']:.4f}"
+            if (accuracy := row.get("heldout_reward_accuracy")) is not None:
+                line += f", held-out accuracy {accuracy:.4f}"
+            self._bar.write(line)
 
     def on_end(self, peak_bytes: int | None) -> None:
         """Close the bar."""
