@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
+from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
@@ -44,6 +46,8 @@ class EvaluationRows:
     """Ids of special tokens."""
     eos_id: int | None
     pad_id: int
+    pairs: HeldoutPairs | None = None
+    """Preference pairs, whose chosen answers are `loss_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,8 @@ class ModelOutputs:
     """Summed cross-entropy of each of `EvaluationRows.loss_rows`, float64."""
     answers: list[list[int]]
     """Generated tokens for each of `EvaluationRows.prompts`."""
+    rejected_losses: np.ndarray = field(default_factory=partial(np.zeros, 0))
+    """Summed cross-entropy of the rejected answer of each of `EvaluationRows.pairs`, float64; empty without pairs."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What `score_tasks` returns."""
 
@@ -77,22 +83,27 @@ def evaluate_models(
     if not evaluated.loss_rows and tasks is None:
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     outputs: dict[str, ModelOutputs] = {}
+    rejected_rows = [] if evaluated.pairs is None else evaluated.pairs.rejected.tolist()
+    summed = [*evaluated.loss_rows, *rejected_rows]
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
         for name, model in _models(base, tuned, weights, device, merged):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
-            losses = row_sums(model, weights, rows.gather, rows.lengths, loss_rows, **shared, progress=loss_title)
+            losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared, progress=loss_title)
             answers = greedy_answers(model, weights, prompts, stops=stops, **shared, progress=answers_title)
             if not np.isfinite(losses).all():
                 raise UserError(
                     f"{rows.path}: loss of the {name} model must be finite; it is not for row "
-                    f"{loss_rows[int(np.isfinite(losses).argmin())]}; check the training curves, or train in another "
+                    f"{summed[int(np.isfinite(losses).argmin())]}; check the training curves, or train in another "
                     "precision"
                 )
             scores = {} if tasks is None else _scores(tasks, model, stops)
-            outputs[name] = ModelOutputs(row_losses=losses, answers=answers, tasks=scores)
+            row_losses, rejected_losses = np.split(losses, [len(loss_rows)])
+            outputs[name] = ModelOutputs(
+                row_losses=row_losses, answers=answers, rejected_losses=rejected_losses, tasks=scores
+            )
             del model  # Free it before the next one is loaded.
     except Exception as error:
         if not is_out_of_memory(error):

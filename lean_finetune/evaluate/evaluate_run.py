@@ -1,14 +1,16 @@
 """Run stage evaluate: evaluate all models, write their answers and metrics."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lean_finetune.config.declared_params import read_params
+from lean_finetune.config.declared_params import declared_part, read_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
@@ -22,16 +24,27 @@ from lean_finetune.evaluate.base_and_tuned import (
 )
 from lean_finetune.evaluate.generate import choose_prompts, special_ids, spread_rows
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
+from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
+from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pair_metrics, pair_scores
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.pinning.locate import model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 
 
 def run_stage(
-    *, tokens: Path, model_lock: Path, tokenizer_lock: Path, tuned: Path, verdict: Path, out: Path, metrics: Path
+    *,
+    tokens: Path,
+    model_lock: Path,
+    tokenizer_lock: Path,
+    reference: Path,
+    tuned: Path,
+    verdict: Path,
+    out: Path,
+    metrics: Path,
 ) -> None:
     """Evaluate each model and write losses and answers; the paths are the command's options."""
     p = read_params()
@@ -44,6 +57,9 @@ def run_stage(
     read = verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
+    if evaluated.pairs is not None and evaluated.pairs.objective.has_reference:
+        of, rows = identity(tokens, lock), evaluated.rows
+        rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     limits = EvaluationLimits.from_params(p)
     weights = resolved(p, precision_of(p, verdict))
     names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
@@ -85,11 +101,23 @@ def run_stage(
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
     figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}
+    results: tuple[str, ...] = RESULTS
+    pair_lines = None
+    if (pairs := evaluated.pairs) is not None:
+        losses = {name: (one.row_losses, one.rejected_losses) for name, one in outputs.items()}
+        of_pairs = pair_scores(pairs, losses)
+        figures |= pair_metrics(pairs, of_pairs)
+        results, pair_lines = (*RESULTS, *PAIR_RESULTS), changed_pairs(pairs, of_pairs, tokenizer)
     with atomic_directory(out) as directory:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(directory / "generations.jsonl", text)
+        write_text(directory / "generations.jsonl", _json_lines(lines))
+        if pair_lines is not None:
+            write_text(directory / "pairs.jsonl", _json_lines(pair_lines))
         write_json(directory / FIGURES, figures)
-    write_json(metrics, {**{name: figures[name] for name in RESULTS}, **scores}, sort_keys=False)
+    write_json(metrics, {**{name: figures[name] for name in results}, **scores}, sort_keys=False)
+
+
+def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
@@ -109,12 +137,19 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         max_new_tokens=p.evaluate.max_new_tokens,
         special=special,
     )
+    loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
+    pairs = None
+    declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
+    if p.train.pairs is not None:
+        chosen, values = np.array(loss_rows, np.int64), p.train.preference_values
+        pairs = HeldoutPairs(rows=rows, chosen=chosen, rejected=chosen + 1, objective=p.train.pairs, values=values)
     return EvaluationRows(
         rows=rows,
-        loss_rows=spread_rows(rows.used, p.evaluate.loss_rows),
+        loss_rows=loss_rows,
         prompts=prompts,
         unanswerable_rows=unanswerable_rows,
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
+        pairs=pairs,
     )

@@ -113,7 +113,9 @@ STATE = "state"
 """Column of experiments without results: queued, running, failed, or not readable."""
 LOSS = "tuned_loss"
 CHANGE = "loss_change"
-RESULTS = ("peak_gib_predicted", "peak_gib_measured", "tokens_per_second", LOSS, CHANGE)
+PAIRS = ("tuned_reward_accuracy", "tuned_reward_margin")
+"""Of preference pairs."""
+RESULTS = ("peak_gib_predicted", "peak_gib_measured", "tokens_per_second", LOSS, CHANGE, *PAIRS)
 """Columns after the name, so that they are seen in a terminal of 120 columns."""
 OTHER_RESULTS = ("predicted_error_percent", "tuned_exact_match_percent")
 """Columns after the parameters."""

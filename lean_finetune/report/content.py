@@ -1,14 +1,16 @@
 """The content of the report: its figures and tables, before they are laid out."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cuda_memory.page.html import Table
-from cuda_memory.units import GIB, counted, readable_size, readable_sizes, significant
+from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.locate import describe_data, describe_model
+from lean_finetune.report.formats import NONE, figure, size, sizes
+from lean_finetune.report.pairs import has_pairs, shares_in_order
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
 
 # Compute the report's figures: error of the prediction, and changes by training.
@@ -84,7 +86,8 @@ def summary(inputs: Inputs) -> str:
     peak = f"tensor peak {readable_size(predicted)} predicted"
     peak += f", {readable_size(measured)} measured" if measured is not None else ", not measured"
     before, after = inputs.evaluate["base_loss"], inputs.evaluate["tuned_loss"]
-    return peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
+    text = peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
+    return f"{text}; pairs in the right order {shares_in_order(inputs)}" if has_pairs(inputs) else text
 
 
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
@@ -101,8 +104,6 @@ def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
 
 # What both pages of the report say: results, figures and tables as plain values.
 
-NONE = "–"
-"""Shown for a value that does not exist."""
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
 SAMPLES = 6
 SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision", "train.optimizer", "train.grad_ckpt")
@@ -123,21 +124,6 @@ class Result(NamedTuple):
     name: str
     value: str
     note: str
-
-
-def size(count: int | None) -> str:
-    """Format bytes; None becomes a dash."""
-    return NONE if count is None else readable_size(count)
-
-
-def sizes(counts: Iterable[int | None]) -> list[str]:
-    """Format the bytes of a column, all in one unit; None becomes a dash."""
-    return [text or NONE for text in readable_sizes(counts)]
-
-
-def figure(value: float | None) -> str:
-    """Format a number with four digits; None becomes a dash."""
-    return NONE if value is None else f"{value:.4g}"
 
 
 def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
@@ -168,12 +154,13 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         return [*found, Result("Held-out loss", NONE, NOT_EVALUATED)]
     perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
     loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
-    accuracy = train.get("heldout_reward_accuracy")  # Of preference pairs.
-    answers = "" if accuracy is None else " of the chosen answers"
+    paired = has_pairs(inputs)
+    if paired:
+        margins = " → ".join(figure(evaluate[f"{model}_reward_margin"]) for model in ("base", "tuned"))
+        note = f"before → after; mean margin {margins}"
+        found.append(Result("Held-out pairs in the right order", shares_in_order(inputs), note))
+    answers = " of the chosen answers" if paired else ""
     found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
-    if accuracy is not None:
-        margin = f"after training; mean reward margin {train['heldout_reward_margin']:.4g}"
-        found.append(Result("Held-out pairs in the right order", f"{100 * accuracy:.1f} %", margin))
     if evaluate["generated_rows"]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         found.append(

@@ -16,7 +16,7 @@ from cuda_memory.page.charts import figure
 from cuda_memory.page.html import Html, Table, document, table, visible
 from lean_finetune.core.versions import install_extra
 from lean_finetune.pinning.locate import describe_data, describe_model
-from lean_finetune.report import content
+from lean_finetune.report import content, pairs
 from lean_finetune.report.content import NOT_EVALUATED
 from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
@@ -31,7 +31,7 @@ def markdown_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mappin
     lines = [f"- **{name}**: {_text(value)} ({_text(note.rstrip('.'))})" for name, value, note in found]
     sections = ["# Fine-tuning report", "Charts and samples of the data: report.html", "\n".join(lines)]
     sections += ["## What was trained", _table(content.run_table(inputs, parameters))]
-    sections += [*_memory(inputs, metrics), *_loss(inputs), *_answers(inputs)]
+    sections += [*_memory(inputs, metrics), *_loss(inputs), *_pairs(inputs, parameters), *_answers(inputs)]
     return "\n\n".join(sections) + "\n"
 
 
@@ -68,6 +68,15 @@ def _loss(inputs: Inputs) -> list[str]:
         return ["## Loss", NOT_EVALUATED]
     merged = content.merged_note(inputs)
     return ["## Loss", _table(content.loss_table(inputs)), *([] if merged is None else [merged])]
+
+
+def _pairs(inputs: Inputs, parameters: Mapping[str, Any]) -> list[str]:
+    """Figures of held-out preference pairs, and those whose order changed; nothing for other rows."""
+    if not pairs.has_pairs(inputs):
+        return []
+    changed = [part for title, table in pairs.changed_pairs_tables(inputs) for part in (f"### {title}", _table(table))]
+    note = _text(pairs.pairs_note(inputs, parameters))
+    return ["## Preference pairs", _table(pairs.pairs_table(inputs)), note, *changed]
 
 
 def _answers(inputs: Inputs) -> list[str]:
@@ -161,6 +170,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         parameters=parameters,
         metrics=metrics,
         content=content,
+        pairs=pairs,
         pictures=pictures(inputs),
         command=command(parameters),
         locks=locks_table(inputs),

@@ -14,7 +14,8 @@ from cuda_memory.page.charts import (
     step_lines,
 )
 from cuda_memory.units import GIB, reading_unit, significant
-from lean_finetune.report.content import CPU, plan_note, size, switches
+from lean_finetune.report.content import CPU, plan_note, switches
+from lean_finetune.report.formats import size
 from lean_finetune.report.report_inputs import Inputs, in_order
 
 CAPACITY_TIMES = 5
@@ -38,14 +39,19 @@ CATEGORY_COLORS = {
 
 
 def pictures(inputs: Inputs) -> dict[str, Picture]:
-    """Return the pictures by name; `reserved` exists only for a GPU whose plan was replayed."""
+    """Return the pictures by name; `reserved` exists only for a GPU whose plan was replayed, the last two for pairs."""
+    paired = any(record.get("reward_accuracy") for record in inputs.curves)
+    loss = "Loss, mean over the pairs of a step" if paired else "Loss, nats per trained token"
     found = {
         "phases": _phases(inputs),
         "steps": _steps(inputs),
         "timeline": _timeline(inputs),
         "switches": _switches(inputs),
-        "loss": _loss(inputs),
+        "loss": _by_step(inputs, loss, "loss"),
     }
+    if paired:
+        found["accuracy"] = _by_step(inputs, "Share of pairs in the right order", "reward_accuracy")
+        found["margin"] = _by_step(inputs, "Mean margin between the rewards of a pair", "reward_margin")
     if inputs.reserved:
         found["reserved"] = _reserved(inputs)
     return found
@@ -122,17 +128,17 @@ def _reserved(inputs: Inputs) -> Picture:
 
 def _curve(inputs: Inputs, column: str) -> list[tuple[int, float]]:
     """Steps and values of a column of the curves, without empty cells."""
-    return [(int(record["step"]), float(record[column])) for record in inputs.curves if record[column]]
+    return [(int(record["step"]), float(record[column])) for record in inputs.curves if record.get(column)]
 
 
-def _loss(inputs: Inputs) -> Picture:
-    """Training and held-out loss over optimizer steps."""
-    training, heldout = (_curve(inputs, column) for column in ("loss", "heldout_loss"))
+def _by_step(inputs: Inputs, title: str, column: str) -> Picture:
+    """A figure of training and of the held-out rows over optimizer steps."""
+    training, heldout = (_curve(inputs, name) for name in (column, f"heldout_{column}"))
     lines = [
         Line(name="training", color=SERIES_COLORS["training"], points=training, reduce=fmean),
         Line(name="held out", color=SERIES_COLORS["heldout"], points=heldout, dots=True, reduce=fmean),
     ]
-    return step_lines("Loss, nats per trained token", lines, from_zero=False)
+    return step_lines(title, lines, from_zero=False)
 
 
 def _timeline(inputs: Inputs) -> Picture:

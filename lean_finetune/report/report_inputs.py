@@ -50,10 +50,10 @@ def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> S
     return found
 
 
-def shortened(text: str) -> str:
-    """Return both ends of a long text."""
-    half = SAMPLE_CHARACTERS // 2
-    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+def shortened(text: str, characters: int = SAMPLE_CHARACTERS) -> str:
+    """Return both ends of a text longer than so many characters."""
+    half = characters // 2
+    return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"
 
 
 PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
@@ -89,6 +89,9 @@ class Inputs:
         self.curves = read_csv(train / "curves.csv")
         """One record per optimizer step; a cell is empty where nothing was measured."""
         self.generations = read_lines(evaluate / "generations.jsonl")
+        pairs = evaluate / "pairs.jsonl"
+        self.pairs = read_lines(pairs) if pairs.exists() else []
+        """Preference pairs whose order changed; empty for rows that are no pairs."""
         self.samples = row_samples(tokens, tuned / "tokenizer.json")
         """A few training rows as text."""
 

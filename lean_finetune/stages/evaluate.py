@@ -16,6 +16,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
 @click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base model.")
 @click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
+@click.option("--reference", type=PATH, default="data/reference", show_default=True, help="Output of stage reference.")
 @click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
 @click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
 @click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
@@ -24,7 +25,8 @@ def main(**paths: Path) -> None:
     """Compare the base and the tuned model on held-out rows.
 
     Writes loss and perplexity of the trained tokens, overall and by row length, and exact match of greedy answers by
-    task family. The base model is loaded as for training (4-bit for qlora), so that only training makes a difference.
+    task family. Of preference pairs, also rewards, the share in the right order, and the pairs whose order changed. The
+    base model is loaded as for training (4-bit for qlora), so that only training makes a difference.
     """
     with exit_on_signal():
         from lean_finetune.evaluate.evaluate_run import run_stage  # Here: imports torch, which --help skips.

@@ -12,6 +12,7 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.report.content import MEMORY_COLUMNS, RESULTS, memory_records, report_metrics, summary
 from lean_finetune.report.pages import html_page, markdown_page
+from lean_finetune.report.pairs import REWARD_COLUMNS, reward_records
 from lean_finetune.report.report_inputs import Inputs
 
 PATH = click.Path(path_type=Path)
@@ -30,13 +31,16 @@ PATH = click.Path(path_type=Path)
 def main(metrics: Path, out: Path, **places: Path) -> None:
     """Write report.html, one page with charts, and report.md for terminals: memory, loss, data, answers.
 
-    Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`.
+    Also writes metrics/report.json (the prediction's error in percent) and memory.csv for `dvc plots`, of
+    preference pairs rewards.csv too.
     """
     parameters = dotted_values(read_params())
     inputs = Inputs(**places)
     figures = report_metrics(inputs)
     with atomic_directory(out) as directory:
         write_csv(directory / "memory.csv", MEMORY_COLUMNS, memory_records(inputs))
+        if rewards := list(reward_records(inputs)):
+            write_csv(directory / "rewards.csv", REWARD_COLUMNS, rewards)
         write_text(directory / "report.html", html_page(inputs, parameters, figures))
         write_text(directory / "report.md", markdown_page(inputs, parameters, figures))
         write_json(directory / FIGURES, figures)

@@ -150,6 +150,48 @@ def metrics() -> dict[str, dict[str, Any]]:
     }
 
 
+PAIR = {
+    "pair": 3,
+    "became_right": True,
+    "prompt": "<|im_start|>user\nBest | city?<|im_end|>\n",
+    "chosen": "Ghent",
+    "rejected": "<b>None</b>",
+    "base_reward_chosen": 0.0,
+    "base_reward_rejected": 0.0,
+    "tuned_reward_chosen": 0.75,
+    "tuned_reward_rejected": -0.5,
+}
+"""A pair whose order became right, as stage evaluate writes it."""
+OF_PAIRS = {
+    "evaluated_pairs": 40,
+    **{f"base_reward_{name}": 0.0 for name in ("margin", "chosen", "rejected")},
+    "base_reward_accuracy": 0.5,
+    "tuned_reward_accuracy": 0.925,
+    "tuned_reward_margin": 1.5,
+    "tuned_reward_chosen": 0.5,
+    "tuned_reward_rejected": -1.0,
+    "base_logp_chosen": -12.5,
+    "base_logp_rejected": -20.25,
+    "tuned_logp_chosen": -7.5,
+    "tuned_logp_rejected": -30.5,
+    "chosen_tokens": 9.25,
+    "rejected_tokens": 11.5,
+}
+"""Figures of stage evaluate for preference pairs."""
+
+
+def write_pairs(directory: Path, pairs: list[dict[str, Any]]) -> None:
+    """Write all inputs of a report of a run with pairs, whose listed pairs are these."""
+    write_inputs(directory, evaluate=OF_PAIRS)
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in pairs)
+    write_text(directory / "data/evaluate/pairs.jsonl", lines)
+    names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+    rewards = {prefix + name: 0.25 for prefix in ("", "heldout_") for name in names}
+    rows = [{**row, **rewards, "heldout_reward_accuracy": None} for row in curves()]
+    rows[-1]["heldout_reward_accuracy"] = 0.875
+    write_csv(directory / "data/train/curves.csv", [*CURVE_COLUMNS, *rewards], rows)
+
+
 def curves() -> list[dict[str, Any]]:
     """Three steps: the first measured, the last with a held-out loss."""
     row: dict[str, Any] = {name: 1 for name in CURVE_COLUMNS} | {"heldout_loss": None, "allocated_bytes": None}

@@ -82,6 +82,17 @@ def test_columns_are_results_then_parameters_that_differ():
     assert list(found) == ["Experiment", *results, "seed", "tuned_exact_match_percent"]
 
 
+def test_figures_of_pairs_are_columns_that_other_rows_leave_empty():
+    pairs = experiment("dpo", train={"objective": "dpo", "lora": {"rank": 16}})
+    metrics = pairs["revs"][0]["data"]["metrics"]["metrics/evaluate.json"]["data"]
+    metrics |= {"tuned_reward_accuracy": 0.94488, "tuned_reward_margin": 4.911428, "tuned_logp_chosen": -52.5}
+    found = shown(pairs)
+    assert list(found["dpo"])[5:8] == ["loss_change", "tuned_reward_accuracy", "tuned_reward_margin"]
+    assert [found[row]["tuned_reward_accuracy"] for row in ("dpo", "baseline")] == ["0.9449", ""]
+    assert [found[row]["tuned_reward_margin"] for row in ("dpo", "baseline")] == ["4.911", ""]
+    assert "tuned_logp_chosen" not in found["dpo"]
+
+
 def test_nothing_to_compare_is_one_line():
     """A traceback after DVC's own error message."""
     command = [sys.executable, "-m", "lean_finetune.report.compare_experiments"]

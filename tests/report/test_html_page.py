@@ -13,7 +13,7 @@ from lean_finetune.report import pages
 from lean_finetune.report.pictures import CATEGORY_COLORS
 from stages.report import main
 from tests.report.browser import look, needs_chromium
-from tests.report.conftest import GENERATION, GPU, curves, write_inputs
+from tests.report.conftest import GENERATION, GPU, PAIR, curves, write_inputs, write_pairs
 from tests.workspace import invoke, lay_out
 
 
@@ -40,6 +40,18 @@ def test_a_browser_asks_for_nothing_else_and_shows_all_on_a_phone(place, tmp_pat
         assert len(charts) == 5 and min(charts) > 250
         backgrounds.add(background)
     assert len(backgrounds) == 2
+
+
+@needs_chromium
+def test_a_browser_shows_pairs_within_the_page(place, tmp_path):
+    """A long prompt makes the page, not the table, scroll sideways; text of a pair is markup."""
+    write_pairs(place, [{**PAIR, "chosen": "y" * 900}, {**PAIR, "became_right": False}])
+    seen = "[page.document.documentElement.scrollWidth, $$('svg.plot').length, $$('b').length, "
+    seen += "...$$('table.texts td').map(cell => cell.textContent)]"
+    scroll_width, plots, bold, *cells = look(written(place), seen, tmp_path / "profile", width=400)
+    assert scroll_width <= 400 and plots == 5 and bold == 0
+    assert len(cells) == 12 and cells[2] == "<b>None</b>" and cells[3:6] == ["0 → 0.75", "0 → -0.5", "0 → 1.25"]
+    assert len(cells[1]) < 310 and cells[0] == "<|im_start|>user\nBest | city?<|im_end|>"
 
 
 def test_the_page_has_the_results(place):

@@ -49,14 +49,16 @@ def test_every_template_is_used_and_every_named_one_exists():
 
 
 def test_only_plots_with_data_are_drawn(tmp_path):
-    """An empty plot of reserved memory after a run on a CPU."""
+    """An empty plot of reserved memory after a run on a CPU, or of rewards without pairs."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     names = [name for plot in YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["plots"] for name in plot]
     assert list(plots_with_data(tmp_path)) == []
     for file in ("train/curves.csv", "report/memory.csv", "estimate/timeline.csv", "estimate/switches.csv"):
         (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / file).touch()
-    assert list(plots_with_data(tmp_path)) == [name for name in names if name not in ("reserved", "lengths")]
+    assert list(plots_with_data(tmp_path)) == [
+        name for name in names if name not in ("accuracy", "margin", "reserved", "lengths")
+    ]
 
 
 @pytest.mark.parametrize("name", ["loss", "memory", "watched"])
@@ -64,6 +66,15 @@ def test_empty_cells_are_filtered_out(name):
     """Vega draws an empty cell as zero: held-out loss would fall to zero between its measurements."""
     spec = filled(name, CURVES, x="step", y="heldout_loss")
     assert "datum['heldout_loss'] !== ''" in json.dumps(spec)
+
+
+@pytest.mark.parametrize("column", ["loss", "reward_accuracy", "reward_margin"])
+def test_held_out_figures_are_a_line_of_their_own(column):
+    """Joined to the figures of training, the line would zigzag between both."""
+    curves = f"step,{column},heldout_{column}\n0,3.0,\n1,2.5,2.75\n"
+    training, heldout = filled("loss", curves, x="step", y=f"heldout_{column}")["layer"]
+    assert training["transform"] == [{"filter": "!test(/^heldout_/, datum.field)"}]
+    assert heldout["transform"] == [{"filter": "test(/^heldout_/, datum.field)"}] and heldout["mark"]["strokeWidth"] > 1
 
 
 def test_memory_starts_at_zero():

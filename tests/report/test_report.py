@@ -12,7 +12,7 @@ from lean_finetune.report.content import memory_records, report_metrics
 from lean_finetune.report.pages import markdown_page
 from lean_finetune.report.report_inputs import Inputs
 from stages.report import main
-from tests.report.conftest import GENERATION, GPU, MIB, metrics, write_inputs
+from tests.report.conftest import GENERATION, GPU, MIB, PAIR, metrics, write_inputs, write_pairs
 from tests.workspace import error, invoke, run_module
 
 
@@ -166,6 +166,45 @@ def test_skipped_rows_missing_perplexity_and_merging_are_shown(place):
     assert "Skipped: 1,234 held-out rows" in text
     assert "perplexity 12.18 → –" in text
     assert "Merged into one model: loss 1.732, +0.0021 compared with the adapter on its base." in text
+
+
+def test_pairs_are_shown_before_and_after_training(place):
+    wrong = {**PAIR, "became_right": False, "tuned_reward_chosen": -2.0, "prompt": "x" * 5000}
+    write_pairs(place, [PAIR, wrong])
+    objective = {"train.objective": "dpo"}
+    figures, text = report(place, **objective)
+    for line in (
+        "- **Held-out pairs in the right order**: 50.0 % → 92.5 % (before → after; mean margin 0 → 1.5)",
+        "- **Held-out loss of the chosen answers**: 2.5000 → 1.2500",
+        "| 40 held-out pairs | before | after |",
+        "| mean reward of the rejected answers | 0 | -1 |",
+        "| mean log-probability of the chosen answers | -12.5 | -7.5 |",
+        "Chosen and rejected answers have 9.2 and 11.5 trained tokens on average. Rewards are changes from the model",
+        "### In the right order after training, but not before",
+    ):
+        assert line in text, line
+    right, wrong_table = text.partition("### In the right order")[2].split("### In the wrong order")
+    prompt = "| \\<\\|im_start\\|\\>user Best \\| city?\\<\\|im_end\\|\\> "
+    assert f"{prompt}| Ghent | \\<b\\>None\\</b\\> | 0 → 0.75 | 0 → -0.5 | 0 → 1.25 |" in right
+    assert "| 0 → -2 | 0 → -0.5 | 0 → -1.5 |" in wrong_table and "x" * 151 not in text
+    simpo = report(place, **{"train.objective": "simpo"})[1]
+    assert "Rewards are those of train.objective=simpo." in simpo and "own are all 0" not in simpo
+
+
+def test_pairs_have_curves_of_their_own(place):
+    write_pairs(place, [])
+    done = invoke(main)
+    assert done.output.startswith("report: ") and "pairs in the right order 50.0 % → 92.5 %" in done.output
+    header, *rows = (place / "data/report/rewards.csv").read_text().splitlines()
+    assert header == "step,reward_accuracy,heldout_reward_accuracy,reward_margin,heldout_reward_margin"
+    assert rows == ["0,0.25,,0.25,0.25", "1,0.25,,0.25,0.25", "2,0.25,0.875,0.25,0.25"]
+    page = (place / "data/report/report.html").read_text()
+    assert "Share of pairs in the right order" in page and "Loss, mean over the pairs of a step" in page
+    write_inputs(place)
+    (place / "data/evaluate/pairs.jsonl").unlink()
+    assert invoke(main).exit_code == 0
+    assert not (place / "data/report/rewards.csv").exists()
+    assert "Preference pairs" not in (place / "data/report/report.html").read_text()
 
 
 def test_scores_of_tasks_are_on_both_pages(place):
