@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.specs import train_of
 from lean_finetune.config.schema import Train
+from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.load_model import load_model
 from lean_finetune.train.save_model import Base
 
 CPU = torch.device("cpu")
@@ -45,3 +47,16 @@ def spec_of(**changes: Any) -> Train:
 def base_of(directory: Path, *tokenizer_files: str) -> Base:
     """A model directory as the base of a fine-tuned one."""
     return Base(address="base", revision=None, directory=directory, tokenizer_files=tokenizer_files, chat_template=None)
+
+
+def moved_adapter(model_directory: Path, out: Path, spec: Train) -> Path:
+    """An adapter whose effect is not zero."""
+    model: Any = load_model(model_directory, spec, CPU)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.02)
+    out.mkdir(exist_ok=True)
+    save_adapter(model, out, str(model_directory))
+    return out

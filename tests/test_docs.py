@@ -37,6 +37,7 @@ YAML_FILES = YAML(typ="safe")
 STAGES = set(YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"])
 PARAMS = parse_params(YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8")))
 OTHER_TOOLS = {
+    "cp",
     "cd",
     "python3",
     "pre-commit",

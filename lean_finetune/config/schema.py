@@ -310,6 +310,23 @@ TRAIN_RULES = [
         _start_message,
     ),
     Rule(
+        "model.adapter",
+        lambda p: p.model.adapter is not None and p.train.method == "full",
+        "needs adapters, and train.method=full trains all weights; got {model.adapter}; merge it (`lean-finetune "
+        "export DIRECTORY --model ADAPTER`) and name the result in model.name, or use train.method=lora",
+    ),
+    Rule(
+        "model.adapter_revision",
+        lambda p: p.model.adapter_revision is not None and p.model.adapter is None,
+        "has an effect only with model.adapter; got {model.adapter_revision}; leave it blank",
+    ),
+    Rule(
+        "train.lora.init",
+        lambda p: p.model.adapter is not None and p.train.lora.init != "default",
+        "an adapter that goes on has its own start; got {train.lora.init} with model.adapter={model.adapter}; use "
+        "default, or leave model.adapter blank",
+    ),
+    Rule(
         "train.lora.dora",
         lambda p: p.train.lora.dora and (p.train.method not in ("lora", "qlora") or p.train.lora.init != "default"),
         "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
@@ -365,6 +382,10 @@ class Model(Section):
     """`tiny`, a directory, or a Hugging Face Hub id."""
     revision: Text | None
     """Hub branch, tag or commit. None means main."""
+    adapter: Text | None
+    """LoRA adapter from which training goes on: a directory, or a Hugging Face Hub id. None: a new one."""
+    adapter_revision: Text | None
+    """Its hub branch, tag or commit. None means main."""
 
 
 class Bucket(Section):

@@ -75,8 +75,11 @@ def evaluate_models(
     progress: bool,
     merged: bool = False,
     tasks: HarnessTasks | None = None,
+    adapter: Path | None = None,
 ) -> dict[str, ModelOutputs]:
     """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
+
+    With the directory of an `adapter` that went on, the base is the start of training: the model with that adapter.
 
     Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
@@ -87,7 +90,7 @@ def evaluate_models(
     summed = [*evaluated.loss_rows, *rejected_rows]
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
-        for name, model in _models(base, tuned, weights, device, merged):
+        for name, model in _models(base, tuned, weights, device, merged, adapter):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
@@ -124,17 +127,20 @@ def _scores(tasks: HarnessTasks, model: nn.Module, stops: list[int]) -> dict[str
 
 
 def _models(
-    base: Path, tuned: Path, weights: BaseWeights, device: torch.device, merged: bool
+    base: Path, tuned: Path, weights: BaseWeights, device: torch.device, merged: bool, adapter: Path | None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each model with its name; the base model is the adapted one with its adapter disabled."""
+    """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start."""
     attention = generation_attention(read_config(base))
     if weights.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
             yield name, load_base(directory, weights, device, attention).eval()
         return
+    if adapter is not None:
+        yield "base", load_adapter(load_base(base, weights, device, attention), adapter, weights).eval()
     adapted = load_adapter(load_base(base, weights, device, attention), tuned, weights).eval()
-    with adapted.disable_adapter():
-        yield "base", adapted
+    if adapter is None:
+        with adapted.disable_adapter():
+            yield "base", adapted
     yield "tuned", adapted
     if merged:
         del adapted

@@ -29,7 +29,8 @@ from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pai
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.pinning.locate import model_directory, verify_files
+from lean_finetune.pinning.adapter_source import verify_adapter
+from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
@@ -53,7 +54,8 @@ def run_stage(
     if note := use_segments(p.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
     lock = read_json(model_lock)
-    base = model_directory(lock)
+    base, adapter = model_directory(lock), adapter_directory(lock)
+    adapter_files = verify_adapter(lock, adapter)
     read = verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
@@ -96,8 +98,10 @@ def run_stage(
         progress=p.run.progress,
         merged=p.evaluate.merged,
         tasks=tasks,
+        adapter=adapter,
     )
     read.refuse_change()
+    adapter_files.refuse_change()
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
     figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}

@@ -18,10 +18,12 @@ from lean_finetune.core.progress import progress_bar
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.generate import batch_rows
 from lean_finetune.memory.devices import precision_on, resolve_gpu
+from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.precision import autocast, resolved
+from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.locate import model_directory, verify_files
+from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_head, token_losses
 from lean_finetune.step.reference_table import SPLITS, identity, write_table
@@ -46,16 +48,19 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     precision, _ = precision_on(resolve_gpu("auto")[0], p.train.precision)
     weights, lock = resolved(p, precision), read_json(model_lock)
-    base = model_directory(lock)
-    files = verify_files(base, lock["files"])
+    base, adapter = model_directory(lock), adapter_directory(lock)
+    files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
     splits = {split: TokenRows(tokens, split) for split in SPLITS}
     of = identity(tokens, lock)
     values = {name: getattr(weights, name) for name in ("method", "precision")} | {"quant": weights.quant.model_dump()}
     key = sha256_json({"of": of, "weights": values, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits) as logps:
-        model = load_base(base, weights, device).eval()
+        loaded = load_base(base, weights, device)
+        # The model before training has the adapter that goes on.
+        model = (loaded if adapter is None else load_adapter(loaded, adapter, weights)).eval()
         check_head(model, device)
         files.refuse_change()
+        adapter_files.refuse_change()
         pad_id = read_json(tokens / "meta.json")["pad_id"]
         try:
             for split, rows in splits.items():

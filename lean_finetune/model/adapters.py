@@ -42,6 +42,8 @@ from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.precision import adapter_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
+from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
 READ_DIRECTLY = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),
@@ -131,8 +133,6 @@ def linear_names(model: PreTrainedModel) -> set[str]:
 
 # Add LoRA adapters to a model, save them and load them, with peft.
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a saved adapter."""
 MOST_REASON = 300
 """Characters that are shown of another library's error."""
 ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")

@@ -24,6 +24,7 @@ from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
+from lean_finetune.model.continued_adapter import load_start
 from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
 from lean_finetune.model.experts.grouped_matmul import register_scales
@@ -47,10 +48,12 @@ transformers_logging.disable_progress_bar()
 LOG = transformers_logging.get_logger(__name__)
 
 
-def load_model(directory: Path, train: Train, device: torch.device, seed: int = 0) -> nn.Module:
+def load_model(
+    directory: Path, train: Train, device: torch.device, seed: int = 0, adapter: Path | None = None
+) -> nn.Module:
     """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
 
-    `seed` seeds what adapters start from.
+    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
@@ -62,6 +65,8 @@ def load_model(directory: Path, train: Train, device: torch.device, seed: int = 
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
         start_adapters(adapted, train, directory, seed)
+        if adapter is not None:
+            load_start(adapted, adapter)
     else:
         prepare_routers(model, train.router)
     enable_checkpointing(model, train)

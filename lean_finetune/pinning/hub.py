@@ -44,7 +44,7 @@ def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         raise UserError(
             f"{parameter}: {repo_id} has no such revision; name a branch, tag or commit of it in "
-            f"{parameter.split('.')[0]}.revision, or leave that blank for main"
+            f"{_revision_of(parameter)}, or leave that blank for main"
         ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
@@ -65,6 +65,11 @@ def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
                 "directory on another disk"
             ) from error
         raise
+
+
+def _revision_of(parameter: str) -> str:
+    """The parameter with the revision of what `parameter` names."""
+    return "model.adapter_revision" if parameter == "model.adapter" else f"{parameter.split('.')[0]}.revision"
 
 
 def _is_transport_fault(error: Exception) -> bool:

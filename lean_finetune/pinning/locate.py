@@ -25,8 +25,9 @@ MAX_SOURCES = 8
 
 
 def describe_model(lock: Mapping[str, Any]) -> str:
-    """The model of locks/model.json, with its commit if it has one."""
-    return _with_commit(lock["name"], lock["revision"])
+    """The model of locks/model.json, with its commit if it has one, and the adapter that training goes on from."""
+    model, adapter = _with_commit(lock["name"], lock["revision"]), lock.get("adapter")
+    return model if adapter is None else f"{model} with adapter {_with_commit(adapter['name'], adapter['revision'])}"
 
 
 def describe_data(lock: Mapping[str, Any]) -> str:
@@ -80,9 +81,9 @@ NAMED_TEMPLATES = ("tokenizer", "chatml")
 class ModelFault(UserError):
     """A file of the pinned model is missing or changed. The remedy is that of the machine which pinned it."""
 
-    def __init__(self, fault: str, remedy: str):
-        super().__init__(f"model.name: {fault}; {remedy}")
-        self.fault = fault
+    def __init__(self, fault: str, remedy: str, parameter: str = "model.name"):
+        super().__init__(f"{parameter}: {fault}; {remedy}")
+        self.fault, self.parameter = fault, parameter
 
 
 def template_file(chat_template: str) -> Path | None:
@@ -118,17 +119,33 @@ def config_directory(lock: Mapping[str, Any]) -> Path:
     return directory
 
 
-def _directory(lock: Mapping[str, Any], paths: list[str]) -> Path:
-    """The local directory of a model lock, with at least `paths`."""
+def adapter_directory(model_lock: Mapping[str, Any]) -> Path | None:
+    """The directory of the pinned adapter that training goes on from; None without one. Errors as `model_directory`."""
+    lock = model_lock.get("adapter")
+    return None if lock is None else files_directory(lock, "model.adapter")
+
+
+def files_directory(lock: Mapping[str, Any], parameter: str) -> Path:
+    """The directory of a lock with all of its files; errors name `parameter`."""
+    return _directory(lock, list(lock["files"]), parameter)
+
+
+def _directory(lock: Mapping[str, Any], paths: list[str], parameter: str = "model.name") -> Path:
+    """The local directory of a lock, with at least `paths`."""
     if lock["kind"] == "hub":
-        return download("model.name", lock["name"], "model", lock["revision"], paths)
+        return download(parameter, lock["name"], "model", lock["revision"], paths)
     directory = TINY_DIRECTORY if lock["kind"] == TINY else find_source(lock["name"])
     remedy = "put it back or change the name"
     if not directory.is_dir():
-        raise ModelFault(f"the pinned directory {lock['name']!r} is gone", remedy)
+        raise ModelFault(f"the pinned directory {lock['name']!r} is gone", remedy, parameter)
     if missing := [path for path in paths if not (directory / path).is_file()]:
-        raise ModelFault(f"the pinned file {directory / missing[0]} is gone", remedy)
+        raise ModelFault(f"the pinned file {directory / missing[0]} is gone", remedy, parameter)
     return directory
+
+
+def locked_files(lock: Mapping[str, Any]) -> dict[str, Any]:
+    """The hashes of the files of a lock; those of the adapter in a model's lock are nested, under `adapter`."""
+    return lock["files"] if lock.get("adapter") is None else {**lock["files"], "adapter": lock["adapter"]["files"]}
 
 
 def model_address(lock: Mapping[str, Any]) -> str:
@@ -239,7 +256,7 @@ def versions_in(directory: Path) -> FileVersions:
     return FileVersions({path: file_version(path) for path in directory.glob("*")})
 
 
-def verify_files(directory: Path, files: Mapping[str, str]) -> FileVersions:
+def verify_files(directory: Path, files: Mapping[str, str], parameter: str = "model.name") -> FileVersions:
     """Compare files with their pinned hashes, sha256 or git blob ids by name; the result is their versions.
 
     Raises ModelFault if a file is missing or changed.
@@ -252,10 +269,10 @@ def verify_files(directory: Path, files: Mapping[str, str]) -> FileVersions:
             digest = file_digest(path, new_digest(files[name], path.stat().st_size))
         except OSError as error:
             raise ModelFault(
-                f"{path} cannot be read ({error.strerror})", "run `dvc repro` again to pin it again"
+                f"{path} cannot be read ({error.strerror})", "run `dvc repro` again to pin it again", parameter
             ) from error
         if digest != files[name]:
-            raise ModelFault(f"{path} changed since it was pinned", "run `dvc repro` again")
+            raise ModelFault(f"{path} changed since it was pinned", "run `dvc repro` again", parameter)
     return FileVersions(versions)
 
 

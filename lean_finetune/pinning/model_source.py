@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.atomic_files import find_source, sha256_file, write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.adapter_source import pin_adapter
 from lean_finetune.pinning.config_file import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
@@ -156,8 +157,10 @@ def check_weights(path: Path) -> None:
 CONFIG_FILES = (CONFIG_FILE, "generation_config.json")
 
 
-def pin_model(name: str, revision: str | None, locks: Path) -> None:
-    """Write locks/model.json and locks/tokenizer.json, and link the model as locks/watched-model.
+def pin_model(
+    name: str, revision: str | None, locks: Path, adapter: str | None = None, adapter_revision: str | None = None
+) -> None:
+    """Write locks/model.json and locks/tokenizer.json; link the model and an adapter as locks/watched-model, -adapter.
 
     The tokenizer's lock has content hashes, the tokens at which generation stops, and no names, so that a model with
     the same tokenizer does not tokenize again.
@@ -182,9 +185,13 @@ def pin_model(name: str, revision: str | None, locks: Path) -> None:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
         files, tokenizer, stops = _pin_directory(local)
     lock = {"kind": kind, "name": name, "revision": commit, "files": files, "tokenizer_files": sorted(tokenizer)}
+    watched_adapter = NOTHING_LOCAL
+    if adapter is not None:
+        lock["adapter"], watched_adapter = pin_adapter(adapter, adapter_revision, lock)
     write_json(locks / "model.json", lock)
     write_json(locks / "tokenizer.json", {"files": tokenizer, "stop_ids": stops})
     watch(locks / "watched-model", watched)
+    watch(locks / "watched-adapter", watched_adapter)
 
 
 def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str], list[int]]:

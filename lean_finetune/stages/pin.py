@@ -17,7 +17,7 @@ from lean_finetune.pinning.model_source import pin_model
 @click.argument("what", type=click.Choice(["data", "model"]))
 @click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True)
 def main(what: str, locks: Path) -> None:
-    """Pin the data (data.source) or the model (model.name) of params.yaml.
+    """Pin the data (data.source), or the model (model.name) with an adapter (model.adapter) of params.yaml.
 
     A local path is pinned by the content of its files, a Hub id by its commit. Later stages read only pinned files.
     """
@@ -26,4 +26,4 @@ def main(what: str, locks: Path) -> None:
         if note := pin_data(p.data, locks):
             click.echo(f"note: {note}", err=True)
     else:
-        pin_model(p.model.name, p.model.revision, locks)
+        pin_model(p.model.name, p.model.revision, locks, p.model.adapter, p.model.adapter_revision)

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.pinning.locate import locked_files
 from lean_finetune.plan.batch_plan import open_batches, read_column
 from lean_finetune.step.token_rows import Split
 
@@ -19,7 +20,7 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 def identity(tokens: Path, model_lock: Mapping[str, Any]) -> str:
     """Equal for equal tokens and weights."""
     files = {path.relative_to(tokens).as_posix(): sha256_file(path) for path in sorted(tokens.rglob("*.arrow"))}
-    return sha256_json({"tokens": files, "model": model_lock["files"]})
+    return sha256_json({"tokens": files, "model": locked_files(model_lock)})
 
 
 def write_table(path: Path, logps: np.ndarray, of: str) -> None:

@@ -23,10 +23,19 @@ from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import division, host_bytes
 from lean_finetune.memory.predict.traced_step import longest_row
 from lean_finetune.model.allocator_settings import use_segments
+from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
-from lean_finetune.pinning.locate import NO_FILES, FileVersions, ModelFault, model_directory, verify_files
+from lean_finetune.pinning.adapter_source import verify_adapter
+from lean_finetune.pinning.locate import (
+    NO_FILES,
+    FileVersions,
+    ModelFault,
+    adapter_directory,
+    model_directory,
+    verify_files,
+)
 from lean_finetune.plan.batch_plan import Plan, read_plan, worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
@@ -119,6 +128,10 @@ class TrainJob:
     """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
     base_files: FileVersions = NO_FILES
     """Files of the base model, in the process that verified them."""
+    adapter: Path | None = None
+    """Directory of the adapter that goes on."""
+    adapter_files: FileVersions = NO_FILES
+    """Its files, in the process that verified them."""
     note: str | None = None
     """A line for the user about the learning rate."""
     trackers: Sequence[str] = ()
@@ -215,7 +228,7 @@ def remedies_of_node(world: World) -> Iterator[None]:
             raise
         where = f"node {node} ({platform.node()})"
         if isinstance(error, ModelFault):
-            raise UserError(f"model.name: on {where} {error.fault}; copy it there from node 0") from error
+            raise UserError(f"{error.parameter}: on {where} {error.fault}; copy it there from node 0") from error
         raise UserError(f"{error}; or copy the hub's cache from node 0 to {where}") from error
 
 
@@ -263,15 +276,18 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     """
     lock = read_json(paths.model_lock)
     with remedies_of_node(world):
-        directory = model_directory(lock)
+        directory, adapter = model_directory(lock), adapter_directory(lock)
     config = read_config(directory)
     check_attention(device, config, train)
     if train.merge:
         refuse_merge(directory, train, experts=train.lora.experts == "all")
-    base_files = NO_FILES
+    if adapter is not None:
+        refuse_other_adapter(adapter, train, config)
+    base_files = adapter_files = NO_FILES
     if world.local_rank == 0:  # All processes of a node read the same files.
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
+            adapter_files = verify_adapter(lock, adapter)
     plan, rows = _read_plan(params, paths)
     heldout = TokenRows(paths.tokens, "heldout")
     if train.pairs is not None and train.pairs.has_reference:
@@ -293,6 +309,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     return TrainJob(
         model_directory=directory,
         base_files=base_files,
+        adapter=adapter,
+        adapter_files=adapter_files,
         plan=plan,
         rows=rows,
         heldout=heldout,

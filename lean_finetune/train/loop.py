@@ -224,9 +224,11 @@ class Trainer:
                 job.seed,
                 job.world,
                 job.device,
+                adapter=job.adapter,
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )
+            job.adapter_files.refuse_change()
             job.base_files.refuse_change()  # Verified before loading, which takes minutes for a large model.
             with torch.no_grad():
                 parallel.run(partial(check_head, device=job.device))

@@ -23,6 +23,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
+from lean_finetune.pinning.locate import locked_files
 from lean_finetune.plan.batch_plan import Plan, plan_settings_hash, read_plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
@@ -162,8 +163,8 @@ def _directory_hashes(directory: Path) -> dict[str, str]:
 
 
 def _pinned_files(lock: Path) -> str:
-    """Hash the file hashes in a lock; where the files are may differ between machines."""
-    return sha256_json(read_json(lock)["files"]) if lock.is_file() else MISSING
+    """Hash the file hashes in a lock, those of an adapter too; where the files are may differ between machines."""
+    return sha256_json(locked_files(read_json(lock))) if lock.is_file() else MISSING
 
 
 # Choose the unfinished run to resume, report why the nearest one is not resumed, and open the run's checkpoints.

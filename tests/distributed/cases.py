@@ -58,6 +58,8 @@ class Case:
     """Update in backward, without clipping."""
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    """Directory of an adapter that goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,8 @@ def learn(case: Case, world: World) -> Outcome:
     optim = {**PLAIN, **case.optim}
     disk = optim.pop("disk", None)
     layout = layout_of(case, world.size)
-    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, stage_layers=case.stages)
+    adapter = None if case.adapter is None else Path(case.adapter)
+    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, stage_layers=case.stages)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
     scaler = LossScaler() if train.scales_loss else None

@@ -19,6 +19,7 @@ from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
+from tests.small_model import moved_adapter, spec_of
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -188,6 +189,27 @@ BF16, FP16 = (0.005, 0.05), (0.001, 0.01)
 def test_precisions_and_adapters(small_llama: Path, pair: Group, single: Single, mode, model, optim, bounds):
     case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=12, model=model, optim=optim)
     check(pair, single, case, same_batches(case), bounds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [
+        ("ddp", "lora"),
+        ("zero1", "qlora"),
+        ("zero2", "qlora"),
+        ("zero3", "lora"),
+        ("zero3", "qlora"),
+        ("ddp", "int8_lora"),
+    ],
+)
+def test_an_adapter_goes_on_in_every_process(small_llama: Path, tmp_path, pair: Group, single: Single, mode, method):
+    """Processes that did not read its files, and would train the adapter that they initialised."""
+    start = moved_adapter(small_llama, tmp_path / "start", spec_of(method=method))
+    case = Case(directory=str(small_llama), mode=mode, sizes=IDLE, chunk=16, steps=4, model={"method": method})
+    fresh, case = case, replace(case, adapter=str(start))
+    results = check(pair, single, case, same_batches(case), EXACT)
+    assert abs(results["expected"]["losses"][0] - single(fresh)["losses"][0]) > 1e-4
 
 
 EXPERT_CASES = [

@@ -192,12 +192,14 @@ def _from_project(here: Path, path: Path) -> str:
 def _links(here: Path, params: str) -> dict[str, str]:
     """The target of each link as the first run would write it, which then changes no file that git tracks."""
     links, values = template_links(), parse_yaml(params)
-    data, model = values["data"]["source"], values["model"]["name"]
+    data, model, adapter = values["data"]["source"], values["model"]["name"], values["model"].get("adapter")
     if isinstance(data, str) and not data.startswith(HUB_PREFIX):
         is_glob = glob.has_magic(data) and not (here / data).exists()
         links["locks/watched-data"] = _link_text(here, glob_base(data) if is_glob else data)
     if (here / model).is_dir():
         links["locks/watched-model"] = _link_text(here, model)
+    if adapter is not None and (here / adapter).is_dir():
+        links["locks/watched-adapter"] = _link_text(here, adapter)
     return links
 
 

@@ -43,7 +43,7 @@ def template_files() -> dict[str, str]:
 def template_links() -> dict[str, str]:
     """The target of each link through which DVC watches sources: at first, of nothing local."""
     nothing = NOTHING_LOCAL.name
-    here = {f"locks/{name}": nothing for name in (*DIRECTORY_LINKS, "watched-model")}
+    here = {f"locks/{name}": nothing for name in (*DIRECTORY_LINKS, "watched-adapter", "watched-model")}
     return {**here, f"locks/{FILE_LINKS}/0": f"../{nothing}"}
 
 

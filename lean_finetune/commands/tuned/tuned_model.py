@@ -28,11 +28,12 @@ from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.adapters import ADAPTER_CONFIG, load_adapter
+from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
 from lean_finetune.pinning.model_source import CONFIG_FILES, INDEX, shard_names

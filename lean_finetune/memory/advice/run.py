@@ -36,6 +36,7 @@ from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
+from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.model_config import (
     attention_window,
@@ -45,7 +46,8 @@ from lean_finetune.model.model_config import (
     refuse_context_parallel,
 )
 from lean_finetune.model.precision import resolved
-from lean_finetune.pinning.locate import config_directory, find_model
+from lean_finetune.pinning.adapter_source import find_adapter
+from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
@@ -378,7 +380,10 @@ def fit_run(p: Params, *, shorten: bool = False) -> Run:
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
-    return full_rows_run(p, config, device, reason)
+    run = full_rows_run(p, config, device, reason)
+    if p.model.adapter is not None:
+        refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
+    return run
 
 
 def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_reason: str = "") -> Run:
@@ -439,9 +444,12 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     device, device_reason = resolve_gpu(p.hardware.gpu)
     plan, lengths = read_plan(plan_path), read_lengths(index)
     refuse_other_tokens(plan, lengths)
-    config = read_config(config_directory(read_json(model_lock)))
+    lock = read_json(model_lock)
+    config = read_config(config_directory(lock))
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
     setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
+    if (adapter := adapter_directory(lock)) is not None:
+        refuse_other_adapter(adapter, setting.train, config)
     declared_part(p.hardware)  # Counts as read on every device; on a GPU the host's RAM and disk matter too.
     run = Run(
         params=p,

@@ -1,0 +1,185 @@
+"""Go on from an adapter (model.adapter): check that it has the parameters of the run, and load its weights."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+from transformers import PretrainedConfig
+
+from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.model.adapter_init import PEFT_PREFIX
+from lean_finetune.model.adapters import add_adapters
+from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.files.safetensors_files import stored_tensors
+from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, fault, read_adapter
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG
+
+LORA = ".lora_"
+MERGE_FIRST = "merge it into its base with peft, and name the result in model.name"
+CHANGED_BASES = ("corda", "loftq", "olora", "pissa")
+"""Starts of peft that change the frozen weights, which the base's files then do not have."""
+UNUSED = ("bias", "layer_replication", "layers_to_transform", "lora_bias", "use_qalora")
+"""Keys of adapter_config.json that no parameter here expresses."""
+
+
+def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig) -> None:
+    """Refuse an adapter that differs from what `train` would add to the model, in one line with both values.
+
+    `train.lora` says what training builds; an adapter of another rank would need another prediction.
+
+    Raises:
+        UserError: its kind, rank, scale, targets or shapes differ, or its file lacks tensors.
+    """
+    adapter = read_adapter(directory)
+    _refuse_kind(directory, adapter)
+    _refuse_values(directory, _values_of(adapter), train)
+    model = meta_model(config)
+    modules = dict(model.named_modules())
+    wanted = {name: tuple(tensor.shape) for name, tensor in saved_names(_on_meta(model, train)).items()}
+    found = adapter_tensors(directory)
+    _refuse_layers(
+        directory, adapter, train, {_layer(name) for name in found}, {_layer(name) for name in wanted}, modules
+    )
+    for name, shape in wanted.items():
+        if name not in found:
+            raise fault(directory / ADAPTER_WEIGHTS, f"has no {name}")
+        if found[name].shape != shape:
+            raise fault(
+                directory / ADAPTER_WEIGHTS,
+                f"has {name} of shape {_shown(found[name].shape)}, and the model needs {_shown(shape)}",
+                "name the adapter's base in model.name",
+            )
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise fault(directory / ADAPTER_WEIGHTS, f"has {unknown[0]}, which training here has not", MERGE_FIRST)
+
+
+def _on_meta(model: Any, train: Train) -> PeftModel:
+    with torch.device("meta"):
+        return add_adapters(model, train, seed=None)
+
+
+def _refuse_kind(directory: Path, adapter: Mapping[str, Any]) -> None:
+    """Refuse what no parameter of params.yaml says."""
+    path = directory / ADAPTER_CONFIG
+    start = str(adapter.get("init_lora_weights")).lower()
+    if start.startswith(CHANGED_BASES):
+        raise fault(path, f"has init_lora_weights={shortened(start)}, which changed its base", MERGE_FIRST)
+    for key in UNUSED:
+        if (value := adapter.get(key)) and value != "none":
+            raise fault(path, f"has {key}={shortened(str(value))}, which is not trained here", MERGE_FIRST)
+    patterns = {**(adapter.get("rank_pattern") or {}), **(adapter.get("alpha_pattern") or {})}
+    if other := sorted(patterns.keys() - set(_expert_targets(adapter))):
+        raise fault(path, f"has another rank or scale for {other[0]}", MERGE_FIRST)
+
+
+def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
+    """Parameters of experts that an adapter adapts; see `save_adapter` for other names with `.weight`."""
+    return [name for name in adapter.get("target_parameters") or () if not name.endswith(".weight")]
+
+
+def _values_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `train.lora` that an adapter was made with, by key."""
+    experts = _expert_targets(adapter)
+    values: dict[str, Any] = {
+        "rank": adapter["r"],
+        "alpha": adapter["lora_alpha"],
+        "rslora": bool(adapter.get("use_rslora")),
+        "dora": bool(adapter.get("use_dora")),
+        "experts": "all" if experts else "none",
+    }
+    if experts:
+        values["expert_rank"] = (adapter.get("rank_pattern") or {}).get(experts[0], adapter["r"])
+    return values
+
+
+def _refuse_values(directory: Path, values: Mapping[str, Any], train: Train) -> None:
+    """Raise UserError for the first value that differs, with the flags that set all of them."""
+    differ = {key: value for key, value in values.items() if getattr(train.lora, key) != value}
+    if differ:
+        first, value = next(iter(differ.items()))
+        got = getattr(train.lora, first)
+        flags = " ".join(f"train.lora.{key}={_text(one)}" for key, one in differ.items())
+        raise UserError(
+            f"train.lora.{first}: must be {_text(value)}, as in model.adapter={directory}; got {_text(got)}; set "
+            f"{flags}"
+        )
+
+
+def _refuse_layers(
+    directory: Path,
+    adapter: Mapping[str, Any],
+    train: Train,
+    found: set[str],
+    wanted: set[str],
+    modules: Mapping[str, nn.Module],
+) -> None:
+    """Refuse an adapter of other layers than those of train.lora.targets."""
+    if found == wanted:
+        return
+    path = directory / ADAPTER_WEIGHTS
+    if foreign := sorted(layer for layer in found - wanted if layer.removesuffix(".base_layer") not in modules):
+        raise fault(path, f"adapts {foreign[0]}, which the model has not", "name the adapter's base in model.name")
+    targets = adapter.get("target_modules")
+    named = targets if isinstance(targets, list) else []
+    if lost := sorted(layer for layer in wanted - found if _matches(layer, named)):
+        raise fault(path, f"has no tensors of {lost[0]}, which {ADAPTER_CONFIG} names")
+    names = sorted({layer.rpartition(".")[2] for layer in found})
+    if any(_matches(layer, names) and layer not in found for layer in modules):
+        raise fault(path, f"adapts some of the layers that are called {', '.join(names)}, not all", MERGE_FIRST)
+    raise UserError(
+        f"train.lora.targets: must be {_text(names)}, as in model.adapter={directory}; got "
+        f"{_text(list(train.lora.targets))}; set train.lora.targets={_text(names)}"
+    )
+
+
+def _matches(layer: str, names: Iterable[str]) -> bool:
+    return any(layer == name or layer.endswith(f".{name}") for name in names)
+
+
+def _layer(name: str) -> str:
+    """The layer of a saved tensor."""
+    return name.removeprefix(PEFT_PREFIX).partition(LORA)[0]
+
+
+def _text(value: Any) -> str:
+    """A value as params.yaml and the command line have it."""
+    return (
+        f"[{','.join(map(str, value))}]"
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def saved_names(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The trained tensors by their names in a saved adapter; they share memory with the model's."""
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    return found
+
+
+@torch.no_grad()
+def load_start(model: PeftModel, directory: Path) -> None:
+    """Overwrite the new adapters of a model by those in a directory, one tensor at a time.
+
+    Raises:
+        UserError: the file lacks one, or has one of another shape (see `refuse_other_adapter`).
+    """
+    path = directory / ADAPTER_WEIGHTS
+    stored = stored_tensors(path)
+    wanted = saved_names(model)
+    if stored.keys() != wanted.keys():
+        raise fault(path, f"has other tensors than the model: {sorted(stored.keys() ^ wanted.keys())[0]}")
+    for name, tensor in wanted.items():
+        if stored[name].shape != tuple(tensor.shape):
+            raise fault(path, f"has {name} of shape {_shown(stored[name].shape)}, not {_shown(tuple(tensor.shape))}")
+        tensor.copy_(stored[name].read().to(tensor.dtype))

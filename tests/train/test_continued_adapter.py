@@ -1,0 +1,294 @@
+"""Training that goes on from an adapter: what it starts from, what it is compared with, and what is refused."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.continued_adapter import refuse_other_adapter
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from stages.bucket import main as bucket
+from stages.estimate import main as estimate
+from stages.evaluate import main as evaluate
+from stages.pin import main as pin
+from stages.reference import main as reference
+from stages.tokenize import main as tokenize
+from stages.train import main as train
+from tests.small_model import CPU, moved_adapter, save_small_llama, spec_of
+from tests.train.interrupted import finish, in_parts, small_job
+from tests.workspace import error, invoke, lay_out, write_rows, write_verdict
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # In peft.
+
+SMALL: dict[str, Any] = {
+    "data__source": "rows.jsonl",
+    "data__heldout_fraction": 0.3,
+    "data__max_length": 128,
+    "bucket__max_tokens": 256,
+    "train__tokens_per_step": 256,
+    "train__epochs": 1,
+    "train__method": "lora",
+    "train__precision": "fp32",
+    "train__lr": 1e-2,
+    "train__lora__rank": 4,
+    "train__lora__alpha": 8,
+    "evaluate__loss_rows": 4,
+    "evaluate__generate_rows": 0,
+    "run__cpu_threads": 1,
+    "run__data_workers": 1,
+    "run__tokenizer_engine": "tokenizers",
+}
+ROWS = [{"instruction": f"add {n} and {n}", "output": str(2 * n)} for n in range(24)]
+PAIRS = [{"prompt": f"add {n} and {n}", "chosen": str(2 * n), "rejected": f"{n} or so"} for n in range(24)]
+BEFORE = (tokenize, bucket)
+START = "sft"
+"""Name of the directory of the adapter that goes on."""
+
+
+def run(place: Path, stages: Any, rows: list[dict[str, str]] = ROWS, **changes: Any) -> None:
+    """Run the stages in a directory; those before `train` have a fixed verdict instead of an estimate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.delenv("DVC_STAGE", raising=False)
+        write_rows(place / "rows.jsonl", rows)
+        lay_out(place, **{**SMALL, **changes})
+        write_verdict(place)
+        for what in ("data", "model"):
+            assert invoke(pin, what).exit_code == 0
+        for stage in (*BEFORE, *stages):
+            result = invoke(stage)
+            assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the tiny model as supervised fine-tuning writes it."""
+    place = tmp_path_factory.mktemp("sft")
+    run(place, (reference, train))
+    return place / "data/tuned"
+
+
+@pytest.fixture
+def place(tmp_path: Path, sft: Path) -> Path:
+    """A new project beside that adapter."""
+    shutil.copytree(sft, tmp_path / START)
+    return tmp_path
+
+
+def first_step(place: Path) -> dict[str, float]:
+    """The losses and rewards in the first row of curves.csv."""
+    with (place / "data/train/curves.csv").open() as file:
+        row = next(csv.DictReader(file))
+    return {name: float(value) for name, value in row.items() if name == "loss" or name.startswith("reward")}
+
+
+def test_dpo_after_sft_starts_at_ln_2_and_is_compared_with_the_start(place: Path, sft: Path, tiny_dir: Path):
+    """A reference without the adapter, an adapter that is not loaded, or an evaluation against the bare base."""
+    more = {"train__objective": "dpo", "train__lr": 1e-3}
+    run(place, (reference, train, evaluate), PAIRS, model__adapter=START, **more)
+    first = first_step(place)
+    assert first["loss"] == pytest.approx(0.693147, abs=2e-5) and first["reward_margin"] == pytest.approx(0, abs=1e-4)
+    lock = read_json(place / "locks/model.json")
+    assert lock["adapter"]["kind"] == "directory" and set(lock["adapter"]["files"]) == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    started, ended = (load_file(path / "adapter_model.safetensors") for path in (sft, place / "data/tuned"))
+    assert started.keys() == ended.keys()
+    assert all(0 < (ended[name] - started[name]).abs().max() < 0.1 for name in started)
+    # The result loads alone: no file of the first adapter is needed.
+    shutil.rmtree(place / START)
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    PeftModel.from_pretrained(base, str(place / "data/tuned"))
+    found = read_json(place / "metrics/evaluate.json")
+    plain = place / "plain"
+    shutil.copytree(sft, place / START)
+    run(plain.parent, (evaluate,), PAIRS, **more)  # Without model.adapter: the base alone.
+    alone = read_json(place / "metrics/evaluate.json")
+    assert found["tuned_loss"] == alone["tuned_loss"] and found["base_loss"] != alone["base_loss"]
+
+
+def test_the_reference_belongs_to_the_adapter(place: Path):
+    """Log-probabilities of another start, with which every reward would be wrong."""
+    run(place, (reference,), PAIRS, train__objective="dpo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        lay_out(place, **{**SMALL, "train__objective": "dpo", "model__adapter": START})
+        assert invoke(pin, "model").exit_code == 0
+        assert "was computed from other weights or tokens" in error(invoke(train))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "qlora", "int8_lora"])
+def test_a_continued_run_is_repeatable_and_resumes_from_its_own_checkpoint(small_llama: Path, tmp_path: Path, method):
+    """A resumed run that starts from the first adapter again."""
+    spec = spec_of(method=method)
+    start = moved_adapter(small_llama, tmp_path / "start", spec)
+    job = small_job(small_llama, tmp_path / "tokens", method=method, adapter=start)
+    whole = finish(job)
+    whole.check_equal(finish(job))
+    whole.check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"lora_rslora": True},
+    "dora": {"lora_dora": True},
+    "two layers": {"lora_targets": ["q_proj", "down_proj"]},
+    "nf4": {"method": "qlora"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_starts_as_the_adapter_ended(small_llama: Path, tmp_path: Path, form: str):
+    """Tensors that are left as they were initialised."""
+    spec = spec_of(**FORMS[form])
+    start = moved_adapter(small_llama, tmp_path / "start", spec)
+    config = read_config(small_llama)
+    refuse_other_adapter(start, spec, config)
+    model: Any = load_model(small_llama, spec, CPU, adapter=start)
+    save_adapter(model, tmp_path, str(small_llama))
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (start, tmp_path))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def config_with(directory: Path, **values: Any) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def weights_with(directory: Path, change: Any) -> None:
+    path = directory / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def without_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    layer = next(iter(tensors)).partition(".lora_")[0]
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "damage", "message"),
+    [
+        (
+            {"lora_rank": 8},
+            None,
+            r"train\.lora\.rank: must be 4, as in model\.adapter=.*; got 8; set train\.lora\.r",
+        ),
+        (
+            {"lora_rank": 8, "lora_alpha": 2, "lora_rslora": True},
+            None,
+            r"set train\.lora\.rank=4 train\.lora\.alpha=32 train\.lora\.rslora=false$",
+        ),
+        (
+            {"lora_dora": True},
+            None,
+            r"train\.lora\.dora: must be false, as in .*; got true; set train\.lora\.dora=f",
+        ),
+        (
+            {"lora_targets": ["q_proj"]},
+            None,
+            r"train\.lora\.targets: must be \[down_proj,.*\], as in .*; got \[q_proj\]; set train\.lora\.targets=\[",
+        ),
+        (
+            {},
+            lambda path: config_with(path, bias="all"),
+            r"config\.json has bias=all, which is not trained here",
+        ),
+        ({}, lambda path: config_with(path, init_lora_weights="pissa_niter_4"), "which changed its base; merge it"),
+        ({}, lambda path: config_with(path, rank_pattern={"q_proj": 2}), "has another rank or scale for q_proj"),
+        ({}, lambda path: config_with(path, peft_type="IA3"), r"model\.adapter: .* is not one of a LoRA adapter"),
+        (
+            {},
+            lambda path: weights_with(path, without_one),
+            r"has no tensors of model\.layers\.0\..*, which",
+        ),
+        (
+            {},
+            lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
+            "a pickle",
+        ),
+    ],
+)
+def test_an_adapter_that_is_not_what_training_would_build_is_refused(
+    small_llama: Path, tmp_path: Path, changes: dict[str, Any], damage: Any, message: str
+):
+    """A rank that is not the predicted one, or weights that stay as they were initialised."""
+    start = moved_adapter(small_llama, tmp_path / "start", spec_of(lora_alpha=32))
+    if damage is not None:
+        damage(start)
+    with pytest.raises(UserError, match=message):
+        refuse_other_adapter(start, spec_of(**{"lora_alpha": 32, **changes}), read_config(small_llama))
+
+
+def test_an_adapter_of_another_base_is_refused(small_llama: Path, tmp_path: Path):
+    """By its shapes, or by layers that the model lacks."""
+    spec = spec_of()
+    other: dict[str, dict[str, Any]] = {"wider": {"intermediate_size": 192}, "deeper": {"num_hidden_layers": 3}}
+    for name, sizes in other.items():
+        start = moved_adapter(save_small_llama(tmp_path / name, **sizes), tmp_path / f"{name} start", spec)
+        with pytest.raises(UserError, match=r"model\.adapter: .*(shape|adapts).*name the adapter's base in "):
+            refuse_other_adapter(start, spec, read_config(small_llama))
+
+
+def pinned(place: Path, **values: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        lay_out(place, **{**SMALL, **values})
+        return invoke(pin, "model")
+
+
+def test_what_cannot_be_pinned_is_refused_in_a_line_and_nothing_is_written(place: Path, tiny_dir: Path):
+    """A lock that names another model's adapter."""
+    shutil.copytree(tiny_dir, place / "other")
+    (place / "other/generation_config.json").write_text("{}")
+    config_with(place / START, base_model_name_or_path=str(place / "other"))
+    assert "whose generation_config.json differs; got model.name=tiny" in error(pinned(place, model__adapter=START))
+    assert not (place / "locks/model.json").exists()
+    for values, message in (
+        ({"model__adapter": "./gone"}, "model.adapter: must be an existing directory, or a hub id"),
+        ({"model__adapter": START, "model__adapter_revision": "main"}, "model.adapter_revision: only an adapter on"),
+        ({"model__adapter_revision": "main"}, "model.adapter_revision: has an effect only with model.adapter"),
+        ({"model__adapter": START, "train__method": "full"}, "model.adapter: needs adapters, and train.method=full"),
+        ({"model__adapter": START, "train__lora__init": "pissa"}, "train.lora.init: an adapter that goes on has its"),
+    ):
+        assert message in error(pinned(place, **values))
+    (place / "data").mkdir()
+    (place / START).rename(place / "data/tuned")
+    assert "is where training writes" in error(pinned(place, model__adapter="data/tuned"))
+
+
+def test_a_change_of_the_adapter_is_another_lock(place: Path):
+    """Stages that would keep what they computed from the adapter before."""
+    locks = []
+    for change in (lambda path: None, lambda path: weights_with(path, lambda all: {k: v + 1 for k, v in all.items()})):
+        change(place / START)
+        assert pinned(place, model__adapter=START).exit_code == 0
+        locks.append((place / "locks/model.json").read_bytes())
+        assert (place / "locks/watched-adapter").resolve() == place / START
+    assert locks[0] != locks[1]
+    assert pinned(place).exit_code == 0 and "adapter" not in read_json(place / "locks/model.json")
+
+
+@pytest.mark.slow
+def test_the_peak_is_that_of_a_new_adapter_and_estimate_refuses_another_rank(place: Path):
+    peaks = []
+    for adapter in (None, START):
+        run(place, (estimate,), model__adapter=adapter)
+        peaks.append(read_json(place / "metrics/estimate.json"))
+    assert peaks[0] == peaks[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        lay_out(place, **{**SMALL, "model__adapter": START, "train__lora__rank": 8})
+        assert "train.lora.rank: must be 4, as in model.adapter=sft; got 8; set" in error(invoke(estimate))
