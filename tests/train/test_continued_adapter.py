@@ -112,9 +112,8 @@ def test_dpo_after_sft_starts_at_ln_2_and_is_compared_with_the_start(place: Path
     base = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     PeftModel.from_pretrained(base, str(place / "data/tuned"))
     found = read_json(place / "metrics/evaluate.json")
-    plain = place / "plain"
-    shutil.copytree(sft, place / START)
-    run(plain.parent, (evaluate,), PAIRS, **more)  # Without model.adapter: the base alone.
+    assert abs(found["base_reward_margin"]) < 1e-4 < found["tuned_reward_margin"]
+    run(place, (reference, evaluate), PAIRS, **more)  # Without model.adapter: the base alone.
     alone = read_json(place / "metrics/evaluate.json")
     assert found["tuned_loss"] == alone["tuned_loss"] and found["base_loss"] != alone["base_loss"]
 
