@@ -171,7 +171,8 @@ def count(directory: Path, setting: Setting, steps: TracedSteps) -> MeasuredPeak
             model = load_model(directory, setting.train, CPU)
             trainer = Trainer.of(model, setting, CPU, scratch=directory, lr=1e-3, weight_decay=0.01)
         for shapes in steps:
-            trainer.step((random_batch(shape, VOCABULARY) for shape in shapes), 300, meter.phase)
+            own, mismatched = ((random_batch(shape, VOCABULARY) for shape in shapes) for _ in range(2))
+            trainer.step(own, 300, meter.phase, mismatched)
     return meter.result()
 
 

@@ -14,8 +14,10 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
-from lean_finetune.step.batches import IGNORED, Batch, BatchShape, pack_rows
+from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
+from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step
 
@@ -91,7 +93,20 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     rows = None if shape.packed_lengths is None else pack_rows(shape.packed_lengths, shape.length)
     if rows is not None:  # Copies, since memory meters do not count numpy's memory on a CPU.
         rows = PackedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    batch = Batch(input_ids_BT=input_ids_BT, targets_BT=targets_BT, supervised_index_N=index_N, packed_rows=rows)
+    answers = None
+    if shape.kind is not RowKind.ANSWER:
+        answers = empty_answers(shape, "cpu")
+        for values_R in (answers.reference_R, answers.desirable_R):
+            if values_R is not None:
+                values_R.fill_(1)
+        answers.tokens_R.copy_(torch.tensor(answers.counts))
+    batch = Batch(
+        input_ids_BT=input_ids_BT,
+        targets_BT=targets_BT,
+        supervised_index_N=index_N,
+        packed_rows=rows,
+        answers=answers,
+    )
     return batch if device is None else batch.to(device)
 
 
@@ -121,8 +136,10 @@ class Trainer:
             offload=make_offload(train.offload_activations, train.compress_activations, device, scratch),
         )
 
-    def step(self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase) -> StepResult:
-        """Run one optimizer step; `supervised_tokens` divides the loss."""
+    def step(
+        self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase, mismatched: Iterable[Batch] = ()
+    ) -> StepResult:
+        """Run one optimizer step; `supervised_tokens` divides the loss. Preferences have the values of a trace."""
         return training_step(
             self.model,
             self.optimizer,
@@ -134,4 +151,6 @@ class Trainer:
             guard=lambda losses, norm: None,
             scaler=self.scaler,
             offload=self.offload,
+            preferences=StepPreferences.of_any_rows(self.train),
+            mismatched=mismatched,
         )

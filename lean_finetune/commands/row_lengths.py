@@ -173,8 +173,8 @@ def lengths_of(
     from lean_finetune.pinning.model_source import read_stop_ids
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
-    pairs = p.train.pairs is not None
-    job = prepare_job(data, p.run.tokenizer_engine, lock, {"files": {}, "stop_ids": stops}, directory, pairs=pairs)
+    engine, kind = p.run.tokenizer_engine, p.train.row_kind
+    job = prepare_job(data, engine, lock, {"files": {}, "stop_ids": stops}, directory, kind=kind)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Rules of params.yaml for objectives of preference pairs."""
+"""Rules of params.yaml for objectives of preferences."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from lean_finetune.objectives.registry import OBJECTIVES
 def _unused_preference(params: Params) -> list[str]:
     """Parameters of section `preference` that are set, and that the objective does not read."""
     train = params.train
-    used = () if train.pairs is None else train.pairs.defaults
+    used = () if train.preferences is None else train.preferences.defaults
     given = [name for name in Preference.model_fields if getattr(train.preference, name) is not None]
     return [name for name in given if name not in used]
 
@@ -25,11 +25,11 @@ def _unused_message(params: Params) -> str:
     )
 
 
-def _pairs_exclude(key: str, broken: Callable[[Params], bool], reason: str, remedy: str) -> Rule:
-    """The rule that objectives of pairs exclude a setting."""
+def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str, remedy: str) -> Rule:
+    """The rule that objectives of preferences exclude a setting."""
     return Rule(
         key,
-        lambda p: p.train.pairs is not None and broken(p),
+        lambda p: p.train.preferences is not None and broken(p),
         f"{reason}; got {{{key}}} with train.objective={{train.objective}}; {remedy}, or use train.objective=sft",
     )
 
@@ -38,59 +38,59 @@ PREFERENCE_RULES = [
     Rule("train.preference", lambda p: bool(_unused_preference(p)), _unused_message),
     Rule(
         "train.best_by",
-        lambda p: p.train.best_by == "accuracy" and p.train.pairs is None,
-        "accuracy is the share of preference pairs in the right order; got accuracy with "
+        lambda p: p.train.best_by == "accuracy" and p.train.preferences is None,
+        "accuracy is the share of pairs in the right order, or of labels; got accuracy with "
         "train.objective={train.objective}; use loss",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "train.context_parallel",
         lambda p: p.train.context_parallel > 1,
         "the log-probability of an answer needs all of its tokens in one process",
         "set it to 1",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "train.tensor_parallel",
         lambda p: p.train.tensor_parallel > 1,
-        "was not tried with preference pairs",
+        "was not tried with preferences",
         "set it to 1",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "train.pipeline_stages",
         lambda p: p.train.pipeline_stages > 1,
-        "was not tried with preference pairs",
+        "was not tried with preferences",
         "set it to 1",
     ),
     Rule(
         "train.lora.dropout",
-        lambda p: p.train.pairs is not None and p.train.pairs.has_reference and p.train.lora.dropout > 0.0,
+        lambda p: p.train.preferences is not None and p.train.preferences.has_reference and p.train.lora.dropout > 0.0,
         "dropout would change the log-probabilities that are compared with the reference; got {train.lora.dropout} "
         "with train.objective={train.objective}; set it to 0.0",
     ),
     Rule(
         "train.lora.init",
         lambda p: (
-            p.train.pairs is not None
-            and p.train.pairs.has_reference
+            p.train.preferences is not None
+            and p.train.preferences.has_reference
             and ADAPTER_STARTS[p.train.lora.init].changes_output
         ),
         "starts from another model than the reference, which is the base without adapters; got {train.lora.init} with "
         "train.objective={train.objective}; use default",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "data.over_length",
         lambda p: p.data.over_length == "split",
-        "the parts of an answer are no pair",
+        "the parts of an answer are no answer to prefer",
         "use truncate or drop",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "data.train_on",
         lambda p: p.data.train_on == "all",
-        "the prompt is the same in both rows of a pair",
+        "preferences are of answers, not of prompts",
         "use assistant",
     ),
-    _pairs_exclude(
+    _preferences_exclude(
         "bucket.fixed_rows",
-        lambda p: p.bucket.mode == "fixed" and p.bucket.fixed_rows % 2 != 0,
+        lambda p: p.bucket.mode == "fixed" and p.bucket.fixed_rows % p.train.row_kind.unit != 0,
         "a pair is two rows of one micro-batch",
         "use an even number",
     ),

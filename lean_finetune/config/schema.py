@@ -40,7 +40,7 @@ from lean_finetune.config.section import (
     Share,
     Text,
 )
-from lean_finetune.objectives.objective import Objective
+from lean_finetune.objectives.objective import Objective, RowKind
 from lean_finetune.objectives.registry import OBJECTIVES
 
 # Section `train`, and the rules between its parameters.
@@ -119,7 +119,7 @@ class Lora(Section):
 
 
 class Preference(Section):
-    """Objectives of preference pairs. A blank parameter has the objective's usual value."""
+    """Objectives of preferences. A blank parameter has the objective's usual value."""
 
     beta: PositiveFloat | None
     """Strength of the preference loss: the inverse of the distance to the reference, or the scale of a difference."""
@@ -129,15 +129,19 @@ class Preference(Section):
     """Share of the pairs that are taken to be in the wrong order."""
     sft_weight: NonNegativeFloat | None
     """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
+    desirable_weight: PositiveFloat | None
+    """kto: weight of the losses of desirable answers."""
+    undesirable_weight: PositiveFloat | None
+    """kto: weight of the losses of undesirable answers."""
 
 
 class Train(BaseWeights):
     """The training step and its schedule."""
 
     objective: ObjectiveKey
-    """What is learnt: trained tokens (sft), or the order of two answers by a loss of pairs."""
+    """What is learnt: trained tokens (sft), or preferences: the order of two answers, or labels of single ones."""
     preference: Preference
-    """Parameters of the objectives of pairs."""
+    """Parameters of the objectives of preferences."""
 
     master_weights: bool
     """Method full in bf16: update an fp32 copy of the weights."""
@@ -213,19 +217,19 @@ class Train(BaseWeights):
     """Also write the full model with merged adapters to data/tuned/merged."""
 
     @property
-    def pairs(self) -> Objective | None:
-        """The objective of preference pairs; None for supervised fine-tuning."""
+    def preferences(self) -> Objective | None:
+        """The objective of preferences; None for supervised fine-tuning."""
         return OBJECTIVES[self.objective]
 
     @property
-    def rows_per_unit(self) -> int:
-        """Rows of tokens that stay together in a micro-batch: 2 for pairs."""
-        return 1 if self.pairs is None else 2
+    def row_kind(self) -> RowKind:
+        """What a row of the data is for the objective."""
+        return RowKind.ANSWER if self.preferences is None else self.preferences.kind
 
     @property
     def preference_values(self) -> dict[str, float]:
         """The values of section `preference` that the objective reads, its usual ones where they are blank."""
-        usual = {} if self.pairs is None else self.pairs.defaults
+        usual = {} if self.preferences is None else self.preferences.defaults
         given = {name: getattr(self.preference, name) for name in usual}
         return {name: usual[name] if value is None else value for name, value in given.items()}
 

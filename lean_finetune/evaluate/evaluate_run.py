@@ -127,8 +127,10 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
     rows = TokenRows(tokens, "heldout")
-    if p.train.pairs is not None:  # The worse answers are no examples: loss and prompts are those of the chosen ones.
+    if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
+        if rows.desirable is not None:
+            rows.dropped |= ~rows.desirable
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))

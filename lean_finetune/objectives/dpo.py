@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lean_finetune.objectives.objective import Objective, PairSums, smoothed_logistic
+from lean_finetune.objectives.objective import PairObjective, PairSums, smoothed_logistic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Dpo(Objective):
+class Dpo(PairObjective):
     """Raise the log-ratio to the reference of the chosen answer above that of the rejected one."""
 
     name = "dpo"

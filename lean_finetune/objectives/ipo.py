@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lean_finetune.objectives.objective import Objective, PairSums
+from lean_finetune.objectives.objective import PairObjective, PairSums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Ipo(Objective):
+class Ipo(PairObjective):
     """Bring the difference of the log-ratios to 1 / (2 beta), so that pairs without noise do not drive it to infinity.
 
     Log-ratios are per token, as the paper's authors trained it (docs of TRL's DPOTrainer).

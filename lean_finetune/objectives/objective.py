@@ -1,14 +1,104 @@
-"""What all objectives of preference tuning share: the sums that a loss is made of, and the interface."""
+"""What all objectives of preference tuning share: kinds of rows, the sums that a loss is made of, and the interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:  # The schema of params.yaml reads the registry, and must not import torch.
     from torch import Tensor
+
+
+class RowKind(StrEnum):
+    """What a row of the data is for an objective."""
+
+    ANSWER = "answer"
+    """An answer to learn: one row of tokens."""
+    PAIR = "pair"
+    """A chosen and a rejected answer to one prompt: rows 2u and 2u + 1 of the tokens, both trained."""
+    LABELLED = "labelled"
+    """An answer with a label, desirable or not: row 2u of the tokens. Row 2u + 1, which is not trained, has the same
+    prompt with another row's answer: a mismatch, by which the divergence from the reference is estimated."""
+
+    @property
+    def unit(self) -> int:
+        """Trained rows of tokens that stay together in a micro-batch."""
+        return 2 if self is RowKind.PAIR else 1
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of tokens of each row of the data."""
+        return 1 if self is RowKind.ANSWER else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSums:
+    """The answers of R rows of a micro-batch; all (R,)."""
+
+    logps: "Tensor"
+    """Log-probability of the answer: a sum over its trained tokens, fp32."""
+    tokens: "Tensor"
+    """Number of trained tokens, fp32."""
+    reference: "Tensor | None"
+    """`logps` under the reference model; None for objectives without one."""
+    desirable: "Tensor | None"
+    """Whether the answer is desirable, bool; None for pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Figures of an optimizer step's rows, over all micro-batches and processes."""
+
+    count: int
+    """Rows of the data: pairs, or labelled rows."""
+    better: int
+    """Chosen or desirable answers."""
+    worse: int
+    """Rejected or undesirable answers."""
+    better_tokens: int
+    """Trained tokens of the chosen answers."""
+    kl: "Tensor | None" = None
+    """Divergence from the reference: the mean log-ratio of the mismatched answers, at least 0, a detached fp32 scalar.
+    None without such answers."""
+
+
+class Objective(ABC):
+    """A loss of preferences.
+
+    To add one, write a subclass in a module of its own, and name it in `registry._ALL`. A row, or pair of rows, has a
+    loss of its own, given figures of the whole step. So any division of a step into micro-batches gives the same
+    gradients.
+    """
+
+    name: ClassVar[str]
+    """Value of train.objective."""
+    kind: ClassVar[RowKind]
+    """What rows it learns from."""
+    has_reference: ClassVar[bool]
+    """Whether the loss needs log-probabilities under the model before training."""
+    defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank."""
+
+    @abstractmethod
+    def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
+        """The part of the step's loss that a micro-batch's rows have, an fp32 scalar with gradients by `rows.logps`.
+
+        `values` are those of `defaults`' keys.
+        """
+
+    @abstractmethod
+    def judged(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
+        """Figures of a micro-batch's rows, fp32 (3,).
+
+        The sums of the rewards of its better and of its worse answers, and the number of pairs, or of labelled rows,
+        that the model judges right.
+        """
+
+
+# Objectives of pairs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +113,19 @@ class PairSums:
     chosen_reference: "Tensor | None"
     """Sums under the reference model; None for objectives without one."""
     rejected_reference: "Tensor | None"
+
+    @classmethod
+    def of(cls, rows: RowSums) -> "PairSums":
+        """The sums of pairs: rows 0 and 1, 2 and 3, and so on."""
+        reference = rows.reference
+        return cls(
+            chosen=rows.logps[::2],
+            rejected=rows.logps[1::2],
+            chosen_tokens=rows.tokens[::2],
+            rejected_tokens=rows.tokens[1::2],
+            chosen_reference=None if reference is None else reference[::2],
+            rejected_reference=None if reference is None else reference[1::2],
+        )
 
     @cached_property
     def mean_chosen(self) -> "Tensor":
@@ -47,23 +150,10 @@ class PairSums:
         return self.rejected - self.rejected_reference
 
 
-class Objective(ABC):
-    """A loss of preference pairs.
+class PairObjective(Objective):
+    """A mean of losses of pairs, plus `sft_weight` times the cross-entropy of the chosen answers if it reads that."""
 
-    To add one, write a subclass in a module of its own, and name it in `registry.OBJECTIVES`. The sums are those of
-    complete pairs, and each pair has a loss of its own, so that any division of a step into micro-batches gives the
-    same gradients.
-    """
-
-    name: ClassVar[str]
-    """Value of train.objective."""
-    has_reference: ClassVar[bool]
-    """Whether the loss needs log-probabilities under the model before training."""
-    defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank.
-
-    sft_weight is read for every objective that has it here: the weight of the cross-entropy of the chosen answers.
-    """
+    kind = RowKind.PAIR
 
     @abstractmethod
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
@@ -75,6 +165,21 @@ class Objective(ABC):
         if self.has_reference:
             return beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
         return beta * pairs.chosen, beta * pairs.rejected
+
+    def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
+        """See the base class."""
+        pairs = PairSums.of(rows)
+        loss = self.losses(pairs, values).sum() * (1.0 / step.count)
+        if sft_weight := values.get("sft_weight", 0.0):
+            loss = loss - pairs.chosen.sum() * (sft_weight / step.better_tokens)
+        return loss
+
+    def judged(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
+        """See the base class."""
+        import torch
+
+        chosen, rejected = self.rewards(PairSums.of(rows), values)
+        return torch.stack([one.sum() for one in (chosen, rejected, (chosen > rejected).float())])
 
 
 def smoothed_logistic(difference: "Tensor", smoothing: float) -> "Tensor":

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lean_finetune.objectives.objective import Objective, PairSums
+from lean_finetune.objectives.objective import PairObjective, PairSums
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Orpo(Objective):
+class Orpo(PairObjective):
     """The cross-entropy of the chosen answers, and beta times the log-sigmoid of the log odds ratio (eq. 6 and 7)."""
 
     name = "orpo"

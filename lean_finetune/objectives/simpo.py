@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lean_finetune.objectives.objective import Objective, PairSums, smoothed_logistic
+from lean_finetune.objectives.objective import PairObjective, PairSums, smoothed_logistic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Simpo(Objective):
+class Simpo(PairObjective):
     """Raise the mean log-probability of the chosen answer above that of the rejected one by a margin gamma."""
 
     name = "simpo"

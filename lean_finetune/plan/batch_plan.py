@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.objective import RowKind
 
 # Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
 READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
@@ -102,8 +103,8 @@ class MicroBatch:
     """The GPU that runs it, from 0."""
     flat: bool = False
     """Whether the rows are packed into one sequence, each attending to itself."""
-    unit: int = 1
-    """Consecutive rows that stay together: 2 for pairs."""
+    kind: RowKind = RowKind.ANSWER
+    """What its rows are; of labelled rows, they are those with the labels, of even numbers."""
 
     @property
     def padded_tokens(self) -> int:
@@ -133,8 +134,8 @@ class Plan:
     """GPUs that share every step."""
     flat: bool
     """Whether each micro-batch is one sequence of packed rows."""
-    unit: int = 1
-    """Consecutive rows that stay together: 2 for pairs."""
+    kind: RowKind = RowKind.ANSWER
+    """What its rows are."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -150,7 +151,7 @@ class Plan:
             bounds=np.cumsum([0, *sizes], dtype=np.int64),
             ranks=ranks,
             flat=any(one.flat for one in micro_batches),
-            unit=micro_batches[0].unit if micro_batches else 1,
+            kind=micro_batches[0].kind if micro_batches else RowKind.ANSWER,
         )
 
     @staticmethod
@@ -162,13 +163,22 @@ class Plan:
             bounds=np.append(0, np.cumsum(sizes, dtype=np.int64)),
             ranks=parts[0].ranks,
             flat=parts[0].flat,
-            unit=parts[0].unit,
+            kind=parts[0].kind,
         )
 
-    def of_pairs(self) -> "Plan":
-        """The plan of rows 2u and 2u + 1 from one in which they are row u."""
+    def of_kind(self, kind: RowKind) -> "Plan":
+        """The plan of rows of tokens from one of rows of the data."""
+        if kind is RowKind.ANSWER:
+            return self
+        if kind is RowKind.LABELLED:
+            return replace(self, rows=2 * self.rows, kind=kind)
         rows = np.stack([2 * self.rows, 2 * self.rows + 1], axis=1).ravel()
-        return replace(self, rows=rows, bounds=2 * self.bounds, unit=2)
+        return replace(self, rows=rows, bounds=2 * self.bounds, kind=kind)
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether each row 2u has a mismatched answer, row 2u + 1, which passes through the model before training."""
+        return self.kind is RowKind.LABELLED
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -202,7 +212,7 @@ class Plan:
             bounds=bounds,
             ranks=1,
             flat=self.flat,
-            unit=self.unit,
+            kind=self.kind,
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
@@ -211,7 +221,7 @@ class Plan:
             **{name: int(getattr(self, name)[number]) for name in SCALARS},
             rows=self.rows[self.bounds[number] : self.bounds[number + 1]],
             flat=self.flat,
-            unit=self.unit,
+            kind=self.kind,
         )
 
 
@@ -242,8 +252,8 @@ def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") ->
     stream = iter(parts)
     first = next(stream)
     metadata = {"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks), "cut": settings_hash}
-    if first.unit > 1:
-        metadata["unit"] = str(first.unit)
+    if first.kind is not RowKind.ANSWER:
+        metadata["kind"] = first.kind.value
     schema = SCHEMA.with_metadata(metadata)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for part in chain([first], stream):
@@ -265,15 +275,15 @@ def read_plan(path: Path) -> Plan:
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
         raise damaged(path, f"layout {layout!r} of {ranks!r} ranks is unknown")
-    unit = metadata.get(b"unit", b"1").decode(errors="replace")
-    if unit not in ("1", "2"):
-        raise damaged(path, f"unit {unit!r} is unknown")
-    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT, int(unit)) for batch in batches])
+    kind = metadata.get(b"kind", RowKind.ANSWER.value.encode()).decode(errors="replace")
+    if kind not in list(RowKind):
+        raise damaged(path, f"kind {kind!r} is unknown")
+    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT, RowKind(kind)) for batch in batches])
     _check(path, plan)
     return plan
 
 
-def _part(batch: pa.RecordBatch, ranks: int, flat: bool, unit: int) -> Plan:
+def _part(batch: pa.RecordBatch, ranks: int, flat: bool, kind: RowKind) -> Plan:
     """The part of a plan in a record batch."""
     rows = batch.column("rows")
     return Plan(
@@ -282,7 +292,7 @@ def _part(batch: pa.RecordBatch, ranks: int, flat: bool, unit: int) -> Plan:
         bounds=rows.offsets.to_numpy(),
         ranks=ranks,
         flat=flat,
-        unit=unit,
+        kind=kind,
     )
 
 
@@ -307,7 +317,7 @@ def _check(path: Path, plan: Plan) -> None:
     wrong |= np.where(working, np.minimum.reduce(figures) < 1, np.any(figures, axis=0))
     wrong |= ~turn_works[np.arange(len(plan)) // plan.ranks]
     wrong |= sums_between(plan.rows < 0, plan.bounds) > 0
-    wrong |= plan.sizes % plan.unit != 0
+    wrong |= plan.sizes % plan.kind.unit != 0
     if wrong.any():
         number = int(wrong.argmax())
         raise damaged(

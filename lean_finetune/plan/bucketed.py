@@ -19,7 +19,7 @@ def split_micro_batches(
     """
     found: list[MicroBatch] = []
     for one in micro_batches:
-        if one.padded_tokens <= max_tokens or len(one.rows) < 2 * one.unit:
+        if one.padded_tokens <= max_tokens or len(one.rows) < 2 * one.kind.unit:
             found.append(one)
         else:
             found += split_micro_batches(_halves(one, lengths, supervised), max_tokens, lengths, supervised)
@@ -32,7 +32,7 @@ def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> lis
     if one.flat:
         tokens = np.cumsum(lengths[one.rows])
         middle = min(int(np.searchsorted(tokens, tokens[-1] / 2)) + 1, len(one.rows) - 1)
-    middle = min(round_up(middle, one.unit), len(one.rows) - one.unit)
+    middle = min(round_up(middle, one.kind.unit), len(one.rows) - one.kind.unit)
     return [
         replace(
             one,

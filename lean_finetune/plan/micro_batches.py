@@ -9,6 +9,7 @@ import numpy as np
 
 from cuda_memory.units import round_up
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.bucketed import cheapest_splits, even_splits, fill_first, pack_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, Steps
@@ -35,13 +36,15 @@ class MicroBatchSettings:
     """Mode fixed: rows of a micro-batch."""
     ranks: int
     """GPUs that share a step; each gets the same number of micro-batches."""
-    unit: int = 1
-    """Rows that a planned row stands for: 2 for pairs. The other figures are those of planned rows."""
+    kind: RowKind = RowKind.ANSWER
+    """What a planned row is. The other figures are those of planned rows."""
 
-    def of_pairs(self) -> "MicroBatchSettings":
-        """The settings for pairs as rows: a padded pair has twice the tokens of its longer row."""
+    def of_kind(self, kind: RowKind) -> "MicroBatchSettings":
+        """The settings for rows of the data, from those for rows of tokens: a padded pair has twice those of one."""
+        if kind.unit == 1:
+            return replace(self, kind=kind)
         tokens = self.max_tokens if self.flat else self.max_tokens // 2
-        return replace(self, max_tokens=tokens, fixed_rows=max(1, self.fixed_rows // 2), unit=2)
+        return replace(self, max_tokens=tokens, fixed_rows=max(1, self.fixed_rows // 2), kind=kind)
 
     @property
     def flat(self) -> bool:
@@ -90,9 +93,9 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
     row = int(lengths.argmax())
     length = int(lengths[row])
     if settings.mode != "fixed" and length > settings.capacity:
-        rows = 1 if settings.flat else settings.unit
+        rows = 1 if settings.flat else settings.kind.unit
         padded, allowed = rows * round_up(length, settings.pad_multiple), rows * settings.max_tokens
-        what, first = ("row", row) if settings.unit == 1 else ("pair of rows", settings.unit * row)
+        what, first = "row" if settings.kind.unit == 1 else "pair of rows", settings.kind.token_rows * row
         raise UserError(
             f"bucket.max_tokens: the longest {what} (train row {first}: {rows * length} tokens, padded {padded}) must "
             f"fit in a micro-batch; got {allowed}; raise bucket.max_tokens or lower data.max_length"

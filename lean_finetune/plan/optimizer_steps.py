@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import damaged, open_batches, read_column
 
 if TYPE_CHECKING:
@@ -45,17 +46,20 @@ class RowIndex:
         """Tokens that count towards a step, int32."""
         return self.lengths if self.tokens is None else self.tokens
 
-    def paired(self, *, joined: bool) -> "RowIndex":
-        """The pairs of rows 0 and 1, 2 and 3, … as rows, of both rows' supervised tokens.
+    def of_kind(self, kind: RowKind, *, joined: bool) -> "RowIndex":
+        """The rows of the data as rows, from rows of tokens.
 
-        `joined`: a pair is as long as both of its rows, which are packed; else as the longer one, to which both are
-        padded.
+        A pair has the supervised tokens of both rows. It is as long as both of them if they are `joined`, and else as
+        the longer one, to which both are padded. A labelled row is as long as the longer one of it and its mismatch.
         """
-        lengths = self.lengths.reshape(-1, 2)
-        tokens = lengths.sum(1, dtype=np.int32)
+        if kind is RowKind.ANSWER:
+            return self
+        lengths, supervised = (values.reshape(-1, 2) for values in (self.lengths, self.supervised))
+        is_pair = kind is RowKind.PAIR
+        tokens = lengths.sum(1, dtype=np.int32) if is_pair else lengths[:, 0]
         return RowIndex(
-            lengths=tokens if joined else lengths.max(1),
-            supervised=self.supervised.reshape(-1, 2).sum(1, dtype=np.int32),
+            lengths=tokens if is_pair and joined else lengths.max(1),
+            supervised=supervised.sum(1, dtype=np.int32) if is_pair else supervised[:, 0],
             sources=self.sources[::2],
             dropped=self.dropped[::2],
             weights=self.weights,

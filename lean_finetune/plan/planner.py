@@ -10,6 +10,7 @@ import numpy as np
 
 from cuda_memory.units import counted
 from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weights
@@ -30,8 +31,8 @@ class PlanSettings:
     tokens_per_step: int
     weights: Sequence[float]
     """Of the data sources."""
-    pairs: bool = False
-    """Whether rows 0 and 1, 2 and 3, … are pairs, which stay together."""
+    kind: RowKind = RowKind.ANSWER
+    """What the rows are for the objective."""
 
     @classmethod
     def from_params(cls, p: Params) -> "PlanSettings":
@@ -43,16 +44,14 @@ class PlanSettings:
             epochs=p.train.epochs,
             tokens_per_step=p.train.tokens_per_step,
             weights=source_weights(p.data.source),
-            pairs=p.train.pairs is not None,
+            kind=p.train.row_kind,
         )
 
     def parts(self, index: RowIndex) -> Iterator[Plan]:
         """The plan in consecutive parts; raises UserError if the longest row does not fit, or there is no row."""
-        units = index.paired(joined=self.micro_batches.flat) if self.pairs else index
+        units = index.of_kind(self.kind, joined=self.micro_batches.flat)
         steps = run_steps(units, seed=self.seed, epochs=self.epochs, tokens_per_step=self.tokens_per_step)
-        if not self.pairs:
-            return split_steps(steps, units, self.micro_batches)
-        return (part.of_pairs() for part in split_steps(steps, units, self.micro_batches.of_pairs()))
+        return (part.of_kind(self.kind) for part in split_steps(steps, units, self.micro_batches.of_kind(self.kind)))
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""

@@ -28,7 +28,7 @@ def main(tokens: Path, model_lock: Path, out: Path) -> None:
     """
     params = read_params()
     dotted_values(params)  # For objectives without a reference too, DVC compares all that decides it.
-    objective = params.train.pairs
+    objective = params.train.preferences
     if objective is None or not objective.has_reference:
         of = identity(tokens, read_json(model_lock))
         with atomic_directory(out) as aside:

@@ -37,8 +37,7 @@ def main(data_lock: Path, model_lock: Path, tokenizer_lock: Path, out: Path) -> 
     data, tokenizer = read_json(data_lock), read_tokenizer_lock(tokenizer_lock)
     directory = tokenizer_directory(read_json(model_lock))
     files = verify_files(directory, tokenizer["files"])
-    pairs = p.train.pairs is not None
-    job = prepare_job(p.data, p.run.tokenizer_engine, data, tokenizer, directory, pairs=pairs)
+    job = prepare_job(p.data, p.run.tokenizer_engine, data, tokenizer, directory, kind=p.train.row_kind)
     job = replace(job, tokenizer_files=files)
     for note in tokenize_all(job, p.run, out, _note):
         _note(note)

@@ -13,6 +13,7 @@ import torch
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.step.token_rows import TokenRows
@@ -28,7 +29,7 @@ RowTokens = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answers:
-    """The trained tokens of each of R rows, two to a pair: chosen, rejected, chosen, …; none for an idle process."""
+    """The trained tokens of each of R rows (of pairs: chosen, rejected, chosen, …); none for an idle process."""
 
     counts: tuple[int, ...]
     """Trained tokens of each row."""
@@ -36,14 +37,20 @@ class Answers:
     """The same as fp32."""
     reference_R: torch.Tensor | None
     """fp32: log-probability of a row's trained tokens under the reference; None for objectives without one."""
+    desirable_R: torch.Tensor | None = None
+    """bool: the labels of rows; None for pairs."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool) -> "Answers":
         """The same on another device."""
-        reference_R = self.reference_R
+
+        def moved(values_R: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_R is None else values_R.to(device, non_blocking=non_blocking)
+
         return Answers(
             counts=self.counts,
             tokens_R=self.tokens_R.to(device, non_blocking=non_blocking),
-            reference_R=None if reference_R is None else reference_R.to(device, non_blocking=non_blocking),
+            reference_R=moved(self.reference_R),
+            desirable_R=moved(self.desirable_R),
         )
 
 
@@ -68,7 +75,7 @@ class Batch:
     idle: bool = False
     """Padding for a process without work."""
     answers: Answers | None = None
-    """What objectives of pairs need; None for others."""
+    """What objectives of preferences need; None for others."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -109,8 +116,8 @@ class BatchShape:
     """N, in tokens."""
     packed_lengths: tuple[int, ...] | None
     """Tokens of each packed row, padding included; None if rows are padded one by one."""
-    unit: int = 1
-    """Rows that stay together: 2 for pairs."""
+    kind: RowKind = RowKind.ANSWER
+    """What its rows are."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -121,7 +128,7 @@ class BatchShape:
             length=micro_batch.length,
             supervised=micro_batch.supervised,
             packed_lengths=joined,
-            unit=micro_batch.unit,
+            kind=micro_batch.kind,
         )
 
 
@@ -274,23 +281,24 @@ def read_batch(
     # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
-    if micro_batch.unit > 1:
+    if micro_batch.kind is not RowKind.ANSWER:
         batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
 def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:
-    """The trained tokens of pairs of rows."""
-    counts, reference = tokens.supervised[rows], tokens.reference
+    """What objectives of preferences need of rows."""
+    counts, reference, desirable = tokens.supervised[rows], tokens.reference, tokens.desirable
 
     def placed(values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values.astype(np.float32))
+        tensor = torch.from_numpy(values)
         return tensor.pin_memory() if pin_memory else tensor
 
     return Answers(
         counts=tuple(counts.tolist()),
-        tokens_R=placed(counts),
+        tokens_R=placed(counts.astype(np.float32)),
         reference_R=None if reference is None else placed(reference[rows]),
+        desirable_R=None if desirable is None else placed(desirable[rows]),
     )
 
 
@@ -347,17 +355,20 @@ def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
-        answers=None if shape.unit == 1 else _empty_answers(shape, device),
+        answers=None if shape.kind is RowKind.ANSWER else empty_answers(shape, device),
     )
 
 
-def _empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
-    """Answers of equally many trained tokens, with a reference."""
-    rows = (shape.rows if shape.packed_lengths is None else len(shape.packed_lengths)) // shape.unit * shape.unit
+def empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
+    """Answers of equally many trained tokens, with a reference, and with labels if they have them."""
+    unit = shape.kind.unit
+    rows = (shape.rows if shape.packed_lengths is None else len(shape.packed_lengths)) // unit * unit
     most, more = divmod(min(shape.supervised, shape.rows * shape.length), rows)
     counts = tuple(most + (number < more) for number in range(rows))
     tokens_R, reference_R = (torch.empty(rows, device=device) for _ in range(2))
-    return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R)
+    labelled = shape.kind is RowKind.LABELLED
+    desirable_R = torch.empty(rows, dtype=torch.bool, device=device) if labelled else None
+    return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R, desirable_R=desirable_R)
 
 
 # Load the micro-batches of a plan in order, read ahead by threads.
@@ -380,6 +391,8 @@ def load(
 ) -> Generator[Batch]:
     """Yield the batches of one rank in the plan's order.
 
+    Of labelled rows, a step's batches of mismatched answers come before all others.
+
     Order and bytes do not depend on `threads`, which read ahead; with 0 each batch is made when it is needed. Nothing
     before `start_step` is read. Micro-batches of more than `max_tokens` padded tokens are split. A micro-batch without
     rows becomes a row of padding. With a `part`, batches have that part of their tokens. Close the iterator to end its
@@ -388,8 +401,8 @@ def load(
     Raises:
         UserError: at the batch concerned: the plan was made for other tokens, or the tokens are damaged.
     """
-    steps = range(start_step, len(plan.steps))
-    planned = chain.from_iterable(own_micro_batches(tokens, plan, step, rank, max_tokens) for step in steps)
+    own = (own_micro_batches(tokens, plan, step, rank, max_tokens) for step in range(start_step, len(plan.steps)))
+    planned = chain.from_iterable(_with_mismatches(tokens, one) if plan.mismatched else one for one in own)
     read = partial(read_batch, tokens, pad_id=pad_id, pin_memory=pin_memory, part=part)
     return _read_ahead(read, planned, threads) if threads else (read(micro_batch) for micro_batch in planned)
 
@@ -398,6 +411,17 @@ def own_micro_batches(tokens: TokenRows, plan: Plan, step: int, rank: int, max_t
     """The micro-batches of one rank in a step; micro-batches of more than `max_tokens` padded tokens are split."""
     own = [one for one in plan.steps[step] if one.rank == rank]
     return own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
+
+
+def _with_mismatches(tokens: TokenRows, own: list[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches of labelled rows behind those of their mismatched answers, which may need longer joined ones."""
+    mismatched = []
+    for one in own:
+        rows = one.rows + 1
+        length = max(one.length, int(tokens.lengths[rows].sum())) if one.flat else one.length
+        supervised = int(tokens.supervised[rows].sum())
+        mismatched.append(replace(one, rows=rows, length=length, supervised=supervised))
+    return [*mismatched, *own]
 
 
 def _read_ahead(read: Callable[[MicroBatch], Batch], planned: Iterator[MicroBatch], threads: int) -> Generator[Batch]:
@@ -443,11 +467,13 @@ class BatchStream:
     def step(self, step: int) -> tuple[list[MicroBatch], Iterator[Batch]]:
         """Return this process's micro-batches of the next step, and an iterator over their tensors.
 
+        Of labelled rows, as many batches of mismatched answers come before them.
+
         Raises:
             UserError: from the iterator: the plan was made for other tokens, or the token files are damaged.
         """
         micro_batches = own_micro_batches(self._rows, self._plan, step, self._rank, self._max_tokens)
-        return micro_batches, islice(self._batches, len(micro_batches))
+        return micro_batches, islice(self._batches, len(micro_batches) * (2 if self._plan.mismatched else 1))
 
     def split(self, step: int, max_tokens: int) -> None:
         """Restart at `step` with at most `max_tokens` padded tokens in a micro-batch of several rows.

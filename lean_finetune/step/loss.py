@@ -22,8 +22,8 @@ from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, toke
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IGNORED, Batch, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss
-from lean_finetune.step.pair_loss import PairLoss
 from lean_finetune.step.parallel_model import OtherStage
+from lean_finetune.step.preference_loss import PreferenceLoss
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
@@ -91,7 +91,7 @@ def summed_loss(
     router_aux_loss: float = 0.0,
     divisor: float = 1.0,
     exchange: TokenExchange | None = None,
-    pair_loss: PairLoss | None = None,
+    preference_loss: PreferenceLoss | None = None,
 ) -> torch.Tensor:
     """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
 
@@ -105,7 +105,7 @@ def summed_loss(
         router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
         divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
         exchange: for a batch with a part of each row's tokens; the sum is over these tokens.
-        pair_loss: the loss of preference pairs, instead of the sum of the cross-entropy.
+        preference_loss: the loss of preferences, instead of the sum of the cross-entropy.
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
@@ -116,7 +116,7 @@ def summed_loss(
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
         # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
-    rule = None if pair_loss is None else pair_loss.rule(batch)
+    rule = None if preference_loss is None else preference_loss.rule(batch)
     loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor, rule)
     if router_aux_loss:
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.

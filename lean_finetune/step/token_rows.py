@@ -19,6 +19,8 @@ SHARD_TYPES = {
     "loss_spans": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
     "family": (pa.string(),),
 }
+LABEL = "desirable"
+"""Column of labelled rows: whether the answer is desirable."""
 INDEX_TYPES = {"length": (pa.int32(),), "supervised": (pa.int32(),), "dropped": (pa.bool_(),)}
 
 
@@ -63,11 +65,19 @@ class TokenRows:
         shards = (open_batches(path, SHARD_TYPES, check_values=False) for path in sorted(self.path.glob("*.arrow")))
         self._batches = list(chain.from_iterable(shards))
         self._starts = np.array([0, *accumulate(batch.num_rows for batch in self._batches)])
+        self.desirable = self._labels()
+        """The label of every row, bool: whether its answer is desirable; None if rows have none."""
         self._opened: dict[int, _RecordBatch] = {}
         if self._starts[-1] != len(self.lengths):
             raise self._damaged(f"its shards have {self._starts[-1]} rows and its index {len(self.lengths)}")
         if self.dropped.all() and split == "train":
             raise self._damaged("has no row")
+
+    def _labels(self) -> np.ndarray | None:
+        """The labels of all rows; None if the shards have none."""
+        if not self._batches or LABEL not in self._batches[0].schema.names:
+            return None
+        return np.concatenate([batch.column(LABEL).to_numpy(zero_copy_only=False) for batch in self._batches])
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -24,9 +24,9 @@ from lean_finetune.model.precision import autocast
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
-from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.pair_loss import PairLoss, StepPairs
+from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """Opens a named phase of the step: forward, backward, clip or optimizer."""
@@ -50,7 +50,7 @@ class StepResult:
     expert_load: torch.Tensor | None
     """How evenly tokens are spread over experts, two values (see `expert_load`); None without experts."""
     rewards: torch.Tensor | None
-    """The means of `pair_loss.FIGURES` over the step's pairs, fp32 (4,); None without pairs."""
+    """`preference_loss.FIGURES` of the step, fp32 (5,); None for supervised fine-tuning."""
 
 
 def training_step(
@@ -67,7 +67,8 @@ def training_step(
     offload: ActivationOffload | None = None,
     parallel: ParallelModel | None = None,
     micro_batches: int = 0,
-    pairs: StepPairs | None = None,
+    preferences: StepPreferences | None = None,
+    mismatched: Iterable[Batch] = (),
 ) -> StepResult:
     """Run one optimizer step over its micro-batches and free the gradients.
 
@@ -78,7 +79,8 @@ def training_step(
         guard: gets a norm of 0 if `scaler` skips the update. With updates in backward it is called twice:
             before backward with a norm of 0, and after it.
         micro_batches: the length of `batches`; only needed if `parallel` is given.
-        pairs: the objective of preference pairs, and the step's number of them.
+        preferences: the objective of preferences, and the step's figures for it.
+        mismatched: micro-batches of mismatched answers, if the objective needs them; they need no activations.
 
     With updates in backward, the weights change in phase backward, and phases clip and optimizer update nothing.
     """
@@ -89,10 +91,12 @@ def training_step(
     loss_scale = 1.0 if scaler is None else scaler.scale
     # The tokens of the *whole* step: any division of its rows into micro-batches then gives the same gradients.
     divisor = supervised_tokens / loss_scale
-    pair_loss = None if pairs is None else PairLoss(step=pairs, loss_scale=loss_scale)
+    preference_loss = None if preferences is None else PreferenceLoss(step=preferences, loss_scale=loss_scale)
     loss_of = partial(summed_loss, chunk=train.loss_chunk, offload=offload, divisor=divisor, exchange=parallel.exchange)
-    loss_of = partial(loss_of, pair_loss=pair_loss, router_aux_loss=train.router_aux_loss)
+    loss_of = partial(loss_of, preference_loss=preference_loss, router_aux_loss=train.router_aux_loss)
     forget_rows(parallel.model)
+    if preference_loss is not None and preference_loss.step.has_mismatches:
+        _estimate_divergence(preference_loss, mismatched, train, phase, parallel)
     for batch in parallel.schedule(batches):
         if batch is not None:
             device_type = batch.input_ids_BT.device.type
@@ -125,7 +129,7 @@ def training_step(
             del gradients
         losses = parallel.losses_of_all_ranks(losses)  # All processes stop together if one loss is not finite.
         load = expert_load(parallel.model, parallel.sum_over_ranks)
-        rewards = None if pair_loss is None else pair_loss.means(parallel.sum_over_ranks)
+        rewards = None if preference_loss is None else preference_loss.means(parallel.sum_over_ranks)
     del trained
     norms.clear()
     update = scaler is None or scaler.take(grad_norm)
@@ -136,6 +140,19 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
         parallel.end_step(updated=update)
     return StepResult(loss=torch.stack(losses).sum(), grad_norm=grad_norm, expert_load=load, rewards=rewards)
+
+
+def _estimate_divergence(
+    loss: PreferenceLoss, batches: Iterable[Batch], train: Train, phase: Phase, parallel: ParallelModel
+) -> None:
+    """Estimate the divergence from the reference by the step's mismatched answers, without gradients."""
+    for batch in batches:
+        device_type, tokens = batch.input_ids_BT.device.type, batch.input_ids_BT.numel()
+        with phase("forward"), autocast(train, device_type):
+            losses_N = parallel.run(partial(token_losses, batch=batch, chunk=train.loss_chunk or tokens))
+            loss.add_mismatches(losses_N, batch)
+        del batch, losses_N
+    loss.estimate(parallel.sum_over_ranks)
 
 
 # Scale the loss, so that small fp16 gradients do not vanish, and skip updates whose gradients overflow.

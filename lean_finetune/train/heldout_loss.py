@@ -12,10 +12,11 @@ import torch
 from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of, read_answers
-from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.pair_loss import FIGURES, PairLoss, StepPairs
+from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import Diverged
 from lean_finetune.train.job import TrainJob
@@ -35,31 +36,56 @@ class HeldoutLosses:
         return every is not None and ((step + 1) % every == 0 or step + 1 == self._total_steps)
 
     def after_step(self, step: int, parallel: ParallelModel) -> dict[str, float]:
-        """Compute it, of pairs with the share in the right order; raises Diverged if it is not finite.
-
-        All processes call this.
-        """
+        """Compute it, with the figures of preferences; raises Diverged if it is not finite. All processes call this."""
         job = self._job
-        pinned = job.device.type == "cuda"
-        count, paired = job.train.heldout_rows, job.train.pairs is not None
-        count = max(2, count // 2 * 2) if paired else count
-        pairs = StepPairs.of(job.train, job.heldout.used[:count], job.heldout.supervised)
-        batches = heldout_batches(
-            job.heldout, count, self._max_tokens, job.pad_id, pin_memory=pinned, part=job.part, paired=paired
+        count = self.count
+        batches = partial(
+            heldout_batches,
+            job.heldout,
+            count,
+            self._max_tokens,
+            job.pad_id,
+            pin_memory=job.device.type == "cuda",
+            part=job.part,
+            kind=job.train.row_kind,
         )
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
         chunk = job.train.loss_chunk or self._max_tokens
-        pair_loss = None if pairs is None else PairLoss(step=pairs)
-        loss = heldout_loss(parallel, batches, job.pad_id, job.train, chunk, job.device, job.part, pair_loss)
+        trained = heldout_units(job.heldout, count, job.train.row_kind)
+        preferences = StepPreferences.of(job.train, job.heldout, trained.ravel())
+        preference_loss = None if preferences is None else PreferenceLoss(step=preferences)
+        if preference_loss is not None and preference_loss.step.has_mismatches:
+            mismatched = batches(mismatched=True)
+            estimate_divergence(parallel, mismatched, job.pad_id, job.train, chunk, job.device, preference_loss)
+        loss = heldout_loss(parallel, batches(), job.pad_id, job.train, chunk, job.device, job.part, preference_loss)
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
             )
         figures = {"heldout_loss": loss}
-        if pair_loss is not None:
-            means = pair_loss.means(parallel.sum_over_ranks).tolist()
-            figures |= {f"heldout_{name}": value for name, value in zip(FIGURES, means, strict=True)}
+        if preference_loss is not None:
+            means = known_figures(preference_loss.means(parallel.sum_over_ranks))
+            figures |= {f"heldout_{name}": value for name, value in means.items()}
         return figures
+
+    @property
+    def count(self) -> int:
+        """Rows of tokens that are used: whole pairs, or labelled rows with their mismatches."""
+        kind, rows = self._job.train.row_kind, self._job.train.heldout_rows
+        if kind is RowKind.LABELLED:
+            return 2 * rows
+        return max(kind.unit, rows // kind.unit * kind.unit)
+
+
+def heldout_units(rows: TokenRows, count: int, kind: RowKind, *, mismatched: bool = False) -> np.ndarray:
+    """The first `count` held-out rows, int64 (U, r): r of them stay together.
+
+    Of labelled rows, those with the labels, or the mismatched ones.
+    """
+    units = rows.used[:count].reshape(-1, kind.token_rows)
+    if kind is RowKind.LABELLED:
+        return units[:, 1:] if mismatched else units[:, :1]
+    return units
 
 
 def heldout_batches(
@@ -70,14 +96,15 @@ def heldout_batches(
     *,
     pin_memory: bool = False,
     part: TokenPart | None = None,
-    paired: bool = False,
+    kind: RowKind = RowKind.ANSWER,
+    mismatched: bool = False,
 ) -> Iterator[Batch]:
-    """Yield the first `count` held-out rows, sorted by length, in batches of at most `max_tokens` padded tokens.
+    """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens.
 
-    A row longer than `max_tokens` is a batch by itself. With a `part`, batches have that part of their tokens. With
-    `paired`, rows 0 and 1, 2 and 3, … stay together, and count with the longer one's length.
+    A row longer than `max_tokens` is a batch by itself. With a `part`, batches have that part of their tokens. Rows
+    that stay together count with the longest one's length.
     """
-    units = rows.used[:count].reshape(-1, 2 if paired else 1)
+    units = heldout_units(rows, count, kind, mismatched=mismatched)
     lengths = rows.lengths[units].max(1)
     order = np.lexsort((units[:, 0], lengths))
     units, lengths = units[order], lengths[order].tolist()
@@ -87,7 +114,7 @@ def heldout_batches(
         if end == len(units) or (end - start + 1) * units.shape[1] * longest_next > max_tokens:
             chosen, longest = units[start:end].ravel(), lengths[end - 1]
             batch = rows.gather(chosen)
-            if paired:
+            if kind is not RowKind.ANSWER:
                 answers = read_answers(rows, chosen, pin_memory=pin_memory)
                 yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
             elif part is None:
@@ -95,6 +122,36 @@ def heldout_batches(
             else:
                 yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
             start = end
+
+
+def own_batches(
+    parallel: ParallelModel, batches: Iterator[Batch], idle: Batch, device: torch.device
+) -> Iterator[Batch]:
+    """This process's batches on the device: those of its index in dimension `data` of the layout.
+
+    Every process takes all batches, so all make equally many passes: each gathers sharded weights.
+    """
+    while group := list(islice(batches, parallel.layout.data)):
+        yield (group[parallel.place.data] if parallel.place.data < len(group) else idle).to(device)
+
+
+@torch.no_grad()
+def estimate_divergence(
+    parallel: ParallelModel,
+    batches: Iterator[Batch],
+    pad_id: int,
+    train: Train,
+    chunk: int,
+    device: torch.device,
+    loss: PreferenceLoss,
+) -> None:
+    """Give the loss the divergence from the reference by batches of mismatched answers."""
+    parallel.model.eval()
+    with autocast(train, device.type):
+        for batch in own_batches(parallel, batches, idle_batch(pad_id), device):
+            loss.add_mismatches(parallel.run(partial(token_losses, batch=batch, chunk=chunk)), batch)
+    parallel.model.train()
+    loss.estimate(parallel.sum_over_ranks)
 
 
 @torch.no_grad()
@@ -106,27 +163,23 @@ def heldout_loss(
     chunk: int | None,
     device: torch.device,
     part: TokenPart | None = None,
-    pair_loss: PairLoss | None = None,
+    preference_loss: PreferenceLoss | None = None,
 ) -> float:
     """Return the mean cross-entropy per trained token over held-out batches, without dropout.
 
-    With a `pair_loss`, the loss of all its pairs, which are those of the batches.
+    With a `preference_loss`, the loss of all its rows, which are those of the batches.
     All processes call this with all batches; each computes those of its index in dimension `data` of the layout.
     """
     parallel.model.eval()
     summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
     tokens = 0
     with autocast(train, device.type):
-        # Every process takes all batches, so all make equally many passes: each gathers sharded weights.
-        while group := list(islice(batches, parallel.layout.data)):
-            batch = group[parallel.place.data] if parallel.place.data < len(group) else idle_batch(pad_id, part)
-            batch = batch.to(device)
-            loss = parallel.run(
-                partial(summed_loss, batch=batch, chunk=chunk, exchange=parallel.exchange, pair_loss=pair_loss)
-            )
+        compute = partial(summed_loss, chunk=chunk, exchange=parallel.exchange, preference_loss=preference_loss)
+        for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device):
+            loss = parallel.run(partial(compute, batch=batch))
             if parallel.computes_loss:
                 summed += loss
                 tokens += len(batch.supervised_index_N)
     parallel.model.train()
     total, count = parallel.sum_over_ranks(torch.stack([summed, torch.full_like(summed, tokens)])).tolist()
-    return total / count if pair_loss is None else total
+    return total / count if preference_loss is None else total

@@ -67,8 +67,8 @@ Adapters from 7 B: Dettmers et al. 2023 (arXiv 2305.14314, table 9: 2e-4 at 7 B 
 weights: 2e-5 at 7 B (Alpaca, 2023), 5e-6 at 8 B and 2e-6 at 70 B (Lambert et al. 2024, arXiv 2411.15124), and between.
 The first line is what suits the shipped model."""
 
-PAIRS_LR_SHARE = 1 / 40
-"""Share of these rates for objectives of preference pairs: 5e-6 for adapters and 5e-7 for all weights at 7 B, as in
+PREFERENCE_LR_SHARE = 1 / 40
+"""Share of these rates for objectives of preferences: 5e-6 for adapters and 5e-7 for all weights at 7 B, as in
 the recipes of Zephyr (Tunstall et al. 2023, arXiv 2310.16944) and Tülu 3 (Lambert et al. 2024)."""
 
 
@@ -78,8 +78,8 @@ def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
     trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
     size = f"{significant(parameters / 1e9, 3)} B" if parameters >= 1e9 else f"{significant(parameters / 1e6, 3)} M"
-    if train.pairs is not None:
-        return lr * PAIRS_LR_SHARE, f"usual for {train.objective} of {trained} {size} parameters"
+    if train.preferences is not None:
+        return lr * PREFERENCE_LR_SHARE, f"usual for {train.objective} of {trained} {size} parameters"
     return lr, f"usual for {trained} {size} parameters"
 
 
@@ -290,7 +290,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
             adapter_files = verify_adapter(lock, adapter)
     plan, rows = _read_plan(params, paths)
     heldout = TokenRows(paths.tokens, "heldout")
-    if train.pairs is not None and train.pairs.has_reference:
+    if train.preferences is not None and train.preferences.has_reference:
         of = identity(paths.tokens, lock)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
         heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))
@@ -350,7 +350,7 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     refuse_other_ranks(plan, params.layout.data)
     rows = TokenRows(paths.tokens, "train")
     refuse_other_tokens(plan, rows.lengths)
-    if plan.unit != params.train.rows_per_unit:
+    if plan.kind is not params.train.row_kind:
         raise UserError(
             f"data/batches/plan.arrow: was made for another kind of train.objective than {params.train.objective}; run "
             "`dvc repro bucket`"

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch, BatchStream
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
-from lean_finetune.step.pair_loss import FIGURES, StepPairs
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import StepPreferences, known_figures
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
 from lean_finetune.step.training_step import (
     LossScaler,
@@ -163,17 +163,19 @@ class Trainer:
         lr = learning_rate(step, self.total_steps, job.train)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        pairs = StepPairs.of(job.train, np.concatenate([one.rows for one in planned]), job.rows.supervised)
+        preferences = StepPreferences.of(job.train, job.rows, np.concatenate([one.rows for one in planned]))
         start = time.perf_counter()
         for attempt in self.oom_handler.attempts(step, stream, run.model):
             # A run of several processes never splits a step, and each process gets the losses of all.
             ran = planned if job.world.size > 1 else attempt.micro_batches
-            begin = partial(self._begin, count(), len(attempt.micro_batches))
+            own = len(attempt.micro_batches)
+            passes = 2 * own if job.plan.mismatched else own
+            batches = map(partial(self._begin, count(), passes), self.checkpoints.between(attempt.batches))
             with attempt, restored_after_fault(job.device):
                 result = training_step(
                     run.model,
                     run.optimizer,
-                    map(begin, self.checkpoints.between(attempt.batches)),
+                    batches,
                     supervised_tokens=sum(one.supervised for one in planned),
                     train=job.train,
                     foreach=job.foreach,
@@ -182,16 +184,17 @@ class Trainer:
                     scaler=run.scaler,
                     offload=job.offload,
                     parallel=run.parallel,
-                    micro_batches=len(attempt.micro_batches),
-                    pairs=pairs,
+                    micro_batches=own,
+                    preferences=preferences,
+                    mismatched=islice(batches, passes - own),
                 )
         # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
         load = () if result.expert_load is None else result.expert_load.tolist()
-        rewards = () if result.rewards is None else result.rewards.tolist()
+        rewards = {} if result.rewards is None else known_figures(result.rewards)
         figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
-        more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **dict(zip(FIGURES, rewards, strict=False))}
+        more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **rewards}
         return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, figures, more)
 
     def _begin(self, numbers: Iterator[int], micro_batches: int, batch: Batch) -> Batch:

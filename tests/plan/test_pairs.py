@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings
 
+PAIR, LABELLED = RowKind.PAIR, RowKind.LABELLED
 BUCKET = MicroBatchSettings(
     mode="bucketed", max_tokens=128, pad_multiple=4, constant_shape=False, fixed_rows=6, ranks=1
 )
@@ -35,7 +37,7 @@ def index_of(pairs: int) -> RowIndex:
 def test_pairs_stay_together_and_every_pair_is_used_once(mode, ranks, tmp_path):
     index = index_of(40)
     bucket = replace(BUCKET, mode=mode, ranks=ranks)
-    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=2, tokens_per_step=300, weights=(1.0,), pairs=True)
+    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=2, tokens_per_step=300, weights=(1.0,), kind=PAIR)
     plan = settings.plan(index)
     assert (plan.rows[::2] % 2 == 0).all() and (plan.rows[1::2] == plan.rows[::2] + 1).all()
     used = np.bincount(plan.rows, minlength=80)
@@ -51,14 +53,14 @@ def test_pairs_stay_together_and_every_pair_is_used_once(mode, ranks, tmp_path):
     assert index.lengths[plan.micro_batch(0).rows].max() == longest or mode == "packed"
     write_plan(tmp_path / "plan.arrow", [plan])
     again = read_plan(tmp_path / "plan.arrow")
-    assert again.unit == 2 and (again.rows == plan.rows).all()
+    assert again.kind is PAIR and (again.rows == plan.rows).all()
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_micro_batch_is_split_between_pairs(flat):
     index = index_of(12)
     bucket = replace(BUCKET, mode="packed" if flat else "bucketed", max_tokens=400)
-    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=1, tokens_per_step=10_000, weights=(1.0,), pairs=True)
+    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=1, tokens_per_step=10_000, weights=(1.0,), kind=PAIR)
     whole = settings.plan(index).steps[0]
     parts = split_micro_batches(whole, 100, index.lengths, index.supervised)
     assert len(parts) > len(whole) and all(len(one.rows) % 2 == 0 for one in parts)
@@ -67,7 +69,29 @@ def test_a_micro_batch_is_split_between_pairs(flat):
 
 def test_a_pair_that_does_not_fit_is_refused():
     settings = PlanSettings(
-        micro_batches=replace(BUCKET, max_tokens=64), seed=1, epochs=1, tokens_per_step=300, weights=(1.0,), pairs=True
+        micro_batches=replace(BUCKET, max_tokens=64),
+        seed=1,
+        epochs=1,
+        tokens_per_step=300,
+        weights=(1.0,),
+        kind=RowKind.PAIR,
     )
     with pytest.raises(UserError, match="^bucket.max_tokens: the longest pair of rows .* got 64; raise"):
         settings.plan(index_of(40))
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "packed", "fixed"])
+def test_labelled_rows_leave_room_for_their_mismatches(mode):
+    index = index_of(40)
+    bucket = replace(BUCKET, mode=mode)
+    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=1, tokens_per_step=200, weights=(1.0,), kind=LABELLED)
+    plan = settings.plan(index)
+    assert (np.sort(plan.rows) == np.flatnonzero(~index.dropped)[::2]).all()
+    for step in list(plan.steps)[:-1]:
+        tokens = [int(index.lengths[row]) for one in step for row in one.rows]
+        assert sum(tokens) >= 200 > sum(tokens) - max(tokens)
+        for one in step:
+            assert one.supervised == index.supervised[one.rows].sum() and one.kind is LABELLED
+            for rows in (one.rows, one.rows + 1):
+                lengths = index.lengths[rows]
+                assert (lengths.sum() if one.flat else lengths.max()) <= one.length

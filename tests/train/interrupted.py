@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lean_finetune.step.batches import Batch
-from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, PREFERENCE_COLUMNS
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer
 from lean_finetune.train.checkpoint.training_state import TrainingRun
@@ -27,7 +27,18 @@ from tests.small_model import CPU
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
 STEPS, MICRO_BATCHES, ROWS_A_BATCH = 5, 2, 3
-LEARNT = ("step", "epoch", "loss", "heldout_loss", "lr", "grad_norm", "tokens", "micro_batches", *EXPERT_COLUMNS)
+LEARNT = (
+    "step",
+    "epoch",
+    "loss",
+    "heldout_loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "micro_batches",
+    *EXPERT_COLUMNS,
+    *PREFERENCE_COLUMNS,
+)
 """Columns of the curves without time and memory."""
 NOISE_BYTES = {"adafactor": 1 << 14}
 """Difference of two uninterrupted runs. Adafactor creates scalars in each step. If a window frees one that was created

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.estimate_cpu import save_small
@@ -14,14 +15,18 @@ from benchmarks.specs import changed
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
+from lean_finetune.objectives.objective import RowKind
+from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
+from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.small_model import CPU, spec_of
 from tests.train.interrupted import STEPS, Breaking, finish, in_parts, interrupt, small_job
+from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
 
 METHODS = ("full", "lora", "qlora", "int8_lora")
 FAST = [("full", "adafactor")]
@@ -229,3 +234,32 @@ def test_a_disk_that_refuses_state_ends_the_run_with_what_is_kept(small_llama, t
         patch.setattr(os, "pwritev", full)
         finish(job, Breaking(tmp_path / "checkpoints"))
     assert finish(job, Breaking(tmp_path / "checkpoints")).weights == finish(job).weights
+
+
+def labelled_job(model: Path, directory: Path, **spec: Any) -> TrainJob:
+    """A run of KTO: rows 0, 2, 4, … have labels, and each is followed by its mismatch."""
+    rows, heldout = random_tokens(directory, random_lengths(6, 30, 2 * STEPS * 4), heldout_rows=8)
+    for split in (rows, heldout):
+        split.desirable = np.arange(len(split)) // 2 % 2 == 0
+        split.reference = np.linspace(-60, -20, len(split), dtype=np.float32)
+    planned = plan_of(rows, np.arange(0, len(rows), 2).reshape(STEPS, 2, 2).tolist())
+    longest = [int(np.maximum(rows.lengths[one.rows], rows.lengths[one.rows + 1]).max()) for one in all_of(planned)]
+    plan = replace(planned, length=np.array(longest, np.int32), kind=RowKind.LABELLED)
+    return make_job(model, (rows, heldout), plan, objective="kto", measured_steps=frozenset(range(STEPS)), **spec)
+
+
+def all_of(plan: Plan) -> list[MicroBatch]:
+    return [plan.micro_batch(number) for number in range(len(plan))]
+
+
+def test_an_interrupted_run_of_labelled_rows_equals_an_uninterrupted_one(small_llama: Path, tmp_path: Path):
+    """A divergence that a resumed process estimates from other answers; figures that a checkpoint forgets."""
+    job = labelled_job(small_llama, tmp_path / "tokens", method="lora", lr=1e-3, heldout_rows=4)
+    whole = finish(job)
+    names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+    for row in whole.curves:
+        assert all(row[name] is not None for name in names) and row["kl"] >= 0.0
+        assert (row["heldout_loss"] is None) == (row["heldout_reward_accuracy"] is None)
+    assert whole.curves[-1]["heldout_kl"] is not None
+    interrupt(job, tmp_path / "checkpoints", stop_within=2)
+    whole.check_equal(in_parts(job, tmp_path / "checkpoints", [3]))

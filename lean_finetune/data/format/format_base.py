@@ -13,6 +13,7 @@ import orjson
 
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.read.row_block import MAX_DEPTH
+from lean_finetune.objectives.objective import RowKind
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_ROLES = ("user", "tool")
@@ -97,7 +98,30 @@ class Pair:
         return self.chosen.has_empty_answer() or self.rejected.has_empty_answer()
 
 
-Example = Conversation | PlainText | Pair
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """An answer, and whether it is desirable."""
+
+    answer: Conversation | PlainText
+    desirable: bool
+
+    def prompt_key(self) -> bytes:
+        """The key of the prompt."""
+        return self.answer.prompt_key()
+
+    def has_empty_answer(self) -> bool:
+        """Whether the answer is empty."""
+        return self.answer.has_empty_answer()
+
+
+Example = Conversation | PlainText | Pair | Labelled
+
+
+def parts_of(example: Example) -> tuple[Conversation | PlainText, ...]:
+    """What a row is tokenized as: one text, or both of a pair."""
+    if isinstance(example, Pair):
+        return example.chosen, example.rejected
+    return (example.answer,) if isinstance(example, Labelled) else (example,)
 
 
 def is_heldout(example: Example, fraction: float, seed: int) -> bool:
@@ -214,6 +238,8 @@ def check_depth(value: Any, where: str, room: int = MAX_DEPTH) -> None:
 # Base class of row formats, the registry of formats, and the detection of a row's format.
 
 AUTO = "auto"
+KTO_LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is desirable (TRL and ms-swift, LLaMA-Factory). A number may be a class."""
 PREFERENCE_KEYS = (
     *("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
     *("preferred_output", "non_preferred_output"),
@@ -238,8 +264,10 @@ class RowFormat(ABC):
     """Whether a row has an answer, which a column such as `label` can rate. False: its text is all there is."""
     context_key: ClassVar[str | None] = None
     """Key that the column `context` belongs to when this key has no value."""
-    is_pair: ClassVar[bool] = False
-    """Whether a row is a preference pair, for the objectives of pairs."""
+    kind: ClassVar[RowKind] = RowKind.ANSWER
+    """What a row is. A labelled row has a format of answers, and a label (`labelled_rows`)."""
+    divides_prompt: ClassVar[bool] = False
+    """Whether its keys divide the prompt from the answer. Else the answer of a labelled row is its last turn."""
 
     @abstractmethod
     def parse(self, row: Mapping[str, Any]) -> Example:
@@ -300,6 +328,8 @@ class SourceFormat:
     """Known role by another name that the source has for it."""
     is_heldout: bool = False
     """Whether all its rows are held out."""
+    kind: RowKind = RowKind.ANSWER
+    """What its rows are for the objective."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -313,26 +343,42 @@ class SourceFormat:
     @cached_property
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
-        return frozenset(map(self.column, self.row_format.keys))
+        labels = KTO_LABELS if self.kind is RowKind.LABELLED else ()
+        return frozenset(map(self.column, (*self.row_format.keys, *labels)))
 
 
-def detect_format(row: Mapping[str, Any], columns: Mapping[str, str], *, pairs: bool = False) -> tuple[str, str]:
+def formats_of(kind: RowKind) -> dict[str, RowFormat]:
+    """The formats of a kind of rows by name."""
+    if kind is RowKind.LABELLED:
+        return {name: one for name, one in formats_of(RowKind.ANSWER).items() if one.has_answer}
+    return {name: row_format for name, row_format in FORMATS.items() if row_format.kind is kind}
+
+
+def detect_format(
+    row: Mapping[str, Any], columns: Mapping[str, str], kind: RowKind = RowKind.ANSWER
+) -> tuple[str, str]:
     """The first format whose required keys the row has, and the reason; `columns` maps keys to columns.
 
-    With `pairs` a format of preference pairs, else one of other rows. A format whose keys all have values comes before
+    The format is one of rows of this kind. A format whose keys all have values comes before
     one with nulls: in Parquet and Arrow every row has every column. Raises RowFault if the row has no known format.
     Raises UserError if `columns` has a key that no format has, or that the detected format does not have.
     """
-    check_columns(columns, AUTO)
+    suitable = formats_of(kind)
+    check_columns(columns, AUTO, kind)
     filled = {key: value for key, value in row.items() if value is not None}
-    suitable = {name: row_format for name, row_format in FORMATS.items() if row_format.is_pair == pairs}
+    is_pair = kind is not RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
+    if kind is RowKind.LABELLED and not is_pair and not any(columns.get(key, key) in row for key in KTO_LABELS):
+        raise RowFault(
+            f"train.objective=kto needs 'label' or 'kto_tag', true or false; the row has {show(list(row))}; add it, "
+            "name its column in data.columns, or set train.objective=sft"
+        )
     for present in (filled, row):
         for name, row_format in suitable.items():
             names = [columns.get(key, key) for key in row_format.required]
             if all(name in present for name in names):
-                check_columns(columns, name)
+                check_columns(columns, name, kind)
                 return name, f"the first row has {' and '.join(names)}"
-    if any(key in row for key in PREFERENCE_KEYS) and not pairs:
+    if is_pair:
         raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
     raise RowFault(
@@ -362,12 +408,14 @@ def _remedy_of_better(row: Mapping[str, Any]) -> str:
     return f"to train on its better answer set data.columns={{{key}: chosen}}"
 
 
-def check_columns(columns: Iterable[str], name: str) -> None:
+def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANSWER) -> None:
     """Refuse keys of data.columns that format `name` does not have, or no format for `auto`: they have no effect.
 
     Raises UserError, naming the key and the keys of the format.
     """
     known = frozenset().union(*(one.keys for one in FORMATS.values())) if name == AUTO else FORMATS[name].keys
+    if kind is RowKind.LABELLED:
+        known |= set(KTO_LABELS)
     if unknown := [key for key in columns if key not in known]:
         raise UserError(
             f"data.columns: rows of data.format {name} have no key {show(unknown[0])}; the keys to give a column for "
@@ -375,12 +423,21 @@ def check_columns(columns: Iterable[str], name: str) -> None:
         )
 
 
-def check_kind(name: str, *, pairs: bool) -> None:
+KIND_TEXTS = {
+    RowKind.ANSWER: ("rows of one answer", "sft"),
+    RowKind.PAIR: ("preference pairs", "dpo"),
+    RowKind.LABELLED: ("rows of one answer with a label", "kto"),
+}
+"""How messages call a kind of rows, and an objective that trains it."""
+
+
+def check_kind(name: str, kind: RowKind) -> None:
     """Raise UserError for a format of other rows than the objective trains."""
-    if FORMATS[name].is_pair == pairs:
+    suitable = formats_of(kind)
+    if name in suitable:
         return
-    suitable = " or ".join(other for other, row_format in FORMATS.items() if row_format.is_pair == pairs)
-    kind, objective = ("preference pairs", "sft") if pairs else ("rows of one answer", "dpo")
+    other = KIND_TEXTS[FORMATS[name].kind][1]
     raise UserError(
-        f"data.format: train.objective trains {kind}; got {name}; use {suitable}, or train.objective={objective}"
+        f"data.format: train.objective trains {KIND_TEXTS[kind][0]}; got {name}; use {' or '.join(suitable)}, or "
+        f"train.objective={other}"
     )

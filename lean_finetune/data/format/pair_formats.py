@@ -19,6 +19,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.messages import Turns, parse_turns
 from lean_finetune.data.format.row_formats import CONVERSATION_KEYS, answered, conversation, history
+from lean_finetune.objectives.objective import RowKind
 
 CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
 
@@ -26,7 +27,7 @@ CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
 class _PairFormat(RowFormat):
     """A format whose prompt is a conversation, and whose answers are texts, messages or lists of messages."""
 
-    is_pair = True
+    kind = RowKind.PAIR
 
     @abstractmethod
     def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
@@ -81,7 +82,7 @@ class RejectedResponse(RowFormat):
     """`messages` that end with the chosen answer, and the text `rejected_response` (ms-swift)."""
 
     name, required, optional = "rejected_response", ("messages", "rejected_response"), CONVERSATION_KEYS
-    is_pair = True
+    kind = RowKind.PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
         """See the base class."""
@@ -99,7 +100,7 @@ class Preference(RowFormat):
     """`prompt`, `chosen` and `rejected`: texts, or lists of messages; without a prompt, what both begin with (TRL)."""
 
     name, required, optional = "preference", ANSWERS, ("prompt", *CONVERSATION_KEYS)
-    is_pair = True
+    kind = RowKind.PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
         """See the base class."""

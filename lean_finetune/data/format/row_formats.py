@@ -7,20 +7,22 @@ from lean_finetune.data.format.format_base import (
     Conversation,
     Example,
     Message,
-    Pair,
     PlainText,
     RowFault,
     RowFormat,
     SourceFormat,
     is_given,
     list_of,
+    parts_of,
     register,
     show,
     text_of,
     text_or_nothing,
 )
+from lean_finetune.data.format.labelled_rows import labelled
 from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
 from lean_finetune.data.format.unread_columns import LOSS_MASK, untrained_by_mask
+from lean_finetune.objectives.objective import RowKind
 
 CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 
@@ -33,7 +35,9 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     row_format = source.row_format
     row = row_format.rename_columns(row, source.columns)
     example = row_format.parse(with_roles(row, source.roles) if source.roles else row)
-    for one in (example.chosen, example.rejected) if isinstance(example, Pair) else (example,):
+    if source.kind is RowKind.LABELLED:
+        example = labelled(row, example, row_format)
+    for one in parts_of(example):
         _refuse_untrained(one)
     return example
 
@@ -127,6 +131,7 @@ class PromptCompletion(RowFormat):
     """`prompt` and `completion`: two texts, or two lists of messages. Only the completion is trained."""
 
     name = "prompt_completion"
+    divides_prompt = True
     required = ("prompt", "completion")
     optional = CONVERSATION_KEYS
 

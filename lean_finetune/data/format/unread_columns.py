@@ -7,6 +7,7 @@ from typing import Any
 
 from cuda_memory.units import counted
 from lean_finetune.data.format.format_base import (
+    KTO_LABELS,
     PREFERENCE_KEYS,
     Message,
     RowFault,
@@ -127,8 +128,6 @@ def _switch(value: Any) -> bool | None:
 # Columns that a row's format does not read. A column that changes the row's meaning is refused, others are listed.
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# False: the answer is a bad example (TRL's and LLaMA-Factory's names for KTO). A number under `label` is a class.
-KTO_LABELS = ("label", "kto_tag")
 KTO_TAG_NUMBERS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 # Whether the row is trained. A list, with a number for each turn, may have any name that `looks_like_loss_mask`.
@@ -193,8 +192,8 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
             label = KTO_TAG_NUMBERS.get(label, label)
         if label == "false":
             raise RowFault(
-                f"{key!r} is false: the answer is one to avoid; remove the row (data.on_bad_row=skip leaves all such "
-                f"rows out), or {IGNORE}"
+                f"{key!r} is false: the answer is one to avoid; set train.objective=kto to learn from it, remove the "
+                f"row (data.on_bad_row=skip leaves all such rows out), or {IGNORE}"
             )
         return label == "true"
     if key == "context":

@@ -20,6 +20,7 @@ from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, writ
 from lean_finetune.data.encode.row_tokenizer import Chunks
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.objectives.objective import RowKind
 
 LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
@@ -96,7 +97,11 @@ class BlockTokens(NamedTuple):
     tally: Tally
 
 
-def token_schema(vocab_size: int, max_length: int, files: int) -> pa.Schema:
+LABEL = "desirable"
+"""Column of labelled rows: whether the answer is desirable. A mismatch has its row's."""
+
+
+def token_schema(vocab_size: int, max_length: int, files: int, *, labelled: bool = False) -> pa.Schema:
     """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits."""
     return pa.schema(
         [
@@ -105,6 +110,7 @@ def token_schema(vocab_size: int, max_length: int, files: int) -> pa.Schema:
             pa.field("family", pa.string()),
             pa.field("source_file", _narrowest(files - 1), nullable=False),
             pa.field("source_row", pa.uint32(), nullable=False),  # read_blocks refuses files with more rows.
+            *([pa.field(LABEL, pa.bool_(), nullable=False)] if labelled else []),
         ]
     )
 
@@ -120,10 +126,12 @@ def record_batch(
     families: Sequence[str | None],
     source_file: int,
     source_rows: np.ndarray,
+    desirable: Sequence[bool] = (),
 ) -> pa.RecordBatch:
     """The chunks of a block as one record batch of `token_schema`.
 
-    `chunks.starts` are indices in `ids`, int32. `families` and `source_rows`, uint32, have one item per encoded row.
+    `chunks.starts` are indices in `ids`, int32. `families`, `source_rows`, uint32, and `desirable`, of labelled
+    rows, have one item per encoded row.
     """
     starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
     parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -136,13 +144,15 @@ def record_batch(
         from_numpy(np.full(len(chunks.rows), source_file), schema.field("source_file").type),
         from_numpy(source_rows[chunks.rows], schema.field("source_row").type),
     ]
+    if LABEL in schema.names:
+        columns.append(from_numpy(np.array(desirable, bool)[chunks.rows], pa.bool_()))
     return pa.record_batch(columns, schema=schema)
 
 
-def digests(batch: pa.RecordBatch, rows: int = 1) -> np.ndarray:
+def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray:
     """64-bit hash of each row's ids and spans, uint64. Equal rows have equal hashes.
 
-    With two `rows` to a pair, equal pairs have equal hashes: the pair is hashed, and the row's number in it.
+    Of pairs, the pair is hashed, and the row's number in it. Of labelled rows, the row and its label, not its mismatch.
     """
     hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
@@ -151,12 +161,13 @@ def digests(batch: pa.RecordBatch, rows: int = 1) -> np.ndarray:
         for digest, start, end in zip(hashes, offsets, offsets[1:], strict=False):
             digest.update(values[start:end])
     found = [digest.digest() for digest in hashes]
-    if rows > 1:
-        pairs = [b"".join(found[start : start + rows]) for start in range(0, len(found), rows)]
+    if kind is not RowKind.ANSWER:
+        seconds = found[1::2]
+        if kind is RowKind.LABELLED:
+            seconds = [bytes([label]) for label in batch.column(LABEL).to_pylist()[::2]]
+        units = [first + second for first, second in zip(found[::2], seconds, strict=True)]
         found = [
-            blake2b(pair + bytes([number]), digest_size=DIGEST_BYTES).digest()
-            for pair in pairs
-            for number in range(rows)
+            blake2b(unit + bytes([number]), digest_size=DIGEST_BYTES).digest() for unit in units for number in range(2)
         ]
     return np.frombuffer(b"".join(found), np.dtype("<u8"))
 
@@ -357,9 +368,19 @@ class Totals:
 
 
 def merge(
-    root: Path, shards: Sequence[Shard], out: Path, sources: int, max_length: int, drop_duplicates: bool
+    root: Path,
+    shards: Sequence[Shard],
+    out: Path,
+    sources: int,
+    max_length: int,
+    drop_duplicates: bool,
+    kind: RowKind = RowKind.ANSWER,
 ) -> Totals:
-    """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals."""
+    """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals.
+
+    Mismatches of labelled rows are not in the totals.
+    """
+    step = kind.token_rows // kind.unit
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
         sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
@@ -374,7 +395,7 @@ def merge(
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped)
+        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, step)
     return totals
 
 
@@ -412,8 +433,13 @@ def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
     return {order[0]: dropped[: rows[order[0]]], order[1]: dropped[rows[order[0]] :]}
 
 
-def _write_index(index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None) -> None:
-    """Write one record for each row of a side, with one record batch for each shard of `index`."""
+def _write_index(
+    index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None, step: int
+) -> None:
+    """Write one record for each row of a side, with one record batch for each shard of `index`.
+
+    Every `step`-th row counts in the totals.
+    """
     start = 0
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
         for part in index:
@@ -422,7 +448,8 @@ def _write_index(index: Iterable[pa.Table], path: Path, totals: list[SourceTotal
             start = end
             columns = {name: to_numpy(part[name]) for name in ("length", "supervised", "source")}
             for source in np.unique(columns["source"]):
-                rows = columns["source"] == source
+                rows = np.flatnonzero(columns["source"] == source)
+                rows = rows[rows % step == 0]
                 totals[source].add(columns["length"][rows], columns["supervised"][rows], part_dropped[rows])
             if part.num_rows:
                 arrays = map(from_numpy, [*columns.values(), part_dropped], INDEX.types)

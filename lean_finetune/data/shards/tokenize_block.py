@@ -18,17 +18,19 @@ from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its
 from lean_finetune.data.format.format_base import (
     Conversation,
     EmptyAnswer,
-    Pair,
+    Labelled,
     PlainText,
     RowFault,
     SourceFormat,
     is_heldout,
+    parts_of,
 )
 from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
+from lean_finetune.data.shards.mismatches import with_mismatches
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
     Reject,
@@ -38,6 +40,7 @@ from lean_finetune.data.shards.shard_files import (
     record_batch,
     token_schema,
 )
+from lean_finetune.objectives.objective import RowKind
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
@@ -74,13 +77,8 @@ class TokenSettings:
     heldout_seed: int
     engine: str
     """`tokenizers` or `tiktoken`."""
-    pairs: bool = False
-    """Whether each row is a preference pair: two rows of tokens, chosen and rejected."""
-
-    @property
-    def rows_of_tokens(self) -> int:
-        """Rows of tokens of each row of the data."""
-        return 2 if self.pairs else 1
+    kind: RowKind = RowKind.ANSWER
+    """What each row is for the objective."""
 
 
 RowPlace = tuple[int, int]
@@ -92,12 +90,14 @@ class _Rows:
     """The usable rows of a block, as one list for each property, and the tally of all its rows."""
 
     block: RowBlock
-    pairs: bool = False
-    """Whether rows 0 and 1, 2 and 3, … are pairs, each from one row of the block."""
+    kind: RowKind = RowKind.ANSWER
+    """What each row of the block is. Of pairs, rows 0 and 1, 2 and 3, … are from one row of it."""
     segments: list[list[TextSegment]] = field(default_factory=list)
     places: list[RowPlace] = field(default_factory=list)
     families: list[str | None] = field(default_factory=list)
     heldout: list[bool] = field(default_factory=list)
+    desirable: list[bool] = field(default_factory=list)
+    """The labels; empty if rows have none."""
     unread: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
@@ -126,12 +126,13 @@ class _Rows:
                 f"the control token {token!r} of its text is not one token of its ids: a generation mark of the chat "
                 "template lies inside it, or the text around it continues it; correct the template, or change the row",
             )
-        gone = {number ^ 1 for number in cut} | set(cut) if self.pairs else set(cut)
+        gone = {number ^ 1 for number in cut} | set(cut) if self.kind is RowKind.PAIR else set(cut)
         kept = [number for number in range(len(self.segments)) if number not in gone]
         self.segments = [self.segments[number] for number in kept]
         self.places = [self.places[number] for number in kept]
         self.families = [self.families[number] for number in kept]
         self.heldout = [self.heldout[number] for number in kept]
+        self.desirable = [self.desirable[number] for number in kept] if self.desirable else []
 
 
 class BlockTokenizer:
@@ -145,7 +146,8 @@ class BlockTokenizer:
         self._settings = settings
         directory = settings.tokenizer_directory
         self.tokenizer = RowTokenizer(directory, engine or load_engine(settings.engine, directory))
-        self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files)
+        labelled = settings.kind is RowKind.LABELLED
+        self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files, labelled=labelled)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -175,9 +177,12 @@ class BlockTokenizer:
         self._sample(rows, encoded)
         chunks = limit_lengths(encoded, self._settings.max_length, self._settings.over_length)
         self._count_limited(chunks, rows, encoded)
-        if rows.pairs:
+        if rows.kind is RowKind.PAIR:
             chunks = self._complete_pairs(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
+        for name, wanted in (("desirable_rows", ~is_heldout), ("heldout_desirable_rows", is_heldout)):
+            for number in chunks.rows[wanted].tolist() if rows.desirable else ():
+                rows.count(name, rows.places[number], int(rows.desirable[number]))
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
         rows.tally.unknown[block.source] = sorted(map(one_line, rows.unknown))
@@ -189,7 +194,7 @@ class BlockTokenizer:
 
     def _read(self, block: RowBlock) -> _Rows:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
-        rows = _Rows(block=block, pairs=self._settings.pairs)
+        rows = _Rows(block=block, kind=self._settings.kind)
         source = self._settings.sources[block.source]
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
@@ -227,7 +232,7 @@ class BlockTokenizer:
             raise EmptyAnswer("an answer in it is empty")
         family = row_family(row, source)
         guard = self.tokenizer.guard
-        parts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+        parts = parts_of(example)
         template = self.template if isinstance(parts[0], Conversation) else None
 
         def changes() -> list[int]:
@@ -250,6 +255,7 @@ class BlockTokenizer:
         rows.places += [place] * len(parts)
         rows.families += [family] * len(parts)
         rows.heldout += [heldout] * len(parts)
+        rows.desirable += [example.desirable] if isinstance(example, Labelled) else []
 
     def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
@@ -331,9 +337,9 @@ class BlockTokenizer:
 
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
-        numbers = np.array([number for number, _ in rows.places], np.uint32)
-        batch = record_batch(self._schema, chunks, encoded.ids, rows.families, rows.block.file, numbers)
-        digest = (
-            digests(batch, rows=2 if rows.pairs else 1) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
-        )
+        numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
+        if rows.kind is RowKind.LABELLED:
+            chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
+        batch = record_batch(self._schema, chunks, ids, rows.families, rows.block.file, numbers, rows.desirable)
+        digest = digests(batch, rows.kind) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
         return SideTokens(batch, chunks.supervised.astype(np.int32), digest)

@@ -16,12 +16,12 @@ from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
     Conversation,
-    Pair,
     RowFault,
     SourceFormat,
     check_columns,
     check_kind,
     detect_format,
+    parts_of,
 )
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
@@ -30,6 +30,7 @@ from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, is_heldout_source, template_file
 
@@ -95,18 +96,18 @@ def prepare_job(
     tokenizer_lock: Mapping[str, Any],
     directory: Path,
     *,
-    pairs: bool = False,
+    kind: RowKind = RowKind.ANSWER,
 ) -> TokenizeJob:
     """Read the first rows of each source and make all choices; `engine` is run.tokenizer_engine.
 
-    `pairs`: the rows are preference pairs.
+    `kind` is what the rows are for the objective.
 
     Raises UserError if a source has no rows, its first row has no known format, the requested engine would change ids,
     or the chat template cannot be used.
     """
     return_freed_memory()
     names = file_names(data_lock)
-    inspected = [_inspect(data, data_lock, index, pairs) for index in range(len(data_lock["sources"]))]
+    inspected = [_inspect(data, data_lock, index, kind) for index in range(len(data_lock["sources"]))]
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -120,7 +121,7 @@ def prepare_job(
         chat_template=_template_text(data.chat_template, data_lock),
         stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
-        pairs=pairs,
+        kind=kind,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
     tokenizer = BlockTokenizer(settings, chosen.engine)
@@ -189,7 +190,7 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int, pairs: bool) -> _InspectedSource:
+def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind) -> _InspectedSource:
     """Read the first rows of a source."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
@@ -204,12 +205,14 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, pairs: bool) -> _I
     present = {key for _, row in rows for key in row}
     rows = [(place, without(row, data.ignore_columns or ())) for place, row in rows]
     if wanted == AUTO:
-        wanted, reason = _detect(rows, columns, skips, pairs)
+        wanted, reason = _detect(rows, columns, skips, kind)
     else:
-        check_kind(wanted, pairs=pairs)
-        check_columns(columns, wanted)
+        check_kind(wanted, kind)
+        check_columns(columns, wanted, kind)
         reason = "params.yaml says so"
-    source_format = SourceFormat(format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source))
+    source_format = SourceFormat(
+        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind
+    )
     return _InspectedSource(
         source_format=source_format,
         reason=reason,
@@ -219,11 +222,11 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, pairs: bool) -> _I
     )
 
 
-def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, pairs: bool) -> tuple[str, str]:
+def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, kind: RowKind) -> tuple[str, str]:
     """(format, reason) of the first row, or, with on_bad_row: skip, of the first row that has a known format."""
     for place, row in rows if skips else rows[:1]:
         try:
-            return detect_format(row, columns, pairs=pairs)
+            return detect_format(row, columns, kind)
         except RowFault as fault:
             refusal = UserError(f"{place}: {fault}")
     raise refusal
@@ -233,8 +236,7 @@ def _has_conversations(rows: list[_PlacedRow], source_format: SourceFormat) -> b
     """Whether the first usable row is for the chat template. All rows of a source are of one kind."""
     for _, row in rows:
         try:
-            example = parse_row(row, source_format)
-            return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
+            return isinstance(parts_of(parse_row(row, source_format))[0], Conversation)
         except (RowFault, RecursionError):  # Reported with its place when the row is tokenized.
             continue
     return False

@@ -43,6 +43,7 @@ from lean_finetune.data.shards.shard_files import (
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, ModelFault
 
 SCHEMA = 2
@@ -82,7 +83,7 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        totals = merge(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates)
+        totals = merge(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind)
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
         longest = max(train.longest, heldout.longest)
@@ -113,7 +114,7 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
         }
         write_json(aside / "meta.json", meta)
         formats = [source.format for source in settings.sources]
-        write_json(aside / FIGURES, _figures(totals, formats, longest, settings.rows_of_tokens))
+        write_json(aside / FIGURES, _figures(totals, formats, longest, settings.kind))
     return [*job.notes(), *_unread_notes(job, totals), *_notes(job, totals)]
 
 
@@ -143,7 +144,7 @@ def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]
         "columns": dict(source.columns),
         "unread_columns": totals.tally.unread.get(index, []),
         "unknown_turn_keys": totals.tally.unknown.get(index, []),
-        **_shared_figures(train, heldout, totals.tally.counts[index], job.settings.rows_of_tokens),
+        **_shared_figures(train, heldout, totals.tally.counts[index], job.settings.kind.unit),
         "lengths": {name: train.quantile(share) for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
         "longest": max(train.longest, heldout.longest),
     }
@@ -179,14 +180,27 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
                 f"together); got {settings.heldout_fraction}; change it, add rows, name rows to evaluate on in "
                 f"{HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )
+    _check_labels(totals, settings.kind)
 
 
-def _figures(totals: Totals, formats: Sequence[str], longest: int, rows_of_tokens: int) -> dict[str, Any]:
+def _check_labels(totals: Totals, kind: RowKind) -> None:
+    """Refuse labelled training rows that all have one label."""
+    desirable, rows = totals.counts["desirable_rows"], totals.side("train").rows
+    if kind is RowKind.LABELLED and desirable in (0, rows + totals.side("train").duplicates):
+        found = "undesirable" if desirable == 0 else "desirable"
+        raise UserError(
+            f"data.source: training rows must have both labels; all {rows} are {found}; add rows of the other label, "
+            "or set train.objective=sft"
+        )
+
+
+def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind) -> dict[str, Any]:
     """The content of figures.json, over all sources."""
     train, heldout, counts = totals.side("train"), totals.side("heldout"), totals.counts
-    shared = _shared_figures(train, heldout, counts, rows_of_tokens)
+    shared = _shared_figures(train, heldout, counts, kind.unit)
     return {
         **shared,
+        **({"desirable_rows": counts["desirable_rows"]} if kind is RowKind.LABELLED else {}),
         "format": ", ".join(dict.fromkeys(formats)),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
@@ -195,17 +209,17 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int, rows_of_token
 
 
 def _shared_figures(
-    train: SourceTotals, heldout: SourceTotals, counts: Mapping[str, int], rows_of_tokens: int
+    train: SourceTotals, heldout: SourceTotals, counts: Mapping[str, int], token_rows: int
 ) -> dict[str, Any]:
     """Figures of rows of the data, of which each is so many rows of tokens."""
     return {
-        "train_rows": train.rows // rows_of_tokens,
-        "heldout_rows": heldout.rows // rows_of_tokens,
+        "train_rows": train.rows // token_rows,
+        "heldout_rows": heldout.rows // token_rows,
         "train_tokens": train.tokens,
         "heldout_tokens": heldout.tokens,
         "supervised_tokens": train.supervised,
         "supervised_percent": round(100 * train.supervised / train.tokens, 3) if train.tokens else None,
-        "duplicate_rows": (train.duplicates + heldout.duplicates) // rows_of_tokens,
+        "duplicate_rows": (train.duplicates + heldout.duplicates) // token_rows,
         **{name: counts[name] for name in REPORTED},
     }
 
@@ -245,9 +259,15 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
             text.format(share=share, first=first, limit=limit, count=counts[name], sampled=counts["sampled_rows"])
         )
     train, heldout = totals.side("train"), totals.side("heldout")
-    if duplicates := (train.duplicates + heldout.duplicates) // job.settings.rows_of_tokens:
+    good, bad = counts["desirable_rows"], train.rows - counts["desirable_rows"]
+    if job.settings.kind is RowKind.LABELLED and not bad <= good <= 4 / 3 * bad:
+        lines.append(
+            f"{good} training rows are desirable and {bad} are not; KTO's authors advise {good} x desirable_weight = 1 "
+            f"to 1.33 x {bad} x undesirable_weight (train.preference; arXiv 2402.01306, eq. 8)"
+        )
+    if duplicates := (train.duplicates + heldout.duplicates) // job.settings.kind.unit:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
-        compared = duplicates + (train.rows + heldout.rows) // job.settings.rows_of_tokens
+        compared = duplicates + (train.rows + heldout.rows) // job.settings.kind.unit
         kind = "rows and chunks of split rows" if counts["split_rows"] else "rows"
         lines.append(
             f"{duplicates} of {compared} {kind} were dropped because their tokens equal those of an earlier one"

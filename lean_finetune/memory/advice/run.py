@@ -46,6 +46,7 @@ from lean_finetune.model.model_config import (
     refuse_context_parallel,
 )
 from lean_finetune.model.precision import resolved
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.adapter_source import find_adapter
 from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model
 from lean_finetune.plan.batch_plan import Plan, read_plan
@@ -326,21 +327,22 @@ def _plan_key(run: Run) -> tuple[object, ...]:
     return run.bucket, run.longest, run.setting.train.tokens_per_step, run.setting.layout
 
 
-def full_batch(bucket: Bucket, length: int, unit: int = 1) -> BatchShape:
+def full_batch(bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER) -> BatchShape:
     """The largest micro-batch of rows of this length, with every token trained except the first of each row.
 
     It has whole units of rows: pairs.
     """
+    unit = kind.unit
     if bucket.mode == "packed":
         rows, rest = divmod(bucket.max_tokens, length)
         rows, rest = (rows, rest) if unit == 1 else (max(rows // unit, 1) * unit, 0)
         joined = (length,) * rows + ((rest,) if rest else ())
         supervised = bucket.max_tokens - len(joined)
         total = max(bucket.max_tokens, sum(joined))
-        return BatchShape(rows=1, length=total, supervised=supervised, packed_lengths=joined, unit=unit)
+        return BatchShape(rows=1, length=total, supervised=supervised, packed_lengths=joined, kind=kind)
     rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
     rows = max(rows // unit, 1) * unit
-    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, unit=unit)
+    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, kind=kind)
 
 
 def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
@@ -393,7 +395,7 @@ def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_re
         UserError: the device, the model's rows or the steps do not suit a parameter.
     """
     length, layout = round_up(p.data.max_length, pad_multiple(p)), p.layout
-    shape = full_batch(p.bucket, length, p.train.rows_per_unit)
+    shape = full_batch(p.bucket, length, p.train.row_kind)
     micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
     setting, precision_reason = _setting_on(device, p, accumulates_gradients=micro_batches > 1)
     refuse_unsupported(

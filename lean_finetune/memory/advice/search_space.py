@@ -253,7 +253,7 @@ def _packed_steps(option: Option) -> Option:
     bucket = bucket.model_copy(update={"mode": "packed", "max_tokens": max_tokens})
     packed = replace(
         run,
-        steps=((full_batch(bucket, run.longest, run.setting.train.rows_per_unit),),),
+        steps=((full_batch(bucket, run.longest, run.setting.train.row_kind),),),
         bucket=bucket,
         micro_batches_per_step=1,
     )
@@ -292,11 +292,11 @@ def _shorter_rows(run: Run, length: int) -> Run:
     """The run with rows of at most `length` tokens, one per micro-batch."""
 
     def shortened(shape: BatchShape) -> BatchShape:
-        unit = shape.unit
+        unit = shape.kind.unit
         joined = None if shape.packed_lengths is None else (length,) * unit
         rows, length_of_rows = (unit, length) if joined is None else (1, unit * length)
         supervised = min(shape.supervised, unit * length)
-        return BatchShape(rows=rows, length=length_of_rows, supervised=supervised, packed_lengths=joined, unit=unit)
+        return replace(shape, rows=rows, length=length_of_rows, supervised=supervised, packed_lengths=joined)
 
     return replace(
         run,

@@ -162,7 +162,7 @@ def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Large
 
     `near` are peaks by the tokens of micro-batches of other shapes: where to start.
     """
-    unit = run.setting.train.rows_per_unit * run.longest
+    unit = run.setting.train.row_kind.unit * run.longest
     most = max(1, int(run.tokens_per_step * run.setting.layout.context // unit))
     hints = {tokens / unit: size for tokens, size in near.items()}
     found = largest_fitting(lambda units: _peak(run, run.longest, units=units), usable, most, hints)
@@ -171,9 +171,9 @@ def largest_micro_batch(run: Run, usable: int, near: Mapping[int, int]) -> Large
 
 def _peak(run: Run, length: int, *, units: int) -> int:
     """The predicted peak with micro-batches of so many such rows, or pairs of rows."""
-    unit = run.setting.train.rows_per_unit
-    sizes = {"max_tokens": units * unit * length, "fixed_rows": units * unit}
-    shape = full_batch(run.bucket.model_copy(update=sizes), length, unit)
+    kind = run.setting.train.row_kind
+    sizes = {"max_tokens": units * kind.unit * length, "fixed_rows": units * kind.unit}
+    shape = full_batch(run.bucket.model_copy(update=sizes), length, kind)
     steps = largest_steps(shape, several=run.micro_batches_per_step > 1, in_flight=run.in_flight)
     return replace(run, steps=steps).predict().peak.bytes
 

@@ -27,8 +27,8 @@ from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
-from lean_finetune.step.pair_loss import StepPairs
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 
@@ -120,7 +120,7 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
     Supervised tokens are an upper bound, so the prediction is never too low.
     """
-    if all(len(shape.packed_lengths or (0,) * shape.rows) < 2 * shape.unit for step in steps for shape in step):
+    if all(len(shape.packed_lengths or (0,) * shape.rows) < 2 * shape.kind.unit for step in steps for shape in step):
         return None
     return tuple(tuple(map(_halved, step)) for step in steps)
 
@@ -130,7 +130,7 @@ def _halved(shape: BatchShape) -> BatchShape:
     joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
-    rows = 1 if joined else round_up(-(-shape.rows // 2), shape.unit)
+    rows = 1 if joined else round_up(-(-shape.rows // 2), shape.kind.unit)
     length = sum(joined) if joined else shape.length
     return replace(
         shape, rows=rows, length=length, supervised=min(shape.supervised, rows * length), packed_lengths=joined
@@ -200,9 +200,7 @@ def _run_steps(
             train.compress_activations,
             restoring=partial(trace.allocating_as, ACTIVATIONS),
         )
-    pairs = None
-    if train.pairs is not None:  # The values of its parameters are arbitrary too.
-        pairs = StepPairs(objective=train.pairs, values=train.pairs.defaults, count=1, chosen_tokens=1)
+    preferences = StepPreferences.of_any_rows(train)
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and autocast_dtype(train) is not None
     parts = setting.layout.context
@@ -218,6 +216,11 @@ def _run_steps(
         # Gradients are reduced in a later micro-batch than this one.
         if accumulates_gradients and len(steps[step]) == 1:
             yield idle_batch(0, TokenPart(index=0, parts=parts) if parts > 1 else None)
+
+    def mismatched(step: int) -> Iterator[Batch]:
+        for shape in steps[step] if preferences is not None and preferences.has_mismatches else ():
+            trace.begin_micro_batch(shape)
+            yield empty_batch(shape, CPU, parts)
 
     # Origins are of the operations that create gradients, and experts count the rows of every micro-batch.
     leave_out = skip and not (setting.distributed or isinstance(trace, OriginTrace) or has_experts(parallel.model))
@@ -240,7 +243,8 @@ def _run_steps(
                     offload=offload,
                     parallel=parallel,
                     micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
-                    pairs=pairs,
+                    preferences=preferences,
+                    mismatched=mismatched(step),
                 )
     trace.offloaded_peak_bytes = store.peak_bytes
     return position

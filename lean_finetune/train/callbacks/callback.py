@@ -26,7 +26,7 @@ from lean_finetune.core.atomic_files import write_csv, write_text
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.progress import LOG_SECONDS, progress_bar
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.pair_loss import FIGURES
+from lean_finetune.step.preference_loss import FIGURES
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, make_counters
 
@@ -51,10 +51,10 @@ RUN_NAME = "run_name.txt"
 """In the directory of an unfinished run."""
 EXPERT_COLUMNS = ("expert_load_max", "idle_experts_share")
 """Further columns of a mixture of experts."""
-PAIR_COLUMNS = (*FIGURES, *(f"heldout_{name}" for name in FIGURES))
-"""Further columns of preference pairs."""
+PREFERENCE_COLUMNS = (*FIGURES, *(f"heldout_{name}" for name in FIGURES))
+"""Further columns of preferences."""
 CurveRow = dict[str, Any]
-"""One optimizer step of the curves; keys `CURVE_COLUMNS`, of a mixture `EXPERT_COLUMNS`, of pairs `PAIR_COLUMNS`."""
+"""One optimizer step of the curves; keys `CURVE_COLUMNS`, and `EXPERT_COLUMNS` or `PREFERENCE_COLUMNS`."""
 
 
 def curve_row(
@@ -73,7 +73,7 @@ def curve_row(
         lengths: tokens of every training row.
         measured: whether the step's peak was measured.
         figures: loss, lr, grad_norm and seconds.
-        more: `EXPERT_COLUMNS` of a mixture, `pair_loss.FIGURES` of preference pairs; empty for other runs.
+        more: `EXPERT_COLUMNS` of a mixture, `preference_loss.FIGURES` of preferences; empty for other runs.
     """
     return {
         "step": planned[0].step,
@@ -95,7 +95,7 @@ def curve_row(
 
 def curve_columns(rows: Sequence[CurveRow]) -> list[str]:
     """Return the columns of a run's curves."""
-    more = (*EXPERT_COLUMNS, *PAIR_COLUMNS)
+    more = (*EXPERT_COLUMNS, *PREFERENCE_COLUMNS)
     return [*CURVE_COLUMNS, *(name for name in more if any(name in row for row in rows))]
 
 

@@ -18,7 +18,7 @@ from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.versions import install_extra
-from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, PAIR_COLUMNS, CurveRow, RunInfo, Tracker
+from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, PREFERENCE_COLUMNS, CurveRow, RunInfo, Tracker
 
 PROJECT = "lean-finetune"
 """Name under which services group the runs, unless the service's own environment variable names another."""
@@ -36,7 +36,7 @@ def figures(row: CurveRow, info: RunInfo) -> dict[str, float]:
         "memory/process_gib": row["rss_bytes"],
     }
     known = {
-        **{name: row.get(name) for name in (*ALWAYS, *EXPERT_COLUMNS, *PAIR_COLUMNS)},
+        **{name: row.get(name) for name in (*ALWAYS, *EXPERT_COLUMNS, *PREFERENCE_COLUMNS)},
         "tokens_per_second": row["tokens"] / row["seconds"],
         **{name: size / GIB for name, size in in_bytes.items() if size is not None},
     }

@@ -8,6 +8,7 @@ import pytest
 import lean_finetune.data.format.pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, RowFault, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
+from lean_finetune.objectives.objective import RowKind
 
 QUESTION = {"role": "user", "content": "2+2?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
@@ -15,7 +16,7 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 
 def parsed(row: dict[str, Any]) -> Pair:
     """The pair of a row whose format is detected."""
-    name, _ = detect_format(row, {}, pairs=True)
+    name, _ = detect_format(row, {}, RowKind.PAIR)
     pair = parse_row(row, SourceFormat(format=name, columns={}))
     assert isinstance(pair, Pair)
     return pair

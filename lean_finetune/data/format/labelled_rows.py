@@ -1,0 +1,61 @@
+"""Labelled rows: an answer in any format, and whether it is desirable."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lean_finetune.data.format.format_base import (
+    KTO_LABELS,
+    Conversation,
+    Example,
+    Labelled,
+    PlainText,
+    RowFault,
+    RowFormat,
+    show,
+)
+
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
+"""Labels in tables of text, such as CSV files."""
+
+
+def labelled(row: Mapping[str, Any], example: Example, row_format: RowFormat) -> Labelled:
+    """The example of a row with its label.
+
+    Raises RowFault if the label is none, or the row does not end with an answer that it can rate.
+    """
+    assert isinstance(example, Conversation | PlainText)
+    desirable = _label(row)
+    if isinstance(example, Conversation) and not row_format.divides_prompt:
+        example = _last_answer(example)
+    return Labelled(answer=example, desirable=desirable)
+
+
+def _label(row: Mapping[str, Any]) -> bool:
+    """The row's label."""
+    given = {key: row[key] for key in KTO_LABELS if row.get(key) is not None}
+    if not given:
+        raise RowFault("the row has neither 'label' nor 'kto_tag'; say whether its answer is good, or remove the row")
+    found = {key: _truth(value) for key, value in given.items()}
+    for key, truth in found.items():
+        if truth is None:
+            raise RowFault(f"{key!r} must be true or false, got {show(given[key])}; change it")
+    if len(set(found.values())) > 1:
+        raise RowFault("'label' and 'kto_tag' differ; keep one of them")
+    return bool(found.popitem()[1])
+
+
+def _truth(value: Any) -> bool | None:
+    """Whether a label means desirable; 0 and 1 too, as ms-swift reads them. None for anything else."""
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None
+
+
+def _last_answer(example: Conversation) -> Conversation:
+    """The conversation with its last turn alone trained: the label rates that one."""
+    last = len(example.messages) - 1
+    if example.messages[last]["role"] != "assistant":
+        raise RowFault("a labelled row must end with the assistant's answer, which its label rates; change it")
+    earlier = (number for number in example.turns() if number != last)
+    return replace(example, context=example.context | frozenset(earlier))
