@@ -29,6 +29,7 @@ from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pai
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
+from lean_finetune.objectives.objective import PairObjective
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -146,9 +147,10 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
     pairs = None
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
-    if p.train.pairs is not None:
+    objective = p.train.preferences
+    if isinstance(objective, PairObjective):
         chosen, values = np.array(loss_rows, np.int64), p.train.preference_values
-        pairs = HeldoutPairs(rows=rows, chosen=chosen, rejected=chosen + 1, objective=p.train.pairs, values=values)
+        pairs = HeldoutPairs(rows=rows, chosen=chosen, rejected=chosen + 1, objective=objective, values=values)
     return EvaluationRows(
         rows=rows,
         loss_rows=loss_rows,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lean_finetune.objectives.objective import Objective, PairSums
+from lean_finetune.objectives.objective import PairObjective, PairSums
 from lean_finetune.step.token_rows import TokenRows
 
 BASE = "base"
@@ -36,7 +36,7 @@ class HeldoutPairs:
     chosen: np.ndarray
     """Row numbers of the chosen answers (P,)."""
     rejected: np.ndarray
-    objective: Objective
+    objective: PairObjective
     values: Mapping[str, float]
     """Of the objective's parameters."""
 

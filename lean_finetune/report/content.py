@@ -7,7 +7,8 @@ from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rules import SWITCHED_OFF
-from lean_finetune.objectives.registry import SFT
+from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
 from lean_finetune.report.pairs import has_pairs, shares_in_order
@@ -181,6 +182,8 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
+    objective = OBJECTIVES[parameters["train.objective"]]
+    kind = RowKind.ANSWER if objective is None else objective.kind
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
     names = [*SHOWN, *(name for name, off in SWITCHED_OFF.items() if parameters[name] != off)]
@@ -191,9 +194,10 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         (
-            "rows" if parameters["train.objective"] == SFT else "pairs",
+            "pairs" if kind is RowKind.PAIR else "rows",
             f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out",
         ),
+        *([("desirable rows", f"{count:,} for training")] if (count := tokenize.get("desirable_rows")) else []),
         (
             "truncated rows",
             f"{_share(tokenize['truncated_rows'], rows_read)} longer than data.max_length, which lost trained tokens",

@@ -15,6 +15,7 @@ from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.evaluate.base_and_tuned import RESULTS
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
 from lean_finetune.evaluate.pair_figures import HeldoutPairs, PairScores, changed_pairs, pair_metrics
+from lean_finetune.objectives.objective import PairObjective
 from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.step.reference_table import identity, write_table
 from lean_finetune.step.token_rows import TokenRows
@@ -176,7 +177,7 @@ def test_pairs_whose_order_changed_are_listed_with_the_largest_change_first(tmp_
     opened: TokenRows = heldout(tmp_path, rows)
     numbers = np.arange(0, len(rows), 2)
     dpo = OBJECTIVES["dpo"]
-    assert dpo is not None
+    assert isinstance(dpo, PairObjective)
     pairs = HeldoutPairs(rows=opened, chosen=numbers, rejected=numbers + 1, objective=dpo, values={"beta": 0.1})
     zeros = np.zeros(len(margins))
     scores = {

@@ -75,7 +75,7 @@ def test_accuracy_decides_for_pairs():
 def test_accuracy_without_pairs_or_without_an_effect_is_refused():
     params = load_params(ROOT / "params.yaml")
     for flags, message in (
-        (["train.keep=best"], "accuracy is the share of preference pairs in the right order; got accuracy with"),
+        (["train.keep=best"], "accuracy is the share of pairs in the right order, or of labels; got accuracy with"),
         (["train.objective=dpo"], "has an effect only with train.keep=best or train.stop_after_no_gain; got accuracy"),
     ):
         with pytest.raises(UserError, match=f"^train.best_by: {message}"):
