@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lean_finetune.objectives.objective import Objective, RowKind, RowSums, StepTotals
+from lean_finetune.objectives.objective import Objective, RowKind, RowSums, StepTotals, rightness
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class Kto(Objective):
         assert rows.reference is not None and rows.desirable is not None
         rewards = values["beta"] * (rows.logps - rows.reference)
         sums = [(rewards * chosen).sum() for chosen in (rows.desirable, ~rows.desirable)]
-        return torch.stack([*sums, (self._advantage(rows, step, values) > 0).float().sum()])
+        return torch.stack([*sums, rightness(self._advantage(rows, step, values)).sum()])
 
     def _advantage(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
         """How far each log-ratio is on the right side of the divergence, times beta."""

@@ -94,7 +94,7 @@ class Objective(ABC):
         """Figures of a micro-batch's rows, fp32 (3,).
 
         The sums of the rewards of its better and of its worse answers, and the number of pairs, or of labelled rows,
-        that the model judges right.
+        that the model judges right; those that it does not distinguish count half.
         """
 
 
@@ -179,7 +179,12 @@ class PairObjective(Objective):
         import torch
 
         chosen, rejected = self.rewards(PairSums.of(rows), values)
-        return torch.stack([one.sum() for one in (chosen, rejected, (chosen > rejected).float())])
+        return torch.stack([one.sum() for one in (chosen, rejected, rightness(chosen - rejected))])
+
+
+def rightness(difference: "Tensor") -> "Tensor":
+    """1 where a difference is in favour of the better answer, 0 where it is against it, and 0.5 where it is 0."""
+    return difference.sign() * 0.5 + 0.5
 
 
 def smoothed_logistic(difference: "Tensor", smoothing: float) -> "Tensor":

@@ -133,4 +133,4 @@ def test_a_step_of_one_label_has_no_figures_of_the_other():
         counts=(1, 1), tokens_R=torch.ones(2), reference_R=torch.zeros(2), desirable_R=torch.ones(2, dtype=torch.bool)
     )
     assert loss.of_rows(torch.zeros(2), answers).item() == 0.5
-    assert known_figures(loss.means(lambda values: values)) == {"reward_chosen": 0.0, "reward_accuracy": 0.0, "kl": 0.0}
+    assert known_figures(loss.means(lambda values: values)) == {"reward_chosen": 0.0, "reward_accuracy": 0.5, "kl": 0.0}
