@@ -33,7 +33,9 @@ def changed(train: Train, **changes: Any) -> Train:
         if section in ("lora", "quant"):
             before = values.get(section, getattr(train, section))
             assert key in type(before).model_fields, name
-            values[section] = before.model_copy(update={key: list(value) if key == "targets" else value})
+            values[section] = before.model_copy(
+                update={key: list(value) if key in ("targets", "modules_to_save") else value}
+            )
         else:
             assert name in Train.model_fields, name
             values[name] = value

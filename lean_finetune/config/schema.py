@@ -1,5 +1,6 @@
 """Schema of params.yaml: types, units, limits and meaning. Section `data` has its own module."""
 
+from operator import attrgetter
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -102,6 +103,8 @@ class Lora(Section):
     """Mixtures of experts: adapters of no expert, or of both projections of every expert."""
     expert_rank: PositiveInt
     """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
+    modules_to_save: list[Text]
+    """Names of the embedding and of the head, of which copies are trained and saved with the adapters."""
 
     def __hash__(self) -> int:
         """That of the rank: the list of targets has none."""
@@ -262,6 +265,17 @@ def _start_message(params: "Params") -> str:
     return f"{{train.lora.init}} {start.reason}; got {got}; use {methods}, or default"
 
 
+def _rows_exclude(key: str) -> Rule:
+    """The rule that a dimension of the mesh excludes a trained embedding or head."""
+    dimension = attrgetter(key)
+    return Rule(
+        key,
+        lambda p: dimension(p) > 1 and bool(p.train.lora.modules_to_save),
+        f"divides the embedding and the head, which train.lora.modules_to_save copies; got {{{key}}} with "
+        "{train.lora.modules_to_save}; set it to 1 and use train.sharding=zero3, or set train.lora.modules_to_save=[]",
+    )
+
+
 TRAIN_RULES = [
     Rule(
         "train.master_weights",
@@ -336,6 +350,9 @@ TRAIN_RULES = [
         "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
         "{train.method}, {train.lora.init}; set it to false",
     ),
+    needs("train.lora.modules_to_save", [], "train.method", *ADAPTER_METHODS),
+    _rows_exclude("train.tensor_parallel"),
+    _rows_exclude("train.pipeline_stages"),
     needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.experts",

@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -40,7 +42,7 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.model.precision import adapter_dtype
+from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
@@ -124,6 +126,37 @@ def refuse_targets(model: PreTrainedModel, train: Train) -> None:
         )
 
 
+def refuse_modules(model: PreTrainedModel, train: Train) -> None:
+    """Refuse names of train.lora.modules_to_save other than those of the embedding and the head.
+
+    Raises:
+        UserError: naming those that the model has.
+    """
+    names = train.lora.modules_to_save
+    if not names:
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    known = [path.rpartition(".")[2] for path, module in modules.items() if module is embedding or module is head]
+    for name in names:
+        named = [module for path, module in modules.items() if path == name or path.endswith(f".{name}")]
+        if len(named) != 1 or (named[0] is not embedding and named[0] is not head):
+            raise UserError(
+                f"train.lora.modules_to_save: must name the embedding or the head, {' or '.join(known)}; got {name}; "
+                "leave it out"
+            )
+        if name in train.lora.targets:
+            raise UserError(
+                f"train.lora.modules_to_save: {name} is trained in full and has an adapter too; got it in "
+                "train.lora.targets; leave it out of one"
+            )
+    if head is not None and head.weight is embedding.weight:
+        raise UserError(
+            f"train.lora.modules_to_save: {' and '.join(known)} share their weight, and a copy of one would separate "
+            f"them, so that the merged model is another one; got {names}; set it to []"
+        )
+
+
 def linear_names(model: PreTrainedModel) -> set[str]:
     """The last name parts of all linear layers, except a head that shares the embedding's weight."""
     shared = model.get_input_embeddings().weight
@@ -135,7 +168,7 @@ def linear_names(model: PreTrainedModel) -> set[str]:
 
 MOST_REASON = 300
 """Characters that are shown of another library's error."""
-ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.")
+ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.", f".modules_to_save.{ADAPTER}.")
 """Parts of the names of adapter parameters."""
 
 
@@ -153,6 +186,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         raise UserError(
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
         )
+    refuse_modules(model, train)
     known = linear_names(model)
     by_name = adapts_by_name(model) and train.lora.all_linear
     for parameter in model.parameters():
@@ -167,6 +201,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         exclude_modules=pattern_of(left_out(model)),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
+        modules_to_save=train.lora.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
     if train.lora.experts == "all":
@@ -193,11 +228,20 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     for name, parameter in model.named_parameters():
         if any(part in name for part in ADAPTER_NAMES):
             parameter.data = parameter.data.to(adapter_dtype(weights))
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper) and isinstance(module.original_module, nn.Embedding):
+            # The model expects the embedding in the type of its other weights, which autocast does not give.
+            module.modules_to_save[ADAPTER].register_forward_hook(partial(_as_type, dtype=base_dtype(weights)))
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
     layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))
     for layer in (one for one in layers if isinstance(one.get_base_layer(), nn.Linear) and not one.lora_variant):
         if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
             layer._cast_input_dtype = _cast_without_autocast
+
+
+def _as_type(module: nn.Module, inputs: Any, output: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The output of a module in another type."""
+    return output.to(dtype)
 
 
 def _cast_without_autocast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

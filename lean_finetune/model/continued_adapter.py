@@ -90,6 +90,7 @@ def _values_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
         "rslora": bool(adapter.get("use_rslora")),
         "dora": bool(adapter.get("use_dora")),
         "experts": "all" if experts else "none",
+        "modules_to_save": sorted(adapter.get("modules_to_save") or []),
     }
     if experts:
         values["expert_rank"] = (adapter.get("rank_pattern") or {}).get(experts[0], adapter["r"])
@@ -98,7 +99,7 @@ def _values_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_values(directory: Path, values: Mapping[str, Any], train: Train) -> None:
     """Raise UserError for the first value that differs, with the flags that set all of them."""
-    differ = {key: value for key, value in values.items() if getattr(train.lora, key) != value}
+    differ = {key: value for key, value in values.items() if _sorted(getattr(train.lora, key)) != value}
     if differ:
         first, value = next(iter(differ.items()))
         got = getattr(train.lora, first)
@@ -107,6 +108,10 @@ def _refuse_values(directory: Path, values: Mapping[str, Any], train: Train) -> 
             f"train.lora.{first}: must be {_text(value)}, as in model.adapter={directory}; got {_text(got)}; set "
             f"{flags}"
         )
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _refuse_layers(

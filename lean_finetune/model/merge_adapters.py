@@ -177,6 +177,8 @@ class MergedExperts:
 # Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R).
 
 SUFFIX = ".safetensors"
+LORA = ".lora_"
+"""In the name of an adapter's tensor, after that of its layer."""
 MERGED = "merged"
 """Subdirectory of the merged model, next to its adapter."""
 
@@ -205,7 +207,8 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
     quantised = _quantised_layers(base_config, weights).difference(packed_layers)
     experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
-    unmerged = {_layer(key) for key in tensors}
+    whole = {key.removeprefix(PEFT_PREFIX): tensors.pop(key) for key in [*tensors] if LORA not in key}
+    unmerged = {_layer(key) for key in tensors} | whole.keys()
     for name in sorted(files):
         if not name.endswith(SUFFIX):
             shutil.copyfile(base / name, out / name)
@@ -219,6 +222,9 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         ) -> torch.Tensor:
             if key in experts:
                 return experts.merged(key)
+            if names[key] in whole:  # A copy that was trained (train.lora.modules_to_save).
+                unmerged.remove(names[key])
+                return whole[names[key]].to(stored[key].dtype)
             layer, weight = names[key].removesuffix(".weight"), stored[key].read()
             if layer not in quantised and layer not in unmerged:
                 return weight
@@ -260,7 +266,7 @@ def refuse_merge(base: Path, weights: BaseWeights, *, experts: bool) -> None:
 
 def _layer(key: str) -> str:
     """The adapted layer of a tensor in an adapter's file."""
-    return key.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+    return key.removeprefix(PEFT_PREFIX).partition(LORA)[0]
 
 
 def _quantised_layers(config: PretrainedConfig, weights: BaseWeights) -> set[str]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
@@ -58,7 +59,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
         """The head of a model."""
-        layer, vocabulary = model.get_output_embeddings(), unpadded_vocabulary(model.config)
+        layer, vocabulary = _used_layer(model.get_output_embeddings()), unpadded_vocabulary(model.config)
         shard: VocabularyShard | None = getattr(layer, "vocabulary_shard", None)
         return cls(
             layer=layer,
@@ -152,6 +153,14 @@ class Head:
         if self.shard is not None:
             dist.all_reduce(values, op=operation, group=self.shard.group)
         return values
+
+
+def _used_layer(head: nn.Module) -> nn.Module:
+    """The layer that computes: of a head that peft trains in full, its copy if adapters are on."""
+    if isinstance(head, ModulesToSaveWrapper):
+        off = head.disable_adapters or not head.active_adapters
+        return head.original_module if off else cast(nn.Module, head.modules_to_save[head.active_adapters[0]])
+    return head
 
 
 def _without(others_R1: torch.Tensor | None, values_R1: torch.Tensor) -> torch.Tensor:

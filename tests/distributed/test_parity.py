@@ -19,7 +19,7 @@ from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
-from tests.small_model import moved_adapter, spec_of
+from tests.small_model import moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -210,6 +210,23 @@ def test_an_adapter_goes_on_in_every_process(small_llama: Path, tmp_path, pair: 
     fresh, case = case, replace(case, adapter=str(start))
     results = check(pair, single, case, same_batches(case), EXACT)
     assert abs(results["expected"]["losses"][0] - single(fresh)["losses"][0]) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "method", "precision"),
+    [
+        *product(("ddp", "zero2", "zero3"), ("lora", "qlora"), ("fp32",)),
+        ("zero3", "lora", "bf16"),
+        ("zero1", "lora", "fp32"),
+    ],
+)
+def test_a_trained_embedding_and_head_are_shared(tmp_path, pair: Group, single: Single, mode, method, precision):
+    """Copies that FSDP leaves in shards where the chunked loss reads the head, or whose gradients are not summed."""
+    directory = str(save_small_llama(tmp_path, dtype=torch.float32, tie_word_embeddings=False))
+    model = {"method": method, "precision": precision, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    case = Case(directory=directory, mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
+    check(pair, single, case, same_batches(case), EXACT if precision == "fp32" else BF16)
 
 
 EXPERT_CASES = [

@@ -26,6 +26,7 @@ from lean_finetune.memory.predict.state_formulas import (
     ModelShapes,
     ParameterShape,
     adapted_weights,
+    copied_weights,
     kept_book_bytes,
     model_shapes,
     state_bytes,
@@ -106,6 +107,10 @@ def load_peak(
     if train.adapted and (train.lora.dora or train.lora.init != "default"):
         adapted = max(adapted_weights(shapes, train), key=lambda parameter: parameter.values)
         moments.append(peak_of({**states, LOADING: _adapter_init_bytes(adapted, train, final_bytes(adapted))}))
+    if train.adapted and (copied := [parameter.values for parameter in copied_weights(shapes, train)]):
+        # peft copies a module in the type of the base; then its copy is converted.
+        started = {category: size for category, size in states.items() if category != OPTIMIZER}
+        moments.append(peak_of({**started, LOADING: max(copied) * base_dtype(train).itemsize}))
     return highest(moments)
 
 

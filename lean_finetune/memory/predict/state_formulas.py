@@ -298,7 +298,8 @@ def state_lines(
     updated = updated_tensors(trained, masters=masters)
     if train.method != "full":
         kind = "DoRA" if train.lora.dora else "LoRA"
-        lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}, {{type}}", trained)
+        copies = f" and copies of {', '.join(train.lora.modules_to_save)}" if train.lora.modules_to_save else ""
+        lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}{copies}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
             lines.append(
                 StateLine.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained))
@@ -329,7 +330,8 @@ def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
     """The trained tensors; an adapter's have the name of the weight that it adapts."""
     if train.method != "full":
         size = adapter_dtype(train).itemsize
-        return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in _adapter_shapes(shapes, train)]
+        added = (*_adapter_shapes(shapes, train), *((p.name, p.shape) for p in copied_weights(shapes, train)))
+        return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in added]
     trained = (p for p in shapes.parameters if not p.frozen and (train.router == "trained" or not p.router))
     sizes = ((p, FP32_BYTES if base_dtype(train) in p.fp32_in else base_dtype(train).itemsize) for p in trained)
     return [Trained(name=p.name, shape=p.shape, value_bytes=size) for p, size in sizes]
@@ -415,6 +417,14 @@ def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tu
         yield parameter.name, (outputs, train.lora.rank)
         if train.lora.dora:  # The length of each row of the weight (Liu et al. 2024, arXiv 2402.09353).
             yield parameter.name, (outputs,)
+
+
+def copied_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
+    """Weights of which train.lora.modules_to_save trains copies."""
+    for parameter in shapes.parameters:
+        layer = parameter.name.rpartition(".")[0]
+        if any(layer == name or layer.endswith(f".{name}") for name in train.lora.modules_to_save):
+            yield parameter
 
 
 def adapted_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
