@@ -1,8 +1,8 @@
 """Configurations that other tools publish as examples: how many are answered, refused and why, and read wrongly.
 
 DIRECTORIES are checkouts of their repositories. Every YAML file there, and every shell script that starts ms-swift, is
-converted for one GPU. Method, precision, length, micro-batch and step are compared with a second reading by other code.
-Nothing of the directories is copied into the results but paths.
+converted for one GPU. Method, objective, precision, length, micro-batch and step are compared with a second reading by
+other code. Nothing of the directories is copied into the results but paths.
 """
 
 import re
@@ -39,11 +39,13 @@ def config_files(directory: Path) -> Iterator[Path]:
 def differences(converted: Converted, tool: str, reading: Reading) -> list[str]:
     """Where our parameters are not what the tool would do."""
     length = reading.length or LENGTH
-    tokens = reading.rows * round_up(length, PAD_MULTIPLE)
+    sides = 1 if reading.objective == "sft" else 2
+    tokens = reading.rows * sides * round_up(length, PAD_MULTIPLE)
     values = converted.values
     pairs = {
         "tool": (converted.tool, tool),
         "method": (values["train.method"], reading.method),
+        "objective": (values.get("train.objective", "sft"), reading.objective),
         "precision": (values.get("train.precision", "auto"), reading.precision),
         "length": (values["data.max_length"], length),
         "micro-batch": (values["bucket.max_tokens"], tokens),

@@ -16,13 +16,14 @@ import yaml
 Content = Mapping[str, Any]
 HALVES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
 NOT_THIS = re.compile(
-    r"^(rl|beta|num_generations|reward_\w+|num_labels|processor_type|image_max_pixels|video_max_pixels|"
-    r"pref_\w+|rlhf_type|teacher_model\w*|quantizer|qat|stage: (dpo|kto|ppo|rm)|finetuning_type: (freeze|oft)|"
-    r"unfrozen_parameters|freeze_\w+|use_(galore|apollo|badam|adam_mini|muon|llama_pro|kt|\w+_loss)|relora|lisa_\w+|"
-    r"fp8|gptq|infer_backend|export_\w+|adapter_name_or_path|vit_\w+|aligner_lr|max_pixels|loss_type|lora_modules_to_save|modules_to_save|\s+vision_all_linear)\b",
+    r"^(rl: (grpo|gdpo|ebft)|num_generations|reward_(?!model: true)\w+|process_reward_model|processor_type|"
+    r"image_max_pixels|video_max_pixels|rlhf_type: (grpo|gkd|ppo)|teacher_model\w*|quantizer|qat|stage: ppo|"
+    r"finetuning_type: (freeze|oft)|unfrozen_parameters|freeze_\w+|relora|lisa_\w+|fp8|gptq|infer_backend|export_\w+|"
+    r"use_(galore|apollo|badam|adam_mini|muon|llama_pro|kt|onebitllms|\w+_loss)|adapter_name_or_path|vit_\w+|"
+    r"aligner_lr|max_pixels|loss_type: apo\w*|lora_modules_to_save|modules_to_save|\s+vision_all_linear)\b",
     re.MULTILINE,
 )
-"""Lines that name another kind of run: preferences, classification, images, a part of the weights, no training."""
+"""Lines that name another kind of run: online training, images, a part of the weights, no training."""
 HARMLESS = re.compile(r"^\s*\w+:\s*(false|null|0|\[\]|~|nll|#.*)?\s*(#.*)?$", re.IGNORECASE)
 ENVIRONMENT_OF_IMAGES = re.compile(
     r"\b(MAX_PIXELS|IMAGE_MAX_TOKEN_NUM|VIDEO_MAX_\w+|FPS_MAX_FRAMES|ENABLE_AUDIO_OUTPUT)="
@@ -42,6 +43,7 @@ class Reading:
     """Of a micro-batch."""
     steps: int
     """Micro-batches of a step."""
+    objective: str = "sft"
 
 
 def read_again(path: Path) -> tuple[str, Reading] | None:
@@ -69,14 +71,16 @@ def another_kind(path: Path) -> str | None:
         if found := ENVIRONMENT_OF_IMAGES.search(text):
             return found[0]
         text = re.sub(r"^\s*--(\w+)[ =]+(\S+).*$", r"\1: \2", text, flags=re.MULTILINE)
+    if re.search(r"^num_labels:", text, re.MULTILINE) and not re.search(r"^reward_model: true", text, re.MULTILINE):
+        return "num_labels"
     lines = (line for line in text.splitlines() if NOT_THIS.match(line) and not HARMLESS.match(line))
     return next(lines, None)
 
 
 def _flags(text: str) -> Content:
-    """The flags of the first `swift sft` or `swift pt`, as YAML would read them."""
+    """The flags of the first `swift sft`, `swift pt` or `swift rlhf`, as YAML would read them."""
     joined = re.sub(r"\\\s*\n", " ", text)
-    line = next((line for line in joined.splitlines() if re.match(r"[^#]*\bswift (sft|pt)\b", line)), "")
+    line = next((line for line in joined.splitlines() if re.match(r"[^#]*\bswift (sft|pt|rlhf)\b", line)), "")
     if not line:
         return {}
     for name, value in re.findall(r"^(?:export )?(\w+)=(\d+)\s*$", joined, re.MULTILINE):
@@ -119,16 +123,20 @@ def _axolotl(content: Content) -> Reading:
         length=int(_number(content.get("sequence_len"), 512)),
         rows=int(_number(content.get("micro_batch_size"), 1)),
         steps=int(_number(content.get("gradient_accumulation_steps"), 1)),
+        objective="reward" if content.get("reward_model") else content.get("rl") or "sft",
     )
 
 
-def _of_trainer(content: Content, method: str, precision: str, length: int | None, rows: int) -> Reading:
+def _of_trainer(
+    content: Content, method: str, precision: str, length: int | None, rows: int, objective: str = "sft"
+) -> Reading:
     return Reading(
         method=method,
         precision=precision,
         length=length,
         rows=int(_number(content.get("per_device_train_batch_size"), rows)),
         steps=int(_number(content.get("gradient_accumulation_steps"), 1)),
+        objective=objective,
     )
 
 
@@ -138,7 +146,9 @@ def _llama_factory(content: Content) -> Reading:
     method = {4: "qlora", 8: "int8_lora", None: "lora"}[bits] if lora else "full"
     stored = "bf16" if content.get("pure_bf16") else "auto"
     precision = "bf16" if content.get("bf16") else "fp16" if content.get("fp16") else stored
-    return _of_trainer(content, method, precision, int(_number(content.get("cutoff_len"), 2048)), 8)
+    stage, loss = content.get("stage", "sft"), content.get("pref_loss", "sigmoid")
+    objective = str({"pt": "sft", "rm": "reward", "dpo": "dpo" if loss == "sigmoid" else loss}.get(stage, stage))
+    return _of_trainer(content, method, precision, int(_number(content.get("cutoff_len"), 2048)), 8, objective)
 
 
 def _llama_factory_v1(content: Content) -> Reading:
@@ -151,6 +161,7 @@ def _llama_factory_v1(content: Content) -> Reading:
         length=int(_number(content.get("cutoff_len"), 2048)),
         rows=rows,
         steps=int(_number(content.get("global_batch_size"), rows)) // rows,
+        objective="dpo" if "dpo" in str(content.get("train_dataset")) else "sft",
     )
 
 
@@ -160,7 +171,9 @@ def _trl(content: Content) -> Reading:
     stored = HALVES.get(str(content.get("dtype") or content.get("torch_dtype")), "fp32")
     precision = "fp16" if content.get("fp16") else "bf16" if content.get("bf16", True) else stored
     length = content.get("max_length") or content.get("max_seq_length") or 1024
-    return _of_trainer(content, method, precision, int(length), 8)
+    objective = "dpo" if "beta" in content else "sft"
+    objective = "orpo" if "orpo" in str(content.get("output_dir")) else objective
+    return _of_trainer(content, method, precision, int(length), 8, objective)
 
 
 def _torchtune(content: Content) -> Reading:
@@ -175,6 +188,7 @@ def _torchtune(content: Content) -> Reading:
         length=None if length is None else int(length),
         rows=int(_number(content.get("batch_size"), 1)),
         steps=int(_number(content.get("gradient_accumulation_steps"), 1)),
+        objective="dpo" if "DPOLoss" in str(content.get("loss")) else "sft",
     )
 
 
@@ -190,6 +204,7 @@ def _ms_swift(content: Content) -> Reading:
         length=None if length is None else int(length),
         rows=rows,
         steps=int(_number(content.get("gradient_accumulation_steps"), math.ceil(16 / rows))),
+        objective="reward" if content.get("rlhf_type") == "rm" else content.get("rlhf_type", "sft"),
     )
 
 

@@ -235,8 +235,11 @@ def test_a_shell_script_of_ms_swift_is_read(tmp_path: Path):
     assert (found["model.name"], found["data.max_length"], found["train.sharding"]) == ("org/model", 8192, "zero3")
     assert (found["bucket.max_tokens"], found["train.tokens_per_step"], found["bucket.mode"]) == (8192, 65536, "packed")
     for text, expected in (
-        (SWIFT_SHELL.replace("swift sft", "swift rlhf"), "must have one command `swift sft` or `swift pt`; got 0"),
-        (SWIFT_SHELL + SWIFT_SHELL, "must have one command `swift sft` or `swift pt`; got 2"),
+        (
+            SWIFT_SHELL.replace("swift sft", "swift infer"),
+            "must have one command `swift sft` or `swift pt` or `swift rlhf`; got 0",
+        ),
+        (SWIFT_SHELL + SWIFT_SHELL, "must have one command `swift sft` or `swift pt` or `swift rlhf`; got 2"),
         (SWIFT_SHELL.replace("org/model", "$MODEL"), "model: must be a value, no variable of a shell; got $MODEL"),
         (SWIFT_SHELL.replace("zero3", "'zero3"), "No closing quotation"),
         ("swift sft run.yaml\n", "its command reads run.yaml; name that file"),
@@ -352,7 +355,6 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "stage: only sft and pt are done here; got dpo"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type: only lora and full"),
         (LLAMA_FACTORY_V1.replace("class: llm", "class: other"), "model_class: only language models are trained here"),
         (
@@ -500,7 +502,7 @@ def test_the_tables_name_parameters_that_exist():
             assert part in value, dotted
             value = value[part]
     facts = {rule["fact"] for rule in rules if isinstance(rule, dict) and "fact" in rule}
-    assert facts <= set(shared()["facts"]) | {"padded", "stage", "dataset_dir", "template"}
+    assert facts <= set(shared()["facts"]) | {"padded", "dataset_dir", "template"}
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]

@@ -59,7 +59,12 @@ def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path
 @pytest.mark.parametrize(
     ("entry", "stage", "expected"),
     [
-        ({"file_name": "rows.json", "ranking": True}, "sft", "ranking: preference data are not converted yet"),
+        (
+            {"file_name": "rows.json", "ranking": True},
+            "sft",
+            "ranking: preferences need a stage that trains them (dpo, kto or rm)",
+        ),
+        ({"file_name": "rows.json"}, "dpo", "ranking: must be true, for pairs of dpo"),
         (
             {"file_name": "rows.json", "columns": {"images": "i"}},
             "sft",

@@ -11,6 +11,7 @@ from typing import Any
 
 from cuda_memory.units import labelled, round_up
 from lean_finetune.config.other_tools import Table, shared
+from lean_finetune.config.schema import Preference
 from lean_finetune.core.errors import UserError
 
 
@@ -135,6 +136,7 @@ PARAMETERS: Mapping[str, Conversion] = {
     "train.weight_decay": _number,
     "train.warmup_fraction": _number,
     "train.lora.dropout": _number,
+    **dict.fromkeys([f"train.preference.{name}" for name in Preference.model_fields], _number),
     "train.lora.alpha": _whole,
     "train.lora.rank": _whole,
     "train.lora.experts": lambda key, value, converted: "all",
@@ -154,6 +156,7 @@ FACTS: Mapping[str, Conversion] = {
 
 # Parameters that several keys of another tool's configuration decide together.
 
+ROWS_OF_PAIR = 2
 LENGTH, PAD_MULTIPLE = 4096, 8
 """Row length where a configuration has none, and the padding of fit_params.yaml."""
 METHOD_OF_BITS = {4: "qlora", 8: "int8_lora"}
@@ -262,15 +265,17 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
         converted.differs.append(f"no limit on the length of rows: {LENGTH} tokens are assumed; --length sets another")
     padded = round_up(length, PAD_MULTIPLE)
     different = max(1, gpus // values.get("train.context_parallel", 1))  # GPUs that train different rows.
-    rows = facts.get("rows", 1)
+    rows, per_row = facts.get("rows", 1), ROWS_OF_PAIR if "train.objective" in values else 1
     of_step = facts.get("step_rows", table.get("rows_of_step", 1))
     steps = facts.get("accumulation", max(1, ceil(of_step / rows / different)))
     values["data.max_length"] = length
-    values["bucket.max_tokens"] = rows * padded
-    values["train.tokens_per_step"] = rows * padded * steps * different
+    tokens = rows * per_row * padded
+    values["bucket.max_tokens"] = tokens
+    values["train.tokens_per_step"] = tokens * steps * different
     values["bucket.mode"] = "packed" if facts.get("packing") else "bucketed"
+    size = f"{rows} pairs of 2 x {padded}" if per_row > 1 else f"{rows} x {padded}"
     converted.differs.append(
-        f"rows count as full: {rows} x {padded} tokens in a micro-batch, {values['train.tokens_per_step']} in a step"
+        f"rows count as full: {size} tokens in a micro-batch, {values['train.tokens_per_step']} in a step"
     )
     if steps > 1 and values.get("train.optimizer_in_backward"):
         values["train.optimizer_in_backward"] = False

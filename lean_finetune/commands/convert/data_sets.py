@@ -10,6 +10,7 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 from lean_finetune.pinning.hub import HUB_ID
 
@@ -40,15 +41,15 @@ TAGS = {
 }
 """Values that our row formats recognise without a setting."""
 REFUSED = {
-    "ranking": "preference data are not converted yet",
     "script_url": "scripts that make data are not run; save their rows as a file",
     "cloud_file_name": "download the file and name it in file_name",
     "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
 }
-REFUSED_COLUMNS = {
-    **dict.fromkeys(("images", "videos", "audios"), "only text is trained here"),
-    **dict.fromkeys(("chosen", "rejected", "kto_tag"), "preference data are not converted yet"),
-}
+MEDIA_COLUMNS = ("images", "videos", "audios")
+PREFERENCE_COLUMNS = ("chosen", "rejected", "kto_tag")
+TEXT = (SFT, "pt")
+"""Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
+KTO = "kto"
 
 
 def find_above(name: str, config: Path) -> Path | None:
@@ -60,34 +61,44 @@ def find_above(name: str, config: Path) -> Path | None:
     return None
 
 
-def check_kind(name: str, file: Path) -> None:
-    """Refuse a data set of preferences, or with images, of a dataset_info.json.
+def check_kind(name: str, file: Path, objective: str) -> None:
+    """Refuse a data set of a dataset_info.json that has images, or that is not for the objective.
 
     Raises:
         UserError: it is of such a kind.
     """
     reasons: list[str] = []
     with suppress(ValueError, LookupError, TypeError, AttributeError):  # read_sources names it.
-        entry = read_object(file)[name]
-        columns = entry.get("columns") or {}
-        reasons = [f"columns.{key}: {reason}" for key, reason in REFUSED_COLUMNS.items() if columns.get(key)]
-        if entry.get("ranking"):
-            reasons.insert(0, f"ranking: {REFUSED['ranking']}")
+        reasons = _wrong_kind(read_object(file)[name], objective)
     if reasons:
         raise UserError(f"{file}: {name}: {reasons[0]}")
 
 
-def read_sources(names: Sequence[str], file: Path, stage: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
+    """Why a data set is not for the objective."""
+    columns = entry.get("columns") or {}
+    if objective in TEXT:
+        preferences = ["ranking"] if entry.get("ranking") else []
+        preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
+        reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
+    elif objective == KTO:
+        reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
+    else:
+        reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
+    return reasons + [f"columns.{key}: only text is trained here" for key in MEDIA_COLUMNS if columns.get(key)]
+
+
+def read_sources(names: Sequence[str], file: Path, objective: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Entries of `data.source` for these data sets, and columns that no entry names but our formats would read.
 
-    `stage` is sft or pt.
+    `objective` is ours, or pt for plain text.
 
     Raises:
         UserError: an entry is missing, or says what cannot be done here.
     """
     try:
         entries = read_object(file)
-        found = [_source(entries[name], f"{file}: {name}", file.parent, stage) for name in names]
+        found = [_source(entries[name], f"{file}: {name}", file.parent, objective) for name in names]
     except NotAnObject as error:
         raise UserError(f"{file}: {error}; correct it") from None
     except (ValueError, TypeError, AttributeError):
@@ -99,12 +110,12 @@ def read_sources(names: Sequence[str], file: Path, stage: str) -> tuple[list[dic
 
 
 def _source(
-    entry: Mapping[str, Any], where: str, directory: Path, stage: str
+    entry: Mapping[str, Any], where: str, directory: Path, objective: str
 ) -> tuple[dict[str, Any], Collection[str]]:
     """An entry of `data.source`, and the columns that it reads."""
     columns, formatting = entry.get("columns") or {}, entry.get("formatting") or "alpaca"
     refused = [f"{key}: {reason}" for key, reason in REFUSED.items() if entry.get(key)]
-    refused += [f"columns.{key}: {reason}" for key, reason in REFUSED_COLUMNS.items() if columns.get(key)]
+    refused += _wrong_kind(entry, objective)
     refused += [
         f"tags.{tag}: must be {' or '.join(TAGS[tag])}; got {value}"
         for tag, value in (entry.get("tags") or {}).items()
@@ -122,7 +133,7 @@ def _source(
         refused.append("must have hf_hub_url or file_name; other places are not read here")
     if refused:
         raise UserError(f"{where}: {refused[0]}")
-    row_format, read = _columns(columns, formatting, stage, where)
+    row_format, read = _columns(columns, formatting, objective, where)
     found = {
         "source": source,
         "config": entry.get("subset"),
@@ -134,9 +145,15 @@ def _source(
     return {key: value for key, value in found.items() if value}, read.values()
 
 
-def _columns(columns: Mapping[str, str], formatting: str, stage: str, where: str) -> tuple[str, dict[str, str]]:
-    """Our format, and the column of each of its keys."""
-    if stage == "pt" or (formatting == "alpaca" and columns and "response" not in columns):
+def _columns(
+    columns: Mapping[str, str], formatting: str, objective: str, where: str
+) -> tuple[str | None, dict[str, str]]:
+    """Our format, None where the rows show it, and the column of each of its keys."""
+    if objective not in TEXT:
+        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}
+        named = {keys[name]: column for name, column in columns.items() if column}
+        return None if objective == KTO else f"{NAMED_FORMATS.get(formatting, formatting)}_preference", named
+    if objective == "pt" or (formatting == "alpaca" and columns and "response" not in columns):
         if formatting != "alpaca" or "response" in columns or not columns:
             raise UserError(f"{where}: stage pt trains the column of columns.prompt alone; name only that one")
         return "text", {"text": columns["prompt"]}
@@ -151,7 +168,9 @@ SLICE = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>(?:-?\d{1,15}%?)?):(?P<end>(
 """Part of a split, as `datasets` writes it: `train[:20%]`, `train[100:200]`."""
 NAMED = re.compile(r"(?P<path>.+?)(?::(?P<config>[^#:/\\]+))?(?:#(?P<rows>\d{1,15}))?")
 """A data set of ms-swift: name:subset#rows."""
-FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
+PAIR = "pair"
+"""LLaMA-Factory's v1: `chosen` and `rejected` are whole conversations."""
+FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", PAIR: "preference"}
 PARTS = ("data.config", "data.split")
 NO_DATA = "a prediction needs no data"
 
@@ -183,24 +202,32 @@ def _name(entry: Any) -> str:
     return entry if isinstance(entry, str) else str(entry.get("path") or entry.get("id") or "")
 
 
-def check_kinds(data: Mapping[str, Any], path: Path, table: Table) -> None:
-    """Refuse data sets that have images or preferences, where their descriptions are found.
+def check_kinds(data: Mapping[str, Any], path: Path, objective: str) -> None:
+    """Refuse data sets that have images or are not for the objective, where dataset_info.json is found.
 
     Raises:
         UserError: a data set is of such a kind.
     """
     info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
-    for name in _names(data, "dataset"):
-        if info is not None:
-            check_kind(name, info)
-        elif (
-            table.get("data_names") == "files" and (file := find_above(name, path)) and file.suffix in (".yaml", ".yml")
-        ):
-            for title, entry in _described(file):
-                if entry.get("converter") == "pair":
-                    raise UserError(
-                        f"{file}: {title}: preference data are not converted yet; got converter pair; remove it"
-                    )
+    if info is not None:
+        for name in _names(data, "dataset"):
+            check_kind(name, info, objective)
+
+
+def has_pairs(data: Mapping[str, Any], path: Path, table: Table) -> bool:
+    """Whether all data sets that LLaMA-Factory's v1 describes in files are preference pairs.
+
+    Raises:
+        UserError: some are and some are not.
+    """
+    found: dict[str, bool] = {}
+    for name in _names(data, "dataset") if table.get("data_names") == "files" else ():
+        if (file := find_above(name, path)) and file.suffix in (".yaml", ".yml"):
+            found |= {f"{file}: {title}": entry.get("converter") == PAIR for title, entry in _described(file)}
+    if any(found.values()) and not all(found.values()):
+        title = next(title for title, paired in found.items() if paired)
+        raise UserError(f"{title}: converter: must be {PAIR} for all data sets or for none; remove some")
+    return any(found.values())
 
 
 def combine_data(data: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> None:
@@ -253,7 +280,7 @@ def _sources(
     names, values = _names(data, fact), converted.values
     info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
     if info is not None:
-        sources, ignored = read_sources(names, info, data.get("stage", "sft"))
+        sources, ignored = read_sources(names, info, data.get("objective", SFT))
         unread = values.get("data.ignore_columns", ignored)
         values["data.ignore_columns"] = [column for column in ignored if column in unread]
         return sources

@@ -15,12 +15,15 @@ from lean_finetune.commands.convert.data_sets import (
     check_kinds,
     combine_data,
     drop_parts,
+    has_pairs,
     name_sub_keys,
     turn_off_evaluation,
 )
+from lean_finetune.commands.convert.objectives import combine_objective
 from lean_finetune.config.other_tools import Table, shared, tables
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_yaml
+from lean_finetune.objectives.registry import SFT
 
 SCRIPTS = (".sh", ".bash")
 BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -169,10 +172,11 @@ def read_config_of_tool(
     Raises:
         UserError: it cannot be read, is of no known tool, or of a run or data that cannot be had here.
     """
-    of_command = {command: table for table in tables() for command in table.get("commands", ())}
+    of_command = {command: table for table in tables() for command in table.get("commands", {})}
     given, command = read_keys(path, [*of_command])
     table = _table_of(given, path) if command is None else of_command[command]
-    given |= changes or {}
+    of_this_command = {} if command is None else table["commands"][command]
+    given = {**of_this_command, **given, **(changes or {})}
     defaults = {key: value for key, value in (table.get("defaults") or {}).items() if key not in given}
     if given.get("fp16") is True:
         defaults.pop("bf16", None)
@@ -182,7 +186,10 @@ def read_config_of_tool(
         reading.read(key, value, is_given=key in given, with_data=with_data)
     facts = reading.facts
     name_sub_keys(given, table, converted, with_data=with_data)
-    check_kinds(facts, path, table)
+    if has_pairs(facts, path, table):
+        facts.setdefault("objective", "dpo")
+    combine_objective(facts, converted, table, path)
+    check_kinds(facts, path, facts.get("objective", SFT))
     combine_facts(facts, converted, table, gpus, path)
     if with_data:
         combine_data(facts, converted, table, path)
@@ -249,6 +256,8 @@ class _Reading:
             return
         if values is not None:
             values = shared()[values] if isinstance(values, str) else values
+            if rule.get("one_of_list") and isinstance(value, list) and len(value) == 1:
+                [value] = value
             if isinstance(value, list) or value not in values:
                 self._refuse_value(rule, key, value)
                 kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""

@@ -94,6 +94,8 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         UserError: the step cannot be traced.
     """
     train = run.setting.train
+    if train.pairs is not None:
+        return f"the training step of {tool} with preferences is not described here"
     step = step_of(tool, keys, train)
     if step is None:
         return f"the training step of {tool} is not described here"

@@ -1,0 +1,79 @@
+"""The objective of another tool's configuration, and the parameters of its loss."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.commands.convert.conversions import Converted
+from lean_finetune.config.other_tools import Table
+from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
+
+PRETRAINING = "pt"
+"""LLaMA-Factory's stage for rows of plain text. The objective is the same."""
+NAMED_BY_PATH = re.compile(r"(?i)(?<![a-z])(dpo|orpo|kto|cpo|simpo)(?![a-z])")
+PATH_PARTS = 3
+"""Parts of a path in which the name of a trainer is looked for."""
+SECTION = "train.preference."
+
+
+def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> None:
+    """Set train.objective and its parameters, with the tool's own values where the configuration leaves them out.
+
+    Raises:
+        UserError: the configuration names a loss that its trainer does not combine with here.
+    """
+    name = _objective(facts, converted, table, path)
+    if facts.get("scores") is not None and name != "reward":
+        raise UserError(
+            f"{path}: num_labels: classification is not done here; change it, or run it with {table['tool']}"
+        )
+    if name not in OBJECTIVES:
+        raise UserError(f"{path}: objective {name} is not done here; run it with {table['tool']}")
+    values, objective = converted.values, OBJECTIVES[name]
+    own = (table.get("objectives") or {}).get(name, {})
+    for key, value in own.get("values", {}).items():
+        if key not in converted.used.values():
+            values[key] = value
+    converted.differs += own.get("differs", [])
+    read = {f"{SECTION}{key}" for key in objective.defaults} if objective else set()
+    _leave_out({key for key in values if key.startswith(SECTION)} - read, converted, f"not read by objective {name}")
+    if objective is None:
+        return
+    values["train.objective"] = name
+    _leave_out({"data.train_on"}, converted, "of a pair, the answers are trained")
+    if values.get("train.lora.dropout"):
+        values["train.lora.dropout"] = 0.0
+        converted.differs.append(f"train.lora.dropout=0.0: {table['tool']} turns dropout off for {name}")
+
+
+def _objective(facts: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> str:
+    """The objective by what names it: a key, the trainer that only reads such keys, or the file's path."""
+    named, loss = facts.get("objective"), facts.get("pair_loss")
+    if named is None:
+        trainers = table.get("objective_of_keys", {})
+        named = next((name for name, keys in trainers.items() if any(key in converted.keys for key in keys)), None)
+        by_path = NAMED_BY_PATH.search("/".join(path.parts[-PATH_PARTS:]))
+        if named == "dpo" and loss in (None, "dpo"):
+            named, why = (by_path[1].lower(), "by its path") if by_path else ("dpo", "by its keys")
+            converted.differs.append(
+                f"{table['tool']}'s command names the trainer, the file does not: {why}, train.objective={named}; "
+                "--set train.objective=… sets another"
+            )
+    if named in (None, SFT, PRETRAINING) or loss in (None, "dpo", named):
+        return SFT if named in (None, PRETRAINING) else named
+    if named == "dpo" or (named == "cpo" and loss == "simpo"):
+        return str(loss)
+    raise UserError(
+        f"{path}: loss {loss} of objective {named} is not done here; change it, or run it with {table['tool']}"
+    )
+
+
+def _leave_out(ours: set[str], converted: Converted, reason: str) -> None:
+    """Remove parameters, and list the keys that set them as ignored."""
+    for name in ours:
+        converted.values.pop(name, None)
+    for key in [key for key, name in converted.used.items() if name in ours]:
+        del converted.used[key]
+        converted.ignored.setdefault(reason, []).append(key)
