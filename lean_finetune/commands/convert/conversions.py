@@ -273,7 +273,7 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
     values["bucket.max_tokens"] = tokens
     values["train.tokens_per_step"] = tokens * steps * different
     values["bucket.mode"] = "packed" if facts.get("packing") else "bucketed"
-    size = f"{rows} pairs of 2 x {padded}" if per_row > 1 else f"{rows} x {padded}"
+    size = f"{rows} pair{'s' * (rows > 1)} of 2 x {padded}" if per_row > 1 else f"{rows} x {padded}"
     converted.differs.append(
         f"rows count as full: {size} tokens in a micro-batch, {values['train.tokens_per_step']} in a step"
     )

@@ -45,6 +45,7 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     _leave_out({"data.train_on"}, converted, "of a pair, the answers are trained")
     if values.get("train.lora.dropout"):
         values["train.lora.dropout"] = 0.0
+    if "train.lora.dropout" in converted.used.values():
         converted.differs.append(f"train.lora.dropout=0.0: {table['tool']} turns dropout off for {name}")
 
 

@@ -12,6 +12,7 @@ from lean_finetune.memory.predict.deep_events import StepEvents
 from lean_finetune.memory.predict.first_step import FirstStep
 from lean_finetune.memory.predict.process_memory import outside_of_blocks
 from lean_finetune.memory.tool_step.litgpt_decoder import LITGPT_FAMILIES
+from lean_finetune.memory.tool_step.pair_losses import PAIR_LOSSES
 from lean_finetune.memory.tool_step.sharing import sharing_of, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import LOSS_TEXT
 from lean_finetune.memory.tool_step.tools import Keys, step_of
@@ -94,14 +95,15 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         UserError: the step cannot be traced.
     """
     train = run.setting.train
-    if train.pairs is not None:
-        return f"the training step of {tool} with preferences is not described here"
     step = step_of(tool, keys, train)
     if step is None:
-        return f"the training step of {tool} is not described here"
+        of_pairs = "" if train.pairs is None else f" for objective {train.objective}"
+        return f"the training step of {tool}{of_pairs} is not described here"
     sharing = sharing_of(tool, keys, run.setting, step, run.config)
     if isinstance(sharing, str):
         return sharing
+    if sharing is not None and train.pairs is not None:
+        return "preference tuning of other tools is traced on one GPU; use --gpus 1"
     if run.device.kind != "cuda":
         return "other tools' steps are traced for GPUs alone; name one with --gpu"
     if step.decoder == "litgpt" and run.config.model_type not in LITGPT_FAMILIES:
@@ -156,7 +158,12 @@ def _leaner(run: ToolRun) -> Iterator[tuple[str, ToolRun]]:
         return replace(run, step=replace(step, **changes))
 
     litgpt = step.decoder == "litgpt"
-    if step.loss not in ("liger", "cut_cross_entropy") and not litgpt:
+    if step.reference == "second model":
+        yield "the reference, a second model", without(reference="none")
+    if step.loss in PAIR_LOSSES:
+        if step.loss != "pairs_in_tiles":
+            yield LOSS_TEXT[step.loss], without(loss="pairs_in_tiles", outputs_in_fp32=False)
+    elif step.loss not in ("liger", "cut_cross_entropy") and not litgpt:
         yield LOSS_TEXT[step.loss], without(loss="liger", outputs_in_fp32=False, logits_measured=False)
     if step.weights == "fp32":
         yield "base weights in fp32", without(weights="16 bits")

@@ -13,8 +13,11 @@ Loss = Literal[
     "cut_cross_entropy",
     "chunked_head",
     "chunked_logits",
+    "pairs_by_rows",
+    "pairs_log_softmax",
+    "pairs_in_tiles",
 ]
-"""How the loss is computed; `losses` has one function for each."""
+"""How the loss is computed; `losses` has one function for each, and `pair_losses` for preference pairs."""
 LOSS_TEXT: dict[Loss, str] = {
     "logits": "logits of all positions, and their fp32 copy",
     "shifted_logits": "logits of all positions, their fp32 copy, and a shifted copy (transformers 4.46 to 4.48)",
@@ -25,6 +28,9 @@ LOSS_TEXT: dict[Loss, str] = {
     "cut_cross_entropy": "cut cross-entropy: no logits",
     "chunked_head": "logits in eight chunks, in fp32 or (if compiled) 16 bits, all kept until backward",
     "chunked_logits": "logits in chunks of 128 tokens, all kept until backward",
+    "pairs_by_rows": "logits of both answers in the model and in the reference, and a copy that is measured",
+    "pairs_log_softmax": "fp32 logits of both answers and their log-softmax, in the model and in the reference",
+    "pairs_in_tiles": "tiles of logits, computed again in backward",
 }
 """What each loss keeps in memory."""
 
@@ -63,5 +69,7 @@ class ToolStep:
     """Whose code the layers are."""
     reentrant: bool = False
     """Checkpointing runs the first forward pass without a graph, so that nothing is saved in it."""
+    reference: Literal["none", "adapters off", "second model"] = "none"
+    """What computes the log-probabilities that a loss of pairs compares with."""
     stable_embedding: bool = False
     """LitGPT replaces the embedding of a 4-bit model by one of bitsandbytes that gets gradients nobody reads."""

@@ -38,12 +38,21 @@ def _foreach(optimizer: object) -> bool:
     return optimizer == "adamw_torch"
 
 
+def _reference(train: Train) -> Literal["none", "adapters off", "second model"]:
+    """What computes the reference's log-probabilities: accelerate's tools keep a second model in full fine-tuning."""
+    if train.pairs is None or not train.pairs.has_reference:
+        return "none"
+    return "adapters off" if train.adapted else "second model"
+
+
 def _trl(keys: Keys, train: Train) -> ToolStep:
-    """SFTTrainer: the model is loaded in fp32 unless `dtype` says otherwise; adapters of 4-bit models are bf16."""
+    """The model is loaded in fp32 unless `dtype` says otherwise; adapters of 4-bit models are bf16. DPO: TRL 1.16."""
     liger = bool(keys.get("use_liger_kernel"))
     named: str = keys.get("loss_type") or ("liger" if liger else "chunked_nll")
     loss: Loss = "chunked_nll" if named == "chunked_nll" else "liger" if liger else "logits"
     stored = _type(keys, "dtype") or _type(keys, "torch_dtype") or "float32"
+    if train.pairs is not None:
+        loss = "pairs_in_tiles"
     return ToolStep(
         tool="TRL",
         loss=loss,
@@ -55,6 +64,7 @@ def _trl(keys: Keys, train: Train) -> ToolStep:
         foreach_update=_foreach(keys.get("optim")),
         fused_layers=LIGER if liger else "none",
         reentrant=bool(keys.get("gradient_checkpointing_kwargs.use_reentrant")),
+        reference=_reference(train),
     )
 
 
@@ -64,7 +74,7 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
     mixed = _mixed(keys) and not pure
     return ToolStep(
         tool="LLaMA-Factory",
-        loss="liger" if liger else "logits",
+        loss="pairs_log_softmax" if train.pairs is not None else "liger" if liger else "logits",
         autocast=mixed,
         outputs_in_fp32=mixed,
         weights="16 bits" if pure or train.adapted else "fp32",
@@ -74,6 +84,7 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
         foreach_update=_foreach(keys.get("optim")),
         fused_layers=LIGER if liger else "none",
         reentrant=keys.get("use_reentrant_gc") is not False,
+        reference=_reference(train),
     )
 
 
@@ -84,6 +95,8 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
     cut = "cut_cross_entropy" in plugins or bool(keys.get("cut_cross_entropy"))
     fused = liger and bool(keys.get("liger_fused_linear_cross_entropy"))
     loss: Loss = "cut_cross_entropy" if cut else "liger" if fused else "logits"
+    if train.pairs is not None:
+        loss = "pairs_by_rows"
     return ToolStep(
         tool="Axolotl",
         loss=loss,
@@ -92,6 +105,7 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
         foreach_update=_foreach(keys.get("optimizer")),
         fused_layers=LIGER if liger and keys.get("liger_rms_norm") else "none",
         reentrant=keys.get("gradient_checkpointing_kwargs.use_reentrant") is not False,
+        reference=_reference(train),
     )
 
 
@@ -158,7 +172,17 @@ SAVING_KEYS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 """Keys of each tool that can save memory without other rows in a step: each is tried alone."""
 
 
+PAIR_OBJECTIVES: Mapping[str, tuple[str, ...]] = {
+    "TRL": ("dpo", "ipo"),
+    "Axolotl": ("dpo", "ipo"),
+    "LLaMA-Factory": ("dpo", "ipo", "orpo", "simpo"),
+}
+"""Objectives of pairs whose step is described, by tool."""
+
+
 def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
     """The training step of a tool; None if it is not described here."""
     describe = STEPS.get(tool)
+    if train.pairs is not None and train.objective not in PAIR_OBJECTIVES.get(tool, ()):
+        return None
     return None if describe is None else describe(keys, train)

@@ -1,6 +1,7 @@
 """Trace another tool's training step on fake tensors, and predict its peak by phase."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -27,6 +29,7 @@ from lean_finetune.memory.tool_step.deepspeed import ZeroOptimizer
 from lean_finetune.memory.tool_step.fused_layers import fuse_layers
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of
+from lean_finetune.memory.tool_step.pair_losses import PAIR_LOSSES, Reference, pair_loss_of
 from lean_finetune.memory.tool_step.sharing import Shared, Sharing, shared_by
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
@@ -131,6 +134,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
         if step.old_4bit:
             stack.enter_context(_old_4bit_layers())
         model, head = _model(run)
+        second = _second_model(run)
         trace.begin_steps(model)
         shared = stack.enter_context(shared_by(run.sharing, model, trace))
         trained = [parameter for _, parameter in named_trained(model)]
@@ -139,6 +143,8 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
                 trace.register([*model.parameters(), *model.buffers()], WEIGHTS)
             else:
                 zero.register(trace, [*model.parameters(), *model.buffers()])
+            if second is not None:
+                trace.register([*second.parameters(), *second.buffers()], WEIGHTS)
             trace.register(quantisation_tensors(model), QUANTISATION_STATE)
             if run.train.adapted and (zero is None or zero.stage < 3):
                 trace.register(trained, ADAPTERS)
@@ -148,7 +154,7 @@ def trace_tool(kind: type[Trace], run: ToolRun) -> Trace:
         optimizer = _optimizer(run, model, trace)
         with trace.recording():
             for _ in range(run.optimizer_steps):
-                _run_step(run, trace, shared, head, optimizer, trained)
+                _run_step(run, trace, shared, partial(_forward, run, trace, model, head, second), optimizer, trained)
     return trace
 
 
@@ -161,7 +167,7 @@ def _run_step(
     run: ToolRun,
     trace: MemoryTrace,
     shared: Shared,
-    head: nn.Module,
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer | ZeroOptimizer,
     trained: list[nn.Parameter],
 ) -> None:
@@ -177,7 +183,7 @@ def _run_step(
         try:
             autocast = torch.autocast("cpu", dtype=dtype, enabled=run.step.autocast)
             with trace.phase("forward"), autocast, _keeping_outputs(shared.model, run.step.kept_outputs):
-                loss = shared.run(partial(_forward, run, shared.model, head, ids_BT, labels_BT))
+                loss = shared.run(partial(forward, ids_BT, labels_BT))
             with trace.phase("backward"):
                 buckets = optimizer.begin_backward() if isinstance(optimizer, ZeroOptimizer) else None
                 loss.backward()
@@ -196,11 +202,46 @@ def _run_step(
 
 
 def _forward(
-    run: ToolRun, model: nn.Module, head: nn.Module, ids_BT: torch.Tensor, labels_BT: torch.Tensor
+    run: ToolRun,
+    trace: MemoryTrace,
+    model: nn.Module,
+    head: nn.Module,
+    second: nn.Module | None,
+    ids_BT: torch.Tensor,
+    labels_BT: torch.Tensor,
 ) -> torch.Tensor:
     if run.step.decoder == "litgpt":
         return loss_of(run.step, head, model(ids_BT), labels_BT)
-    return loss_of(run.step, head, decoder_hidden(causal_lm(model), ids_BT), labels_BT)
+    hidden_BTD = decoder_hidden(causal_lm(model), ids_BT)
+    if run.step.loss not in PAIR_LOSSES:
+        return loss_of(run.step, head, hidden_BTD, labels_BT)
+    reference: Reference | None = None
+    if run.step.reference != "none":
+        hidden = partial(_reference_hidden, model if second is None else second, ids_BT)
+        reference = Reference(hidden=hidden, phase=partial(trace.phase, "reference"))
+    return pair_loss_of(run.step, head, hidden_BTD, labels_BT, reference)
+
+
+def _reference_hidden(model: nn.Module, ids_BT: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """The head and the hidden states of the model without its adapters."""
+    lm: Any = causal_lm(model)
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for module in adapted:  # peft's own context would also change what needs gradients.
+        module._disable_adapters = True
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # Of checkpointing.
+        hidden_BTD = decoder_hidden(lm, ids_BT)
+    for module in adapted:
+        module._disable_adapters = False
+    return lm.get_output_embeddings(), hidden_BTD
+
+
+def _second_model(run: ToolRun) -> nn.Module | None:
+    """The reference of a full fine-tuning; None where adapters are turned off instead."""
+    if run.step.reference != "second model":
+        return None
+    model = fake_model(run.config, run.built_as.model_copy(update={"grad_ckpt": False}), CPU)
+    return model.requires_grad_(False).eval()
 
 
 def _optimizer(run: ToolRun, model: nn.Module, trace: MemoryTrace) -> torch.optim.Optimizer | ZeroOptimizer:

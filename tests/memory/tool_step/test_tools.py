@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.specs import train_of
 from lean_finetune.config.field_types import Method
@@ -72,3 +73,40 @@ def test_the_causes_of_a_larger_peak_are_named_with_their_bytes():
 def test_what_is_not_described_is_said():
     """A figure of another tool's step under the name of the user's tool."""
     assert predict_as_tool(run_of(), "Unsloth", {}) == "the training step of Unsloth is not described here"
+
+
+def pair_run(tool: str, **sets: object) -> AsTool:
+    """A pair of 2 x 2,048 tokens under DPO in a tool."""
+    flags = {"train.objective": "dpo", "bucket.max_tokens": 4096, **sets}
+    found = predict_as_tool(run_of(**flags), tool, {"bf16": True, "dtype": "bfloat16"})
+    assert isinstance(found, AsTool)
+    return found
+
+
+def test_losses_of_pairs_hold_as_many_logits_as_the_tools_do():
+    """A peak of half the size: both answers' logits exist in the model and in the reference, in fp32."""
+    logits = 2 * 2048 * LLAMA.vocab_size * 4
+    tiles, by_rows, log_softmax = (pair_run(tool).by_phase for tool in ("TRL", "Axolotl", "LLaMA-Factory"))
+    assert tiles["reference"].bytes < by_rows["forward"].bytes  # One tile, where the others have logits.
+    # The model's logits, the reference's, and the copy whose entropy is measured; LLaMA-Factory has two log-softmaxes.
+    for phases, copies in ((by_rows, 3), (log_softmax, 4)):
+        assert phases["reference"].bytes - phases["loading"].bytes == pytest.approx(copies * logits, rel=0.1)
+
+
+def test_the_reference_of_a_full_fine_tuning_is_a_second_model():
+    """A run that ends out of memory while it loads."""
+    full = {"train.method": "full", "train.precision": "bf16"}
+    pairs = pair_run("TRL", **full)
+    rows = predict_as_tool(run_of(**full), "TRL", {"bf16": True, "dtype": "bfloat16"})
+    assert isinstance(rows, AsTool)
+    with torch.device("meta"):
+        weights = 2 * sum(parameter.numel() for parameter in LlamaForCausalLM(LLAMA).parameters())
+    assert pairs.by_phase["loading"].bytes - rows.by_phase["loading"].bytes == pytest.approx(weights, rel=0.01)
+    assert any(cause.what == "the reference, a second model" for cause in pairs.causes())
+
+
+@pytest.mark.parametrize(("tool", "objective"), [("TRL", "orpo"), ("Axolotl", "simpo"), ("torchtune", "dpo")])
+def test_objectives_whose_step_is_not_described_have_no_figure(tool: str, objective: str):
+    """The figure of supervised fine-tuning for another loss."""
+    found = predict_as_tool(run_of(**{"train.objective": objective}), tool, {"bf16": True})
+    assert found == f"the training step of {tool} for objective {objective} is not described here"
