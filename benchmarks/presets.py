@@ -29,7 +29,14 @@ DIRECTORY = Path(__file__).parents[1] / "lean_finetune/presets"
 IN_BACKWARD = ("train.optimizer_in_backward=true", "train.max_grad_norm=null")
 KEYS = (
     *("model.name", "data.max_length", "bucket.mode", "bucket.max_tokens", "hardware.gpu", "hardware.num_gpus"),
-    *("train.method", "train.precision", "train.master_weights", "train.grad_ckpt", "train.grad_ckpt_policy"),
+    *(
+        "train.objective",
+        "train.method",
+        "train.precision",
+        "train.master_weights",
+        "train.grad_ckpt",
+        "train.grad_ckpt_policy",
+    ),
     *("train.offload_activations", "train.compress_activations", "train.sequence_tiles", "train.optimizer"),
     *("train.offload", "train.offload_to", "train.optimizer_in_backward", "train.sharding"),
     *("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"),
@@ -106,6 +113,16 @@ PRESETS = {
         others=("RTX-3090", "L4", "A10"),
         method="qlora",
         length=4096,
+    ),
+    "8b-dpo-qlora-24gb": Preset(
+        title="8B, DPO of pairs with QLoRA, rows of 2048 tokens, one GPU of 24 GB",
+        model=LLAMA_8B,
+        gpu="RTX-4090",
+        others=("RTX-3090", "L4", "A10"),
+        method="qlora",
+        length=2048,
+        tokens_per_step=32_768,
+        sets=("train.objective=dpo",),
     ),
     "8b-full-24gb": Preset(
         title="8B, all weights, rows of 2048 tokens, one GPU of 24 GB and 128 GB of RAM; updated in backward",

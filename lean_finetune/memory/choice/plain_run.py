@@ -3,6 +3,8 @@
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import count
 
 from transformers import PretrainedConfig
 
@@ -66,9 +68,10 @@ def plain_start(
     changed = with_flags(p, flags, check=False)
     mode = "packed" if packed else "bucketed" if "bucket.mode" not in fixed else p.bucket.mode
     length = round_up(changed.data.max_length, pad_multiple(changed))
-    tokens = max(math.ceil(changed.train.tokens_per_step / changed.layout.data), length)
+    least = length * changed.train.rows_per_unit
+    tokens = max(math.ceil(changed.train.tokens_per_step / changed.layout.data), least)
     if mode != "packed":
-        tokens = -(-tokens // length) * length
+        tokens = -(-tokens // least) * least
     if changed.train.optimizer_in_backward:  # A step is one micro-batch, and ends with the row that reaches its tokens.
         mode, tokens = "packed", round_up(changed.train.tokens_per_step - 1 + length, pad_multiple(changed))
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
@@ -122,13 +125,14 @@ def _packing(
 
 
 def _sizes(run: Run, index: RowIndex | None, length: int) -> Iterator[Option]:
-    """Smaller micro-batches, halved down to the longest row."""
-    tokens, level = run.bucket.max_tokens, 0
-    while tokens > length:
-        tokens = max(tokens // 2, length)
-        if run.bucket.mode != "packed":
-            tokens = tokens // length * length
-        level += 1
+    """Smaller micro-batches, down to one row or pair: 3/4, 1/2, 3/8, 1/4, … of the largest one's tokens."""
+    most, least = run.bucket.max_tokens, length * run.setting.train.rows_per_unit
+    grid = 1 if run.bucket.mode == "packed" else least
+    shares = (share / 2**halvings for halvings in count() for share in (Fraction(3, 4), Fraction(1, 2)))
+    sizes = (max(int(most * share) // grid * grid, least) for share in shares)
+    tokens, level = most, 0
+    while tokens > least:
+        tokens, level = next(size for size in sizes if size < tokens), level + 1
         flags = (flag("bucket.max_tokens", tokens),)
         smaller, _ = _with_rows(full_rows_run(with_flags(run.params, flags), run.config, run.device), index)
         work = smaller.tokens_per_step / run.tokens_per_step
