@@ -39,7 +39,7 @@ def config_files(directory: Path) -> Iterator[Path]:
 def differences(converted: Converted, tool: str, reading: Reading) -> list[str]:
     """Where our parameters are not what the tool would do."""
     length = reading.length or LENGTH
-    sides = 1 if reading.objective == "sft" else 2
+    sides = 1 if reading.objective in ("sft", "kto") else 2
     tokens = reading.rows * sides * round_up(length, PAD_MULTIPLE)
     values = converted.values
     pairs = {

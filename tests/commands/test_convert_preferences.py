@@ -20,6 +20,11 @@ CASES: dict[str, tuple[str, str, dict[str, float]]] = {
     "LLaMA-Factory, SimPO": (LF_DPO + "pref_loss: simpo\n", "simpo", {"beta": 0.1, "gamma": 0.5}),
     "LLaMA-Factory, ORPO": (LF_DPO + "pref_loss: orpo\npref_beta: 0.3\n", "orpo", {"beta": 0.3}),
     "LLaMA-Factory v1": (LLAMA_FACTORY_V1 + "pref_loss: orpo\n", "orpo", {}),
+    "LLaMA-Factory, KTO": (
+        LLAMA_FACTORY.replace("stage: sft", "stage: kto") + "kto_rejected_weight: 0.5\n",
+        "kto",
+        {"undesirable_weight": 0.5},
+    ),
     "Axolotl, IPO": (AXOLOTL + "rl: ipo\nrl_beta: 0.4\n", "ipo", {"beta": 0.4}),
     "Axolotl, ORPO": (AXOLOTL + "rl: orpo\norpo_alpha: 0.3\n", "orpo", {"beta": 0.3}),
     "Axolotl, SimPO": (AXOLOTL + "rl: simpo\n", "simpo", {"beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),
@@ -56,8 +61,9 @@ def test_the_objective_and_its_parameters_are_the_tools(case: str, tmp_path: Pat
 def test_a_pair_counts_as_two_rows(tmp_path: Path):
     """Half of the memory: these tools count a pair as one row, and run both answers."""
     rows, pairs = read(tmp_path, LLAMA_FACTORY), read(tmp_path, LF_DPO)
+    labelled = read(tmp_path, LLAMA_FACTORY.replace("stage: sft", "stage: kto"))
     for key in ("bucket.max_tokens", "train.tokens_per_step"):
-        assert pairs.values[key] == 2 * rows.values[key]
+        assert pairs.values[key] == 2 * rows.values[key] and labelled.values[key] == rows.values[key]
     assert any("2 pairs of 2 x 1000 tokens" in line for line in pairs.differs)
 
 
@@ -93,6 +99,21 @@ def test_other_kinds_of_training_are_refused_in_one_line(text: str, expected: st
     with pytest.raises(UserError) as caught:
         read(tmp_path, text)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_labelled_rows_of_dataset_info_are_read(tmp_path: Path):
+    """A KTO configuration that import refuses, though its rows are read here."""
+    labels = {
+        "hf_hub_url": "org/rows",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"rows": labels}))
+    path = tmp_path / "run.yaml"
+    path.write_text(LLAMA_FACTORY.replace("stage: sft", "stage: kto").replace("dataset: org/rows", "dataset: rows"))
+    [rows] = read_config_of_tool(path, gpus=1).values["data.source"]
+    assert rows == {"source": "hf://org/rows", "format": "sharegpt", "columns": {"conversations": "messages"}}
 
 
 def test_pairs_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path):

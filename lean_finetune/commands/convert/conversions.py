@@ -13,6 +13,7 @@ from cuda_memory.units import labelled, round_up
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import Preference
 from lean_finetune.core.errors import UserError
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 
 @dataclass
@@ -156,7 +157,6 @@ FACTS: Mapping[str, Conversion] = {
 
 # Parameters that several keys of another tool's configuration decide together.
 
-ROWS_OF_PAIR = 2
 LENGTH, PAD_MULTIPLE = 4096, 8
 """Row length where a configuration has none, and the padding of fit_params.yaml."""
 METHOD_OF_BITS = {4: "qlora", 8: "int8_lora"}
@@ -265,7 +265,7 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
         converted.differs.append(f"no limit on the length of rows: {LENGTH} tokens are assumed; --length sets another")
     padded = round_up(length, PAD_MULTIPLE)
     different = max(1, gpus // values.get("train.context_parallel", 1))  # GPUs that train different rows.
-    rows, per_row = facts.get("rows", 1), ROWS_OF_PAIR if "train.objective" in values else 1
+    rows, per_row = facts.get("rows", 1), _rows_of_unit(values.get("train.objective", SFT))
     of_step = facts.get("step_rows", table.get("rows_of_step", 1))
     steps = facts.get("accumulation", max(1, ceil(of_step / rows / different)))
     values["data.max_length"] = length
@@ -279,6 +279,12 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
     )
     if steps > 1 and values.get("train.optimizer_in_backward"):
         values["train.optimizer_in_backward"] = False
+
+
+def _rows_of_unit(objective: str) -> int:
+    """Rows here for one row of these tools, which count a pair as one."""
+    preferences = OBJECTIVES[objective]
+    return 1 if preferences is None else preferences.kind.unit
 
 
 def _combine_sharding(facts: Mapping[str, Any], converted: Converted, gpus: int) -> None:

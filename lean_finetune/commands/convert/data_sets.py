@@ -10,6 +10,7 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
+from lean_finetune.data.format.format_base import KTO_LABELS
 from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 from lean_finetune.pinning.hub import HUB_ID
@@ -82,7 +83,8 @@ def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
         preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
         reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
     elif objective == KTO:
-        reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
+        named = columns.get("kto_tag")
+        reasons = [] if named in KTO_LABELS else [f"columns.kto_tag: must be {' or '.join(KTO_LABELS)}; got {named}"]
     else:
         reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
     return reasons + [f"columns.{key}: only text is trained here" for key in MEDIA_COLUMNS if columns.get(key)]
@@ -145,14 +147,13 @@ def _source(
     return {key: value for key, value in found.items() if value}, read.values()
 
 
-def _columns(
-    columns: Mapping[str, str], formatting: str, objective: str, where: str
-) -> tuple[str | None, dict[str, str]]:
-    """Our format, None where the rows show it, and the column of each of its keys."""
+def _columns(columns: Mapping[str, str], formatting: str, objective: str, where: str) -> tuple[str, dict[str, str]]:
+    """Our format, and the column of each of its keys."""
     if objective not in TEXT:
-        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}
-        named = {keys[name]: column for name, column in columns.items() if column}
-        return None if objective == KTO else f"{NAMED_FORMATS.get(formatting, formatting)}_preference", named
+        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
+        named = {keys[name]: column for name, column in columns.items() if column and name != "kto_tag"}
+        suffix = "" if objective == KTO else "_preference"
+        return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
     if objective == "pt" or (formatting == "alpaca" and columns and "response" not in columns):
         if formatting != "alpaca" or "response" in columns or not columns:
             raise UserError(f"{where}: stage pt trains the column of columns.prompt alone; name only that one")

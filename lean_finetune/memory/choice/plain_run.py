@@ -68,7 +68,7 @@ def plain_start(
     changed = with_flags(p, flags, check=False)
     mode = "packed" if packed else "bucketed" if "bucket.mode" not in fixed else p.bucket.mode
     length = round_up(changed.data.max_length, pad_multiple(changed))
-    least = length * changed.train.rows_per_unit
+    least = length * changed.train.row_kind.unit
     tokens = max(math.ceil(changed.train.tokens_per_step / changed.layout.data), least)
     if mode != "packed":
         tokens = -(-tokens // least) * least
@@ -126,7 +126,7 @@ def _packing(
 
 def _sizes(run: Run, index: RowIndex | None, length: int) -> Iterator[Option]:
     """Smaller micro-batches, down to one row or pair: 3/4, 1/2, 3/8, 1/4, … of the largest one's tokens."""
-    most, least = run.bucket.max_tokens, length * run.setting.train.rows_per_unit
+    most, least = run.bucket.max_tokens, length * run.setting.train.row_kind.unit
     grid = 1 if run.bucket.mode == "packed" else least
     shares = (share / 2**halvings for halvings in count() for share in (Fraction(3, 4), Fraction(1, 2)))
     sizes = (max(int(most * share) // grid * grid, least) for share in shares)
