@@ -20,7 +20,7 @@ NOT_THIS = re.compile(
     r"image_max_pixels|video_max_pixels|rlhf_type: (grpo|gkd|ppo)|teacher_model\w*|quantizer|qat|stage: ppo|"
     r"finetuning_type: (freeze|oft)|unfrozen_parameters|freeze_\w+|relora|lisa_\w+|fp8|gptq|infer_backend|export_\w+|"
     r"use_(galore|apollo|badam|adam_mini|muon|llama_pro|kt|onebitllms|\w+_loss)|adapter_name_or_path|vit_\w+|"
-    r"aligner_lr|max_pixels|loss_type: apo\w*|lora_modules_to_save|modules_to_save|\s+vision_all_linear)\b",
+    r"aligner_lr|max_pixels|loss_type: apo\w*|\s+vision_all_linear)\b",
     re.MULTILINE,
 )
 """Lines that name another kind of run: online training, images, a part of the weights, no training."""

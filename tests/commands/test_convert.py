@@ -378,7 +378,6 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
         ("base_model: org/model\ngpu: 1\n", "must be a training configuration of Axolotl"),
         ("model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n", "export_dir: nothing is trained"),
         (AXOLOTL + "num_labels: 2\n", "num_labels: classification is not done here"),
-        (AXOLOTL + "lora_modules_to_save: [lm_head]\n", "lora_modules_to_save: training whole modules"),
         (AXOLOTL.replace("adapter: lora", "adapter: qlora"), "adapter: qlora needs load_in_4bit: true, in Axolotl too"),
         (AXOLOTL.replace("adapter: lora", ""), "weights in 8 bits cannot be trained themselves"),
         (

@@ -82,9 +82,23 @@ def test_supervised_fine_tuning_reads_no_key_of_preferences(tmp_path: Path):
     assert converted.ignored["not read by objective sft"] == ["pref_beta"]
 
 
+def test_an_adapter_that_goes_on_and_modules_to_save_are_read(tmp_path: Path):
+    """A run of supervised fine-tuning trained again from the base, without a word."""
+    (tmp_path / "sft").mkdir()
+    text = f"adapter_name_or_path: {tmp_path}/sft/\nadditional_target: embed_tokens, lm_head\n"
+    found = read(tmp_path, LF_DPO + text)
+    assert found.values["model.adapter"] == f"{tmp_path}/sft"
+    assert found.values["train.lora.modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert any("the reference is the adapter's start here" in line for line in found.differs)
+    absent = read(tmp_path, AXOLOTL + "lora_model_dir: gone\nlora_modules_to_save: [lm_head]\n")
+    assert "model.adapter" not in absent.values and absent.values["train.lora.modules_to_save"] == ["lm_head"]
+    assert "adapter gone is no directory here: set model.adapter to it" in absent.differs
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (LF_DPO + "adapter_name_or_path: a,b\n", "adapter_name_or_path: must be one adapter; got 'a,b'; correct it"),
         (LF_DPO + "pref_loss: hinge\n", "pref_loss: this loss of pairs is not done here; got hinge"),
         (LF_DPO + "ref_model: org/other\n", "ref_model: the reference is the model before training here"),
         (LLAMA_FACTORY.replace("sft", "ppo"), "stage: this stage is not done here; got ppo"),

@@ -100,10 +100,21 @@ def _share(key: str, value: Any, converted: Converted) -> float:
 def _targets(key: str, value: Any, converted: Converted) -> list[str]:
     if value in ("all", "all-linear", ["all"], ["all-linear"]):
         return ["all-linear"]
+    return _names(key, value, converted)
+
+
+def _names(key: str, value: Any, converted: Converted) -> list[str]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list):
         raise ValueError("must be names of layers")
     return [str(name).strip() for name in names]
+
+
+def _one_adapter(key: str, value: Any, converted: Converted) -> str:
+    found = value.split(",") if isinstance(value, str) else value
+    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)):
+        raise ValueError("must be one adapter")
+    return found[0].rstrip("/")
 
 
 def _data_sets(key: str, value: Any, converted: Converted) -> list[Any]:
@@ -131,6 +142,7 @@ PARAMETERS: Mapping[str, Conversion] = {
     "train.epochs": _epochs,
     "data.heldout_fraction": _share,
     "train.lora.targets": _targets,
+    "train.lora.modules_to_save": _names,
     "train.max_grad_norm": _max_norm,
     "model.name": _model,
     "train.lr": _number,
@@ -151,6 +163,7 @@ FACTS: Mapping[str, Conversion] = {
     **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
     **dict.fromkeys(("component", "dataset_dir"), _text),
     "attention_targets": _targets,
+    "start": _one_adapter,
 }
 """By fact of the tables."""
 

@@ -23,7 +23,7 @@ from lean_finetune.commands.convert.objectives import combine_objective
 from lean_finetune.config.other_tools import Table, shared, tables
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_yaml
-from lean_finetune.objectives.registry import SFT
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 SCRIPTS = (".sh", ".bash")
 BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -191,6 +191,7 @@ def read_config_of_tool(
     combine_objective(facts, converted, table, path)
     check_kinds(facts, path, facts.get("objective", SFT))
     combine_facts(facts, converted, table, gpus, path)
+    _combine_start(facts, converted, path)
     if with_data:
         combine_data(facts, converted, table, path)
     else:
@@ -198,6 +199,19 @@ def read_config_of_tool(
     turn_off_evaluation(converted.values)
     _say_what_has_images(facts, converted)
     return converted
+
+
+def _combine_start(facts: Mapping[str, Any], converted: Converted, path: Path) -> None:
+    """model.adapter; without it where the adapter is not here, because a prediction needs only its rank and targets."""
+    if (name := facts.get("start")) is None or converted.values["train.method"] == "full":
+        return
+    if Path(name).is_dir():
+        converted.values["model.adapter"] = name
+    else:
+        converted.differs.append(f"adapter {name} is no directory here: set model.adapter to it")
+    preferences = OBJECTIVES[converted.values.get("train.objective", SFT)]
+    if preferences is not None and preferences.has_reference:
+        converted.differs.append(f"the reference is the adapter's start here; {converted.tool} may take the base model")
 
 
 def _table_of(given: Mapping[str, Any], path: Path) -> Table:
