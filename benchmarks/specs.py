@@ -20,6 +20,7 @@ from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step
+from lean_finetune.train.checkpoint.training_state import restored_after_fault
 
 SCRATCH = Path("scratch")
 LR = 1e-5
@@ -119,7 +120,7 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train: Train
-    foreach: bool
+    device: torch.device
     scaler: LossScaler | None
     offload: ActivationOffload | None
 
@@ -133,7 +134,7 @@ class Trainer:
             model=model,
             optimizer=build_optimizer(model, train),
             train=train,
-            foreach=device.type == "cuda",
+            device=device,
             scaler=LossScaler() if train.scales_loss else None,
             offload=make_offload(train.offload_activations, train.compress_activations, device, scratch),
         )
@@ -141,18 +142,22 @@ class Trainer:
     def step(
         self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase, mismatched: Iterable[Batch] = ()
     ) -> StepResult:
-        """Run one optimizer step; `supervised_tokens` divides the loss. Preferences have the values of a trace."""
-        return training_step(
-            self.model,
-            self.optimizer,
-            batches,
-            supervised_tokens=supervised_tokens,
-            train=self.train,
-            foreach=self.foreach,
-            phase=phase,
-            guard=lambda losses, norm: None,
-            scaler=self.scaler,
-            offload=self.offload,
-            preferences=StepPreferences.of_any_rows(self.train),
-            mismatched=mismatched,
-        )
+        """Run one optimizer step as the training loop does; preferences have the values of a trace.
+
+        `supervised_tokens` divides the loss.
+        """
+        with restored_after_fault(self.device):
+            return training_step(
+                self.model,
+                self.optimizer,
+                batches,
+                supervised_tokens=supervised_tokens,
+                train=self.train,
+                foreach=self.device.type == "cuda",
+                phase=phase,
+                guard=lambda losses, norm: None,
+                scaler=self.scaler,
+                offload=self.offload,
+                preferences=StepPreferences.of_any_rows(self.train),
+                mismatched=mismatched,
+            )

@@ -226,6 +226,7 @@ def _run_steps(
     leave_out = skip and not (setting.distributed or isinstance(trace, OriginTrace) or has_experts(parallel.model))
     with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):
+            kept_state = torch.get_rng_state()  # As the training loop keeps it, in case the step must be repeated.
             left_out = leave_out and leaves_gradients_alone(steps[step])
             with first_left_out(parallel) if left_out else nullcontext():
                 training_step(
@@ -246,6 +247,7 @@ def _run_steps(
                     preferences=preferences,
                     mismatched=mismatched(step),
                 )
+            del kept_state
     trace.offloaded_peak_bytes = store.peak_bytes
     return position
 
