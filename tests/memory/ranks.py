@@ -26,6 +26,7 @@ from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch,
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
+from lean_finetune.train.checkpoint.training_state import restored_after_fault
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
@@ -162,20 +163,21 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                 if idle:
                     yield idle_batch(0, part)
 
-            training_step(
-                parallel.model,
-                optimizer,
-                batches(),
-                supervised_tokens=300,
-                train=setting.train,
-                foreach=False,
-                phase=meter.phase,
-                guard=lambda losses, norm: None,
-                scaler=LossScaler() if setting.train.scales_loss else None,
-                offload=offload,
-                parallel=parallel,
-                micro_batches=len(shapes) + idle,
-            )
+            with restored_after_fault(CPU):
+                training_step(
+                    parallel.model,
+                    optimizer,
+                    batches(),
+                    supervised_tokens=300,
+                    train=setting.train,
+                    foreach=False,
+                    phase=meter.phase,
+                    guard=lambda losses, norm: None,
+                    scaler=LossScaler() if setting.train.scales_loss else None,
+                    offload=offload,
+                    parallel=parallel,
+                    micro_batches=len(shapes) + idle,
+                )
     return dict(meter.result().peak_bytes_by_phase)
 
 
