@@ -2,20 +2,24 @@
 
 import contextlib
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cuda_memory.units import round_up
 from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
+from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
-from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
+from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from tests.small_model import CPU, spec_of
@@ -70,6 +74,8 @@ class Outcome:
     norms: list[float]
     expert_loads: list[list[float]]
     """Of each step of a mixture of experts."""
+    rewards: list[list[float]]
+    """`preference_loss.FIGURES` of each step, of preferences."""
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     offloaded_bytes: int
@@ -118,6 +124,47 @@ def divided(case: Case, layout: ParallelLayout, rank: int) -> tuple[list[Batch],
     return own[layout.coordinates(rank).data :: layout.data], supervised
 
 
+REFERENCE = np.linspace(-60, -20, len(rows())).astype(np.float32)
+"""Log-probabilities of the eight rows under a reference, of preferences."""
+DESIRABLE = np.arange(len(rows())) % 2 == 0
+
+
+def with_answers(case: Case, layout: ParallelLayout, rank: int, turned: int = 0) -> list[Batch]:
+    """`divided` for preferences: rows 0 and 1, 2 and 3, … are pairs, or the even ones desirable.
+
+    `turned`: each row has the place of the one so far behind it, as mismatched answers do.
+    """
+    every = rows()
+    found, start = [], 0
+    for size in case.sizes:
+        numbers = (np.arange(start, start + size) + turned) % len(every)
+        group = [every[number] for number in numbers]
+        lengths = [len(ids) for ids, _ in group]
+        counts = [int((spans[:, 1] - spans[:, 0]).sum()) for _, spans in group]
+        answers = Answers(
+            counts=tuple(counts),
+            tokens_R=torch.tensor(counts, dtype=torch.float32),
+            reference_R=torch.from_numpy(REFERENCE[numbers]),
+            desirable_R=torch.from_numpy(DESIRABLE[numbers]),
+        )
+        batch = collate(group, sum(lengths) if case.flat else max(lengths), 0, flat=case.flat)
+        found.append(replace(batch, answers=answers))
+        start += size
+    found += [idle_batch(0)] * (-len(found) % layout.data)
+    return found[layout.coordinates(rank).data :: layout.data]
+
+
+def preferences_of(train: Train) -> StepPreferences | None:
+    """The objective with its figures of the eight rows."""
+    if train.preferences is None:
+        return None
+    supervised = [int((spans[:, 1] - spans[:, 0]).sum()) for _, spans in rows()]
+    totals = StepTotals(
+        count=len(rows()) // train.preferences.kind.unit, better=4, worse=4, better_tokens=sum(supervised[::2])
+    )
+    return StepPreferences(objective=train.preferences, values=train.preference_values, totals=totals)
+
+
 def learn(case: Case, world: World) -> Outcome:
     """Train as the case says."""
     train = spec_of(
@@ -139,6 +186,11 @@ def learn(case: Case, world: World) -> Outcome:
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
     offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
+    preferences, mismatched = preferences_of(train), list[Batch]()
+    if preferences is not None:
+        batches = with_answers(case, layout, world.rank)
+        if preferences.has_mismatches:
+            mismatched = with_answers(case, layout, world.rank, turned=1)
     results = [
         training_step(
             parallel.local_shard,
@@ -153,12 +205,15 @@ def learn(case: Case, world: World) -> Outcome:
             offload=offload if case.offload or case.compression != "none" else None,
             parallel=parallel,
             micro_batches=len(batches),
+            preferences=preferences,
+            mismatched=iter(mismatched),
         )
         for _ in range(case.steps)
     ]
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.grad_norm.item() for result in results],
+        rewards=[result.rewards.tolist() for result in results if result.rewards is not None],
         expert_loads=[result.expert_load.tolist() for result in results if result.expert_load is not None],
         parallel=parallel,
         optimizer=optimizer,

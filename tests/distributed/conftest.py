@@ -45,8 +45,8 @@ def single() -> Single:
         if key not in known:
             outcome = learn(case, SINGLE_PROCESS)
             weights = {name: tensor.clone() for name, tensor in outcome.parallel.full_parameters()}
-            loads = {"expert_loads": outcome.expert_loads}
-            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights, **loads}
+            more = {"expert_loads": outcome.expert_loads, "rewards": outcome.rewards}
+            known[key] = {"losses": outcome.losses, "norms": outcome.norms, "weights": weights, **more}
         return known[key]
 
     return of

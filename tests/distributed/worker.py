@@ -48,6 +48,7 @@ def do_learn(world: World, directory: Path, case: Case) -> dict[str, Any]:
         "losses": outcome.losses,
         "norms": outcome.norms,
         "expert_loads": outcome.expert_loads,
+        "rewards": outcome.rewards,
         "offloaded_bytes": int(outcome.parallel.sum_over_ranks(torch.tensor(outcome.offloaded_bytes)).item()),
         "state_bytes": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         "weights": str(path),
