@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import operations
+from lean_finetune.model.dropout import has_dropout
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import GROUPED_MATMULS
 
@@ -41,8 +42,6 @@ FUSED_ATTENTION = {
 
 MLP_NAMES = ("mlp", "feed_forward")
 """Names of MLPs in decoder layers."""
-HEAD_DROPOUTS = {"classifier_dropout", "summary_first_dropout"}
-"""Dropouts of classification heads, which configs name and causal models do not have."""
 
 
 def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
@@ -54,7 +53,7 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
     if not train.grad_ckpt:
         return
     # Only dropout needs the random state (5 KB per layer, and on CUDA a copy from the device).
-    dropout = train.lora.dropout > 0 or _has_dropout(model.config)
+    dropout = has_dropout(model.config, train)
     # bitsandbytes' 8-bit matmul saves its inputs where non-reentrant checkpointing does not see them.
     reentrant = train.method == "int8_lora"
     kwargs: dict[str, Any] = {"use_reentrant": reentrant, "preserve_rng_state": dropout}
@@ -98,14 +97,6 @@ def _keep_products(
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _has_dropout(config: Any) -> bool:
-    """Whether any dropout of the model is above zero (attention_dropout, resid_pdrop, …)."""
-    values = config.get_text_config().to_dict()
-    return any(
-        isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS
-    )
-
-
 def enable_tiles(model: PreTrainedModel, train: Train) -> None:
     """Run the MLPs and norms of decoder layers in `train.sequence_tiles` tiles; not norms inside attention.
 
@@ -123,7 +114,7 @@ def enable_tiles(model: PreTrainedModel, train: Train) -> None:
     mlps = [child for name, child in children if name in MLP_NAMES]
     _refuse_tiles(model, train, mlps)
     norms = [child for _, child in children if type(child).__name__.endswith("Norm")]
-    dropout = train.lora.dropout > 0 or _has_dropout(model.config)
+    dropout = has_dropout(model.config, train)
     for module in (*mlps, *norms):
         module.forward = partial(_in_tiles, module.forward, train.sequence_tiles, dropout)
 

@@ -25,6 +25,7 @@ from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.continued_adapter import load_start
+from lean_finetune.model.dropout import switch_off_dropout
 from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
 from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
 from lean_finetune.model.experts.grouped_matmul import register_scales
@@ -69,6 +70,7 @@ def load_model(
             load_start(adapted, adapter)
     else:
         prepare_routers(model, train.router)
+    switch_off_dropout(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
@@ -213,6 +215,7 @@ def uninitialized_model(config: PretrainedConfig, train: Train, device: torch.de
         adapted = model if train.method == "full" else add_adapters(model, train, seed=None)
         if train.method == "full":
             prepare_routers(model, train.router)
+    switch_off_dropout(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)

@@ -263,3 +263,18 @@ def test_an_interrupted_run_of_labelled_rows_equals_an_uninterrupted_one(small_l
     assert whole.curves[-1]["heldout_kl"] is not None
     interrupt(job, tmp_path / "checkpoints", stop_within=2)
     whole.check_equal(in_parts(job, tmp_path / "checkpoints", [3]))
+
+
+def test_an_interrupted_run_of_pairs_equals_an_uninterrupted_one(small_llama: Path, tmp_path: Path):
+    """References of other rows after a resume, or held-out rewards and a best step that a checkpoint forgets."""
+    rows, heldout = random_tokens(tmp_path / "tokens", random_lengths(6, 30, STEPS * 8), heldout_rows=8)
+    for split in (rows, heldout):
+        split.reference = np.linspace(-60, -20, len(split), dtype=np.float32)
+    plan = replace(plan_of(rows, np.arange(len(rows)).reshape(STEPS, 2, 4).tolist()), kind=RowKind.PAIR)
+    best: dict[str, Any] = {"keep": "best", "best_by": "accuracy", "heldout_every_steps": 1, "heldout_rows": 8}
+    job = make_job(small_llama, (rows, heldout), plan, objective="dpo", method="lora", lr=1e-2, **best)
+    job = replace(job, measured_steps=frozenset(range(STEPS)))
+    whole = finish(job, Breaking(tmp_path / "whole", every_step=True))
+    assert "kept_step" in whole.metrics and len({row["heldout_reward_margin"] for row in whole.curves}) == STEPS
+    interrupt(job, tmp_path / "checkpoints", stop_within=2)
+    whole.check_equal(in_parts(job, tmp_path / "checkpoints", [3]))
