@@ -83,8 +83,7 @@ def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
         preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
         reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
     elif objective == KTO:
-        named = columns.get("kto_tag")
-        reasons = [] if named in KTO_LABELS else [f"columns.kto_tag: must be {' or '.join(KTO_LABELS)}; got {named}"]
+        reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
     else:
         reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
     return reasons + [f"columns.{key}: only text is trained here" for key in MEDIA_COLUMNS if columns.get(key)]
@@ -152,6 +151,8 @@ def _columns(columns: Mapping[str, str], formatting: str, objective: str, where:
     if objective not in TEXT:
         keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
         named = {keys[name]: column for name, column in columns.items() if column and name != "kto_tag"}
+        label = columns.get("kto_tag", "label")
+        named |= {} if label in KTO_LABELS else {"label": label}
         suffix = "" if objective == KTO else "_preference"
         return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
     if objective == "pt" or (formatting == "alpaca" and columns and "response" not in columns):
