@@ -35,7 +35,7 @@ def changed(train: Train, **changes: Any) -> Train:
             before = values.get(section, getattr(train, section))
             assert key in type(before).model_fields, name
             values[section] = before.model_copy(
-                update={key: list(value) if key in ("targets", "modules_to_save") else value}
+                update={key: list(value) if key in ("targets", "modules_to_save", "trainable_tokens") else value}
             )
         else:
             assert name in Train.model_fields, name

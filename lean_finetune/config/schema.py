@@ -105,6 +105,8 @@ class Lora(Section):
     """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
     modules_to_save: list[Text]
     """Names of the embedding and of the head, of which copies are trained and saved with the adapters."""
+    trainable_tokens: list[Text | Annotated[int, Field(ge=0)]]
+    """Tokens, or their ids, whose rows of the embedding and of the head are trained. New ones get rows."""
 
     def __hash__(self) -> int:
         """That of the rank: the list of targets has none."""
@@ -268,11 +270,18 @@ def _start_message(params: "Params") -> str:
 def _rows_exclude(key: str) -> Rule:
     """The rule that a dimension of the mesh excludes a trained embedding or head."""
     dimension = attrgetter(key)
+
+    def message(params: "Params") -> str:
+        name = "modules_to_save" if params.train.lora.modules_to_save else "trainable_tokens"
+        return (
+            f"divides the embedding and the head, which train.lora.{name} trains; got {{{key}}} with "
+            f"{{train.lora.{name}}}; set it to 1 and use train.sharding=zero3, or set train.lora.{name}=[]"
+        )
+
     return Rule(
         key,
-        lambda p: dimension(p) > 1 and bool(p.train.lora.modules_to_save),
-        f"divides the embedding and the head, which train.lora.modules_to_save copies; got {{{key}}} with "
-        "{train.lora.modules_to_save}; set it to 1 and use train.sharding=zero3, or set train.lora.modules_to_save=[]",
+        lambda p: dimension(p) > 1 and bool(p.train.lora.modules_to_save or p.train.lora.trainable_tokens),
+        message,
     )
 
 
@@ -351,6 +360,13 @@ TRAIN_RULES = [
         "{train.method}, {train.lora.init}; set it to false",
     ),
     needs("train.lora.modules_to_save", [], "train.method", *ADAPTER_METHODS),
+    needs("train.lora.trainable_tokens", [], "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.trainable_tokens",
+        lambda p: bool(p.train.lora.trainable_tokens and p.train.lora.modules_to_save),
+        "rows of the embedding are trained alone, or all of them; got {train.lora.trainable_tokens} with "
+        "train.lora.modules_to_save={train.lora.modules_to_save}; set one of them to []",
+    ),
     _rows_exclude("train.tensor_parallel"),
     _rows_exclude("train.pipeline_stages"),
     needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),

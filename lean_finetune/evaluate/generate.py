@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft.utils.other import TrainableTokensWrapper
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import GenerationConfig
@@ -203,7 +204,8 @@ def set_decoding(
     )
     # PyTorch multiplies the last positions of all prompts at once only if the weight requires a gradient. With a frozen
     # head it multiplies each separately, and in 16 bits on a CPU it copies the head each time.
-    lm.get_output_embeddings().weight.requires_grad_(True)
+    head = lm.get_output_embeddings()
+    (head.original_module if isinstance(head, TrainableTokensWrapper) else head).weight.requires_grad_(True)
 
 
 @torch.no_grad()

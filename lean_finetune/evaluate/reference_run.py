@@ -21,6 +21,7 @@ from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.precision import autocast, resolved
+from lean_finetune.model.trained_rows import add_rows
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
@@ -56,6 +57,7 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     key = sha256_json({"of": of, "weights": values, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits) as logps:
         loaded = load_base(base, weights, device)
+        add_rows(loaded, lock.get("trained_tokens", []))
         # The model before training has the adapter that goes on.
         model = (loaded if adapter is None else load_adapter(loaded, adapter, weights)).eval()
         check_head(model, device)

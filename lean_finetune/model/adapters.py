@@ -44,6 +44,7 @@ from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
+from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
@@ -168,7 +169,10 @@ def linear_names(model: PreTrainedModel) -> set[str]:
 
 MOST_REASON = 300
 """Characters that are shown of another library's error."""
-ADAPTER_NAMES = ("lora_A.", "lora_B.", "lora_magnitude_vector.", f".modules_to_save.{ADAPTER}.")
+ADAPTER_NAMES = (
+    *("lora_A.", "lora_B.", "lora_magnitude_vector."),
+    *(f".modules_to_save.{ADAPTER}.", ".trainable_tokens_delta."),
+)
 """Parts of the names of adapter parameters."""
 
 
@@ -187,6 +191,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
             f"train.lora.experts: {model.config.model_type} has no experts that can have adapters; got all; use none"
         )
     refuse_modules(model, train)
+    add_rows(model, token_ids(train))
     known = linear_names(model)
     by_name = adapts_by_name(model) and train.lora.all_linear
     for parameter in model.parameters():
@@ -202,6 +207,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
         modules_to_save=train.lora.modules_to_save or None,
+        trainable_token_indices=token_indices(model, train),
         task_type="CAUSAL_LM",
     )
     if train.lora.experts == "all":
@@ -219,6 +225,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         ) from None
     refuse_start(adapted, train)
     multiply_by_rows(adapted)
+    compute_rows_alone(adapted)
     _cast_adapters(adapted, train)
     return adapted
 
@@ -309,12 +316,14 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     try:
         with _without_peft_warnings(), names_as_given():
             config = saved_config(directory)
+            add_rows(model, saved_token_ids(vars(config)))
             adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, UserWarning) as error:
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())[:MOST_REASON]
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     multiply_by_rows(adapted)
+    compute_rows_alone(adapted)
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, weights)
     return adapted

@@ -15,6 +15,7 @@ from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.files.safetensors_files import stored_tensors
+from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
@@ -91,6 +92,7 @@ def _values_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
         "dora": bool(adapter.get("use_dora")),
         "experts": "all" if experts else "none",
         "modules_to_save": sorted(adapter.get("modules_to_save") or []),
+        "trainable_tokens": saved_token_ids(adapter),
     }
     if experts:
         values["expert_rank"] = (adapter.get("rank_pattern") or {}).get(experts[0], adapter["r"])

@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from lean_finetune.config.schema import BaseWeights
-from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import PEFT_PREFIX
@@ -34,6 +34,8 @@ from lean_finetune.model.files.quantized_checkpoint import (
 from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
+from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
+from lean_finetune.pinning.config_file import CONFIG_FILE
 
 STACKED_WHILE_LOADING = ([MergeModulelist], [MergeModulelist, Concatenate])
 """What transformers does with the tensors of one expert each: stack them, and join gate and up along their outputs."""
@@ -207,21 +209,30 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
     quantised = _quantised_layers(base_config, weights).difference(packed_layers)
     experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
-    whole = {key.removeprefix(PEFT_PREFIX): tensors.pop(key) for key in [*tensors] if LORA not in key}
-    unmerged = {_layer(key) for key in tensors} | whole.keys()
+    others = {key.removeprefix(PEFT_PREFIX): tensors.pop(key) for key in [*tensors] if LORA not in key}
+    rows = {f"{key.removesuffix(DELTA)}.weight": delta for key, delta in others.items() if key.endswith(DELTA)}
+    whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
+    ids = {name: ids_of_layer(config, name.removesuffix(".weight")) for name in rows}
+    unmerged = {_layer(key) for key in tensors} | whole.keys() | rows.keys()
     for name in sorted(files):
         if not name.endswith(SUFFIX):
             shutil.copyfile(base / name, out / name)
             continue
         stored = {key: one for key, one in tensors_of_base.items() if one.path == base / name}
-        specs = {key: TensorSpec(dtype=one.dtype, shape=one.shape) for key, one in stored.items()}
         names = names_in_model(model, stored)
+        specs = {
+            key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, ids.get(names[key], [])))
+            for key, one in stored.items()
+        }
 
         def merged(
             key: str, stored: Mapping[str, FileTensor] = stored, names: Mapping[str, str] = names
         ) -> torch.Tensor:
             if key in experts:
                 return experts.merged(key)
+            if names[key] in rows:
+                unmerged.remove(names[key])
+                return _with_rows(stored[key].read(), ids[names[key]], rows[names[key]])
             if names[key] in whole:  # A copy that was trained (train.lora.modules_to_save).
                 unmerged.remove(names[key])
                 return whole[names[key]].to(stored[key].dtype)
@@ -235,12 +246,38 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
             return weight_NK.to(weight.dtype)
 
         write_tensors(out / name, specs, merged)
+    if rows:
+        _write_vocabulary(out / CONFIG_FILE, 1 + max(max(one) for one in ids.values()))
     if stored_format(base_config) is not None:
         write_16_bit_config(out, tensors_of_base)
     if unmerged:
         raise UserError(
             f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
         )
+
+
+def _shape_with_rows(shape: tuple[int, ...], ids: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a weight with rows for all ids."""
+    return (max(shape[0], max(ids) + 1), *shape[1:]) if ids else shape
+
+
+def _with_rows(weight_VD: torch.Tensor, ids: Sequence[int], delta_nD: torch.Tensor) -> torch.Tensor:
+    """The embedding with its trained rows; between them and the old ones, the mean of these."""
+    before = len(weight_VD)
+    if (rows := max(ids) + 1) > before:
+        added = mean_row(weight_VD).to(weight_VD.dtype).expand(rows - before, -1)
+        weight_VD = torch.cat([weight_VD, added])
+    weight_VD[list(ids)] = delta_nD.to(weight_VD.dtype)
+    return weight_VD
+
+
+def _write_vocabulary(path: Path, rows: int) -> None:
+    """Set the number of embeddings in a config.json, if it has fewer."""
+    config = read_json(path)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    if text.get("vocab_size", 0) < rows:
+        text["vocab_size"] = rows
+        write_json(path, config, sort_keys=False)
 
 
 def refuse_merge(base: Path, weights: BaseWeights, *, experts: bool) -> None:

@@ -1,6 +1,6 @@
 """Pin the model: check that its files suit this project, and lock them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,18 +54,42 @@ def _in_transformers(config: dict[str, Any]) -> bool:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))) in (config.get("architectures") or ())
 
 
-def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
-    """Load the tokenizer's files, so that damaged ones are not pinned, and compare its ids with the vocabulary's size.
-
-    Raises UserError if a file cannot be read, or the model has no embedding for an id.
-    """
+def load_tokenizer(directory: Path) -> "Tokenizer":
+    """The tokenizer in a model's directory. Raises UserError if its file is damaged."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
+
+
+def trained_ids(directory: Path, tokens: Iterable[str | int]) -> list[int]:
+    """The sorted ids of train.lora.trainable_tokens by the tokenizer in a model's directory.
+
+    Raises UserError if the tokenizer lacks one.
+    """
+    tokenizer, ids = load_tokenizer(directory), set()
+    for token in tokens:
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else token
+        if number is None or tokenizer.id_to_token(number) is None:
+            raise UserError(
+                f"train.lora.trainable_tokens: must be tokens of {directory / 'tokenizer.json'} or their ids; got "
+                f"{token!r}; add it to the tokenizer (add_tokens, then save_pretrained), or leave it out"
+            )
+        ids.add(number)
+    return sorted(ids)
+
+
+def check_tokenizer(directory: Path, config: dict[str, Any], tokens: Iterable[str | int] = ()) -> list[int]:
+    """Load the tokenizer's files, so that damaged ones are not pinned, and compare its ids with the vocabulary's size.
+
+    Returns the ids of the trained `tokens`, which may be beyond that size.
+
+    Raises UserError if a file cannot be read, or the model has no embedding for an id that is not trained.
+    """
+    path, tokenizer = directory / "tokenizer.json", load_tokenizer(directory)
     if (special := directory / "special_tokens_map.json").exists():
         json_object(special)
     template = directory / "chat_template.jinja"
@@ -74,15 +98,16 @@ def check_tokenizer(directory: Path, config: dict[str, Any]) -> None:
             template.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
-    used = _used_ids(tokenizer, directory)
-    largest_id = max(used, default=-1)
+    ids = trained_ids(directory, tokens) if tokens else []
+    largest_id = max(_used_ids(tokenizer, directory).difference(ids), default=-1)
     text_config = config.get("text_config")
     vocab_size = (text_config if isinstance(text_config, dict) else config).get("vocab_size")
     if isinstance(vocab_size, int) and largest_id >= vocab_size:
         raise UserError(
-            f"model.name: {path} makes ids up to {largest_id} but config.json has vocab_size {vocab_size}; resize the "
-            "model's embeddings or use its own tokenizer"
+            f"model.name: {path} makes ids up to {largest_id} but config.json has vocab_size {vocab_size}; name new "
+            "tokens in train.lora.trainable_tokens, resize the model's embeddings, or use its own tokenizer"
         )
+    return ids
 
 
 def read_stop_ids(directory: Path, config: dict[str, Any]) -> list[int]:
@@ -158,12 +183,18 @@ CONFIG_FILES = (CONFIG_FILE, "generation_config.json")
 
 
 def pin_model(
-    name: str, revision: str | None, locks: Path, adapter: str | None = None, adapter_revision: str | None = None
+    name: str,
+    revision: str | None,
+    locks: Path,
+    *,
+    adapter: str | None = None,
+    adapter_revision: str | None = None,
+    tokens: Sequence[str | int] = (),
 ) -> None:
     """Write locks/model.json and locks/tokenizer.json; link the model and an adapter as locks/watched-model, -adapter.
 
     The tokenizer's lock has content hashes, the tokens at which generation stops, and no names, so that a model with
-    the same tokenizer does not tokenize again.
+    the same tokenizer does not tokenize again. The model's lock has the ids of the trained `tokens`, if there are any.
 
     Raises UserError if the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or
     is in the checkout where git neither tracks nor ignores it.
@@ -172,7 +203,7 @@ def pin_model(
     commit = None
     if not local.is_dir():
         kind, watched = "hub", NOTHING_LOCAL
-        commit, files, tokenizer, stops = _pin_hub(name, revision)
+        commit, files, tokenizer, stops, ids = _pin_hub(name, revision, tokens)
     elif revision is not None:
         raise UserError(
             f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
@@ -183,8 +214,9 @@ def pin_model(
         kind, watched = (TINY, NOTHING_LOCAL) if name == TINY else ("directory", local)
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
-        files, tokenizer, stops = _pin_directory(local)
-    lock = {"kind": kind, "name": name, "revision": commit, "files": files, "tokenizer_files": sorted(tokenizer)}
+        files, tokenizer, stops, ids = _pin_directory(local, tokens)
+    lock: dict[str, Any] = {"kind": kind, "name": name, "revision": commit, "files": files}
+    lock |= {"tokenizer_files": sorted(tokenizer)} | ({"trained_tokens": ids} if ids else {})
     watched_adapter = NOTHING_LOCAL
     if adapter is not None:
         lock["adapter"], watched_adapter = pin_adapter(adapter, adapter_revision, lock)
@@ -194,14 +226,18 @@ def pin_model(
     watch(locks / "watched-adapter", watched_adapter)
 
 
-def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str], list[int]]:
-    """Check a local directory; return the hashes of (model files, tokenizer files), and its stop tokens."""
+Pinned = tuple[dict[str, str], dict[str, str], list[int], list[int]]
+"""Hashes of the model's files and of the tokenizer's, the ids at which generation stops, and those that are trained."""
+
+
+def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
+    """Check a local directory."""
     names = {path.name for path in directory.iterdir() if path.is_file()}
     if CONFIG_FILE not in names:
         refuse_adapter(directory, str(directory))
     _check_names(names, str(directory))
     config = check_config(directory)
-    check_tokenizer(directory, config)
+    ids = check_tokenizer(directory, config, tokens)
     shards = shard_names(directory)
     for shard in shards:
         check_weights(directory / shard)
@@ -209,11 +245,11 @@ def _pin_directory(directory: Path) -> tuple[dict[str, str], dict[str, str], lis
     def hashes(wanted: Iterable[str]) -> dict[str, str]:
         return {name: sha256_file(directory / name) for name in wanted if name in names}
 
-    return hashes([*CONFIG_FILES, INDEX, *shards]), hashes(TOKENIZER_FILES), read_stop_ids(directory, config)
+    return hashes([*CONFIG_FILES, INDEX, *shards]), hashes(TOKENIZER_FILES), read_stop_ids(directory, config), ids
 
 
-def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict[str, str], list[int]]:
-    """A hub model's (commit, model files, tokenizer files, stop tokens). Small files are downloaded and checked."""
+def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int]) -> tuple[str, *Pinned]:
+    """A hub model's commit, and what is pinned. Small files are downloaded and checked."""
     if name in example_names():
         raise UserError(
             f"model.name: {name} is a configuration without weights, for predictions; name the model itself"
@@ -228,12 +264,12 @@ def _pin_hub(name: str, revision: str | None) -> tuple[str, dict[str, str], dict
     small = [file for file in (*CONFIG_FILES, INDEX, *TOKENIZER_FILES) if file in blobs]
     directory = download("model.name", name, "model", commit, small)
     config = check_config(directory)
-    check_tokenizer(directory, config)
+    ids = check_tokenizer(directory, config, tokens)
     wanted = [file for file in (*CONFIG_FILES, INDEX) if file in blobs] + shard_names(directory)
     if missing := [file for file in wanted if file not in blobs]:
         raise UserError(f"model.name: {INDEX} of {name} names {missing[0]}, which it lacks; name another revision")
     tokenizer = {file: blobs[file] for file in TOKENIZER_FILES if file in blobs}
-    return commit, {file: blobs[file] for file in wanted}, tokenizer, read_stop_ids(directory, config)
+    return commit, {file: blobs[file] for file in wanted}, tokenizer, read_stop_ids(directory, config), ids
 
 
 def _check_names(names: set[str], where: str) -> None:

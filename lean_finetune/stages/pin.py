@@ -26,4 +26,11 @@ def main(what: str, locks: Path) -> None:
         if note := pin_data(p.data, locks):
             click.echo(f"note: {note}", err=True)
     else:
-        pin_model(p.model.name, p.model.revision, locks, p.model.adapter, p.model.adapter_revision)
+        pin_model(
+            p.model.name,
+            p.model.revision,
+            locks,
+            adapter=p.model.adapter,
+            adapter_revision=p.model.adapter_revision,
+            tokens=p.train.lora.trainable_tokens,
+        )

@@ -27,6 +27,7 @@ from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import other_layers, read_config
+from lean_finetune.model.trained_rows import with_token_ids
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import (
     NO_FILES,
@@ -277,7 +278,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     lock = read_json(paths.model_lock)
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
-    config = read_config(directory)
+    config, train = read_config(directory), with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:
         refuse_merge(directory, train, experts=train.lora.experts == "all")

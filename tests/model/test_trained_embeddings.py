@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, without_onednn
@@ -14,6 +17,9 @@ from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.precision import base_dtype
+from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
+from lean_finetune.model.trained_rows import TrainedRows, with_rows
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
@@ -21,7 +27,7 @@ from lean_finetune.train.save_model import save_tuned
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.model.test_adapters import logits, plain_peft, trained
-from tests.small_model import CPU, base_of, save_small_llama, spec_of
+from tests.small_model import CPU, VOCABULARY, base_of, save_small_llama, spec_of
 from tests.step.common import split
 from tests.train.interrupted import finish, in_parts, small_job
 
@@ -139,3 +145,112 @@ def test_a_run_with_copies_resumes_and_goes_on(untied: Path, tmp_path: Path, met
     assert torch.equal(logits(again), logits(model))
     names = {tensor.name for tensor in trained_tensors(model_shapes(read_config(untied)), spec_with())}
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
+
+
+TOKENS = [VOCABULARY + 3, 9, VOCABULARY + 1]
+"""Ids of trained tokens: one that has a row, and two new ones."""
+ROWS = VOCABULARY + 4
+NEW_IDS = torch.tensor([[3, 9, 17, VOCABULARY + 1, 30, VOCABULARY + 3, 41, 9]])
+
+
+@torch.no_grad()
+def logits_of_new(model: nn.Module) -> torch.Tensor:
+    return model.eval()(input_ids=NEW_IDS, use_cache=False).logits.float()
+
+
+ROW_FORMS: list[tuple[bool, dict[str, Any]]] = [
+    (True, {}),
+    (False, {}),
+    (True, {"method": "qlora"}),
+    (False, {"precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("tied", "changes"), ROW_FORMS, ids=str)
+def test_new_tokens_reload_in_plain_peft_and_in_evaluate_and_are_merged(untied, tied_llama, tmp_path, tied, changes):
+    """Rows that a loader draws at random, that the head lacks, or that the merged model does not have."""
+    directory = tied_llama if tied else untied
+    spec = spec_of(lora_trainable_tokens=TOKENS, **changes)
+    start: Any = load_model(directory, spec, CPU)
+    rows = start.get_input_embeddings().original_module.weight
+    old = load_base(directory, spec, CPU).get_input_embeddings().weight
+    assert len(rows) == ROWS and torch.equal(rows[:VOCABULARY], old)
+    torch.testing.assert_close(rows[VOCABULARY:].float(), old.float().mean(0).expand(4, -1), rtol=1e-2, atol=1e-4)
+    count = sum(p.numel() for n, p in start.named_parameters() if p.requires_grad and "delta" in n)
+    assert count == (1 if tied else 2) * 3 * 64
+
+    model = trained(directory, spec)
+    files = [path.name for path in directory.iterdir()]
+    save_tuned(ParallelModel(model), base_of(directory), tmp_path / "tuned", spec, files)
+    adapter = tmp_path / "tuned"
+    bound = 0.1 if spec.precision == "bf16" else 5e-5
+    with torch.autocast("cpu", torch.bfloat16, enabled=spec.precision == "bf16"):
+        expected = logits_of_new(model)
+        ours = load_adapter(load_base(directory, spec, CPU, "sdpa"), adapter, spec)
+        assert (logits_of_new(ours) - expected).abs().max() <= bound
+        # As someone without this project: the base gets rows, whatever their values, then the adapter.
+        how = quantisation(spec)
+        base = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=base_dtype(spec), **({} if how is None else {"quantization_config": how})
+        )
+        base.resize_token_embeddings(ROWS)
+        theirs = PeftModel.from_pretrained(base, str(adapter))
+        keep_trainable_on_cpu(theirs)
+        assert (logits_of_new(theirs) - expected).abs().max() <= bound
+    assert (expected - logits_of_new(start)).abs().max() > 0.05
+    merged = AutoModelForCausalLM.from_pretrained(adapter / MERGED, dtype=torch.float32)
+    assert merged.config.vocab_size == ROWS == len(merged.get_input_embeddings().weight)
+    assert (logits_of_new(merged) - expected).abs().max() < bound
+
+
+@pytest.fixture(scope="module")
+def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_llama(tmp_path_factory.mktemp("tied"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_only_the_named_rows_are_trained_and_as_peft_trains_them(untied, tied_llama, tied: bool, chunk: int | None):
+    """A gradient of another row, or that of one of two places where a tied row is used."""
+    directory = tied_llama if tied else untied
+    [batch] = split([3])
+    used = batch.input_ids_BT.unique().tolist()[:4]
+    model: Any = load_model(directory, spec_of(lora_trainable_tokens=used), CPU)
+    summed_loss(model, batch, chunk).backward()
+    plain: Any = load_model(directory, spec_of(lora_trainable_tokens=used), CPU)
+    for module in plain.modules():
+        if isinstance(module, TrainedRows):
+            module.__class__ = TrainableTokensLayer
+    summed_loss(plain, batch, None).backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+ROWS_PREDICTED: list[tuple[bool, dict[str, Any]]] = [
+    (True, {"method": "qlora", "precision": "bf16", "grad_ckpt": True}),
+    (False, {"method": "lora"}),
+]
+ROWS_PREDICTED_SLOW: list[tuple[bool, dict[str, Any]]] = [
+    (True, {"method": "lora"}),
+    (False, {"method": "qlora"}),
+    (False, {"method": "lora", "precision": "bf16", "optimizer": "adamw_8bit"}),
+    (True, {"method": "lora", "precision": "fp16", "loss_chunk": None}),
+    (True, {"method": "int8_lora"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("tied", "changes"),
+    [*ROWS_PREDICTED, *(pytest.param(*one, marks=pytest.mark.slow) for one in ROWS_PREDICTED_SLOW)],
+    ids=str,
+)
+def test_the_prediction_counts_the_rows(untied, tied_llama, tied: bool, changes: dict[str, Any]):
+    """A copy of the embedding in each forward that nobody counted."""
+    directory = tied_llama if tied else untied
+    setting = setting_of(lora_trainable_tokens=TOKENS, **changes)
+    config = with_rows(read_config(directory), setting.train)
+    assert config.vocab_size == ROWS
+    with without_onednn():
+        check(directory, setting, LAYOUTS["padded"], config)

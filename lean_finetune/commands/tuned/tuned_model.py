@@ -33,6 +33,7 @@ from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
+from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
@@ -103,7 +104,7 @@ class TunedModel:
     def vocabulary(self) -> int | None:
         """Number of tokens for which the model has embeddings; None if its config does not say."""
         size = getattr(self.config.get_text_config(), "vocab_size", None)
-        return size if isinstance(size, int) else None
+        return max(size, 1 + max(saved_token_ids(self.adapter or {}), default=-1)) if isinstance(size, int) else None
 
     @property
     def positions(self) -> int | None:
@@ -123,6 +124,8 @@ class TunedModel:
                 "targets": [targets] if isinstance(targets, str) else list(targets),
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
+                "modules_to_save": adapter.get("modules_to_save") or [],
+                "trainable_tokens": saved_token_ids(adapter),
                 "experts": "all" if experts else "none",
                 "expert_rank": next(iter(experts.values())) if experts else 1,
             }

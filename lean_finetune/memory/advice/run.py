@@ -46,9 +46,11 @@ from lean_finetune.model.model_config import (
     refuse_context_parallel,
 )
 from lean_finetune.model.precision import resolved
+from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.adapter_source import find_adapter
-from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model
+from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model, find_tokenizer
+from lean_finetune.pinning.model_source import trained_ids
 from lean_finetune.plan.batch_plan import Plan, read_plan
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
@@ -382,6 +384,10 @@ def fit_run(p: Params, *, shorten: bool = False) -> Run:
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
+    if p.train.lora.trainable_tokens:
+        ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), p.train.lora.trainable_tokens)
+        p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
+        config = with_rows(config, p.train)
     run = full_rows_run(p, config, device, reason)
     if p.model.adapter is not None:
         refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
@@ -450,6 +456,8 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     config = read_config(config_directory(lock))
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
     setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
+    setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
+    config = with_rows(config, setting.train)
     if (adapter := adapter_directory(lock)) is not None:
         refuse_other_adapter(adapter, setting.train, config)
     declared_part(p.hardware)  # Counts as read on every device; on a GPU the host's RAM and disk matter too.

@@ -69,7 +69,7 @@ def with_method(method: Method) -> Values:
     values: dict[str, Any] = {"train.method": method, "train.lora.init": "default", "train.lora.dora": False}
     if method == "full":
         values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False, "train.lora.experts": "none"}
-        values["train.lora.modules_to_save"] = []
+        values |= {"train.lora.modules_to_save": [], "train.lora.trainable_tokens": []}
     else:
         values["train.router"] = "frozen"
     if method != "qlora":
@@ -140,6 +140,7 @@ SWITCHES = [
             "train.lora.dropout",
             "train.lora.modules_to_save",
             "train.lora.rslora",
+            "train.lora.trainable_tokens",
             "train.quant.type",
             "train.quant.double",
             "train.router",

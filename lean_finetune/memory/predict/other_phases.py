@@ -56,6 +56,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
     without_quantisation,
 )
 from lean_finetune.model.precision import base_dtype
+from lean_finetune.model.trained_rows import token_ids
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -111,6 +112,10 @@ def load_peak(
         # peft copies a module in the type of the base; then its copy is converted.
         started = {category: size for category, size in states.items() if category != OPTIMIZER}
         moments.append(peak_of({**started, LOADING: max(copied) * base_dtype(train).itemsize}))
+    if train.adapted and max(token_ids(train), default=-1) + 1 == config.get_text_config().vocab_size:
+        # Rows were added, unless the last one was there: the old embedding, or head, exists beside the new one.
+        largest = max(parameter.values for parameter in shapes.parameters if parameter.of_tokens)
+        moments.append(peak_of({WEIGHTS: placed, LOADING: largest * base_dtype(train).itemsize}))
     return highest(moments)
 
 

@@ -194,6 +194,8 @@ class ParameterShape:
     """Whether the weights of experts are (E, K, N)."""
     router: bool = False
     """A parameter of a router."""
+    of_tokens: bool = False
+    """The weight of the embedding or of the head: a row for each token."""
     frozen: bool = False
     """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
@@ -253,6 +255,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     adaptable = {id(layer.weight) for layer in (adaptable_layers(model) if adapts_by_name(model) else layers)}
     experts = {id(getattr(m, name)): m for _, m in expert_modules(model) for name in expert_parameters(m)}
     routers = {id(parameter) for parameter in router_parameters(model).values()}
+    of_tokens = {id(layer.weight) for layer in (model.get_input_embeddings(), head) if layer is not None}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     parameters = tuple(
         ParameterShape(
@@ -264,6 +267,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
             experts=len(parameter) if id(parameter) in experts else 0,
             transposed=id(parameter) in experts and is_transposed(experts[id(parameter)]),
             router=id(parameter) in routers,
+            of_tokens=id(parameter) in of_tokens,
             frozen=not parameter.requires_grad,
             fp32_in=frozenset(dtype for dtype, names in kept.items() if name in names),
         )
@@ -299,6 +303,7 @@ def state_lines(
     if train.method != "full":
         kind = "DoRA" if train.lora.dora else "LoRA"
         copies = f" and copies of {', '.join(train.lora.modules_to_save)}" if train.lora.modules_to_save else ""
+        copies += f" and rows of {len(train.lora.trainable_tokens)} tokens" if train.lora.trainable_tokens else ""
         lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}{copies}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
             lines.append(
@@ -330,7 +335,12 @@ def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
     """The trained tensors; an adapter's have the name of the weight that it adapts."""
     if train.method != "full":
         size = adapter_dtype(train).itemsize
-        added = (*_adapter_shapes(shapes, train), *((p.name, p.shape) for p in copied_weights(shapes, train)))
+        rows = [(p.name, (len(train.lora.trainable_tokens), *p.shape[1:])) for p in shapes.parameters if p.of_tokens]
+        added = [
+            *_adapter_shapes(shapes, train),
+            *((p.name, p.shape) for p in copied_weights(shapes, train)),
+            *(rows if train.lora.trainable_tokens else []),
+        ]
         return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in added]
     trained = (p for p in shapes.parameters if not p.frozen and (train.router == "trained" or not p.router))
     sizes = ((p, FP32_BYTES if base_dtype(train) in p.fp32_in else base_dtype(train).itemsize) for p in trained)

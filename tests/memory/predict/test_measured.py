@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, PretrainedConfig
 
 from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
 from lean_finetune.config.optimizers import OPTIMIZERS
@@ -30,8 +30,10 @@ PADDED_STEPS, JOINED = LAYOUTS["padded"], LAYOUTS["joined"]
 ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in PADDED_STEPS)
 
 
-def check(directory: Path, setting: Setting, steps: TracedSteps = PADDED_STEPS) -> None:
-    predicted = predict(TracedModel(read_config(directory), setting, CPU_TARGET), steps)
+def check(
+    directory: Path, setting: Setting, steps: TracedSteps = PADDED_STEPS, config: PretrainedConfig | None = None
+) -> None:
+    predicted = predict(TracedModel(config or read_config(directory), setting, CPU_TARGET), steps)
     measured = count(directory, setting, steps)
     assert measured.peak_bytes is not None
     expected = {**measured.peak_bytes_by_phase, "whole run": measured.peak_bytes}
