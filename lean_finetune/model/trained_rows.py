@@ -72,9 +72,8 @@ def add_rows(model: PreTrainedModel, ids: Iterable[int]) -> None:
     if (needed := max(ids, default=-1) + 1) <= before:
         return
     model.resize_token_embeddings(needed, mean_resizing=False)
-    weights = {
-        id(layer.weight): layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
+    layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights: dict[int, Any] = {id(layer.weight): layer.weight for layer in layers if layer is not None}
     for weight in weights.values():
         weight[before:] = mean_row(weight[:before]).to(weight.dtype)
 

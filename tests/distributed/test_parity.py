@@ -19,7 +19,7 @@ from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
-from tests.small_model import moved_adapter, save_small_llama, spec_of
+from tests.small_model import VOCABULARY, moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -227,6 +227,19 @@ def test_a_trained_embedding_and_head_are_shared(tmp_path, pair: Group, single: 
     model = {"method": method, "precision": precision, "lora_modules_to_save": ["embed_tokens", "lm_head"]}
     case = Case(directory=directory, mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
     check(pair, single, case, same_batches(case), EXACT if precision == "fp32" else BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "method"), [*product(("ddp", "zero2", "zero3"), ("lora", "qlora")), ("zero1", "lora")]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_rows_are_shared(tmp_path, pair: Group, single: Single, mode, method, tied):
+    """A row that two processes have in part, or a new one that only the first process has."""
+    directory = str(save_small_llama(tmp_path, dtype=torch.float32, tie_word_embeddings=tied))
+    model = {"method": method, "lora_trainable_tokens": [5, 9, 40, VOCABULARY + 2]}
+    case = Case(directory=directory, mode=mode, sizes=IDLE, chunk=16, steps=8, model=model)
+    check(pair, single, case, same_batches(case), EXACT)
 
 
 EXPERT_CASES = [

@@ -28,7 +28,7 @@ from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.model.test_adapters import logits, plain_peft, trained
 from tests.small_model import CPU, VOCABULARY, base_of, save_small_llama, spec_of
-from tests.step.common import split
+from tests.step.common import slow, split
 from tests.train.interrupted import finish, in_parts, small_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # In peft.
@@ -55,7 +55,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_llama(tmp_path_factory.mktemp("untied"), dtype=torch.float32, tie_word_embeddings=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [one if one in ("fp32", "embedding, nf4") else slow(one) for one in FORMS])
 def test_copies_reload_in_plain_peft_and_in_evaluate_and_are_merged(untied: Path, tmp_path: Path, form: str):
     """A trained embedding that is not saved, not loaded, or left out of the merged model."""
     spec = spec_with(**FORMS[form])
@@ -74,12 +74,11 @@ def test_copies_reload_in_plain_peft_and_in_evaluate_and_are_merged(untied: Path
     assert (logits(merged) - expected).abs().max() < (0.1 if form in ("pure_bf16", "int8", "bf16") else 2e-5)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_those_of_the_whole_loss(untied: Path, chunk: int | None, precision: str):
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
+def test_gradients_are_those_of_the_whole_loss(untied: Path, precision: str):
     """A head whose chunks give the frozen weight's gradient, or none."""
     [batch] = split([3])
-    grads = [_gradients(untied, batch, precision, one) for one in (chunk, None)]
+    grads = [_gradients(untied, batch, precision, chunk) for chunk in (16, None)]
     for name, gradient in grads[0].items():
         assert gradient.dtype == torch.float32 and gradient.abs().max() > 0 or ".lora_A" in name, name
         torch.testing.assert_close(gradient, grads[1][name], rtol=0.05 if precision == "bf16" else 1e-4, atol=1e-3)
@@ -106,9 +105,7 @@ PREDICTED_SLOW: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "changes", [*PREDICTED, *(pytest.param(one, marks=pytest.mark.slow) for one in PREDICTED_SLOW)], ids=str
-)
+@pytest.mark.parametrize("changes", [*PREDICTED, *map(slow, PREDICTED_SLOW)], ids=str)
 def test_the_prediction_counts_the_copies(untied: Path, changes: dict[str, Any]):
     """Weights, gradients or optimizer state of a copy that nobody counted."""
     setting = setting_of(**{"lora_modules_to_save": BOTH, **changes})
@@ -158,11 +155,11 @@ def logits_of_new(model: nn.Module) -> torch.Tensor:
     return model.eval()(input_ids=NEW_IDS, use_cache=False).logits.float()
 
 
-ROW_FORMS: list[tuple[bool, dict[str, Any]]] = [
-    (True, {}),
+ROW_FORMS: list[Any] = [
     (False, {}),
     (True, {"method": "qlora"}),
-    (False, {"precision": "bf16"}),
+    slow(True, {}),
+    slow(False, {"precision": "bf16"}),
 ]
 
 
@@ -173,7 +170,8 @@ def test_new_tokens_reload_in_plain_peft_and_in_evaluate_and_are_merged(untied, 
     spec = spec_of(lora_trainable_tokens=TOKENS, **changes)
     start: Any = load_model(directory, spec, CPU)
     rows = start.get_input_embeddings().original_module.weight
-    old = load_base(directory, spec, CPU).get_input_embeddings().weight
+    base: Any = load_base(directory, spec, CPU)
+    old = base.get_input_embeddings().weight
     assert len(rows) == ROWS and torch.equal(rows[:VOCABULARY], old)
     torch.testing.assert_close(rows[VOCABULARY:].float(), old.float().mean(0).expand(4, -1), rtol=1e-2, atol=1e-4)
     count = sum(p.numel() for n, p in start.named_parameters() if p.requires_grad and "delta" in n)
@@ -198,7 +196,7 @@ def test_new_tokens_reload_in_plain_peft_and_in_evaluate_and_are_merged(untied, 
         keep_trainable_on_cpu(theirs)
         assert (logits_of_new(theirs) - expected).abs().max() <= bound
     assert (expected - logits_of_new(start)).abs().max() > 0.05
-    merged = AutoModelForCausalLM.from_pretrained(adapter / MERGED, dtype=torch.float32)
+    merged: Any = AutoModelForCausalLM.from_pretrained(adapter / MERGED, dtype=torch.float32)
     assert merged.config.vocab_size == ROWS == len(merged.get_input_embeddings().weight)
     assert (logits_of_new(merged) - expected).abs().max() < bound
 
@@ -208,8 +206,7 @@ def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_llama(tmp_path_factory.mktemp("tied"), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(("tied", "chunk"), [(True, 16), (False, None), slow(True, None), slow(False, 16)])
 def test_only_the_named_rows_are_trained_and_as_peft_trains_them(untied, tied_llama, tied: bool, chunk: int | None):
     """A gradient of another row, or that of one of two places where a tied row is used."""
     directory = tied_llama if tied else untied
@@ -219,8 +216,8 @@ def test_only_the_named_rows_are_trained_and_as_peft_trains_them(untied, tied_ll
     summed_loss(model, batch, chunk).backward()
     plain: Any = load_model(directory, spec_of(lora_trainable_tokens=used), CPU)
     for module in plain.modules():
-        if isinstance(module, TrainedRows):
-            module.__class__ = TrainableTokensLayer
+        if type(module) is TrainedRows:
+            object.__setattr__(module, "__class__", TrainableTokensLayer)
     summed_loss(plain, batch, None).backward()
     for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
@@ -243,7 +240,7 @@ ROWS_PREDICTED_SLOW: list[tuple[bool, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("tied", "changes"),
-    [*ROWS_PREDICTED, *(pytest.param(*one, marks=pytest.mark.slow) for one in ROWS_PREDICTED_SLOW)],
+    [*ROWS_PREDICTED, *(slow(*one) for one in ROWS_PREDICTED_SLOW)],
     ids=str,
 )
 def test_the_prediction_counts_the_rows(untied, tied_llama, tied: bool, changes: dict[str, Any]):

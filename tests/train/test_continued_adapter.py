@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.continued_adapter import refuse_other_adapter
-from lean_finetune.model.load_model import load_model
+from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
@@ -280,6 +281,77 @@ def test_a_change_of_the_adapter_is_another_lock(place: Path):
     assert pinned(place).exit_code == 0 and "adapter" not in read_json(place / "locks/model.json")
 
 
+@pytest.fixture(scope="module")
+def with_tool(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
+    """The tiny model with a tokenizer that has two tokens more than the model has embeddings."""
+    base = shutil.copytree(tiny_dir, tmp_path_factory.mktemp("base") / "base")
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    assert tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("<done>", special=False)]) == 2
+    tokenizer.save(str(base / "tokenizer.json"))
+    return base
+
+
+NEW = ["<done>", "<tool>"]
+TOOL_ROWS = [{"instruction": f"add {n} and {n}", "output": f"<tool>{n}+{n}<done>{2 * n}"} for n in range(24)]
+
+
+def test_new_tokens_of_a_tokenizer_get_rows_that_are_trained(with_tool: Path, tmp_path: Path):
+    """From rows to an adapter that plain PEFT loads alone, and from that adapter to the next one."""
+    more = {"model__name": str(with_tool), "train__lora__trainable_tokens": NEW}
+    run(tmp_path, (reference, train, evaluate), TOOL_ROWS, **more)
+    assert read_json(tmp_path / "locks/model.json")["trained_tokens"] == [1280, 1281]
+    found = read_json(tmp_path / "metrics/evaluate.json")
+    assert found["tuned_loss"] < found["base_loss"]
+    tuned = tmp_path / "data/tuned"
+    saved = load_file(tuned / "adapter_model.safetensors")
+    [name] = [name for name in saved if "token_adapter" in name]  # The head has the same weight.
+    assert saved[name].shape == (2, 128) and not torch.equal(saved[name][0], saved[name][1])
+    assert read_json(tuned / "adapter_config.json")["trainable_token_indices"] == {"embed_tokens": [1280, 1281]}
+    # PEFT's class reads the tokenizer beside the adapter, and adds rows to the base for its tokens.
+    ids = torch.tensor([[5, 1280, 17, 1281]])
+    with torch.no_grad():
+        alone = AutoPeftModelForCausalLM.from_pretrained(str(tuned), dtype=torch.float32)(ids).logits
+        spec = spec_of(lora_trainable_tokens=[1280, 1281])
+        ours = load_adapter(load_base(with_tool, spec, CPU), tuned, spec)(input_ids=ids).logits
+    assert alone.shape == (1, 4, 1282)
+    torch.testing.assert_close(alone, ours, rtol=0, atol=1e-4)
+
+    shutil.copytree(tuned, tmp_path / START)
+    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "no <done>"} for one in TOOL_ROWS]
+    run(tmp_path, (reference, train), pairs, model__adapter=START, train__objective="dpo", **more)
+    assert first_step(tmp_path)["loss"] == pytest.approx(0.693147, abs=2e-5)
+    again = load_file(tuned / "adapter_model.safetensors")[name]
+    assert 0 < (again - saved[name]).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {},
+            "makes ids up to 1281 but config.json has vocab_size 1280; name new tokens in train.lora.trainable_tokens",
+        ),
+        ({"train__lora__trainable_tokens": ["<tool>"]}, "makes ids up to 1281 but config.json has vocab_size 1280"),
+        ({"train__lora__trainable_tokens": ["<tol>"]}, "or their ids; got '<tol>'; add it to the tokenizer"),
+        ({"train__lora__trainable_tokens": [1290]}, "or their ids; got 1290; add it to the tokenizer"),
+        (
+            {"train__lora__trainable_tokens": NEW, "train__lora__modules_to_save": ["embed_tokens"]},
+            "train.lora.trainable_tokens: rows of the embedding are trained alone, or all of them; got",
+        ),
+        (
+            {"train__lora__trainable_tokens": NEW, "hardware__num_gpus": 2, "train__tensor_parallel": 2},
+            "train.tensor_parallel: divides the embedding and the head, which train.lora.trainable_tokens trains; got",
+        ),
+        ({"train__lora__trainable_tokens": NEW, "train__method": "full"}, "train.lora.trainable_tokens: has an effect"),
+    ],
+    ids=str,
+)
+def test_tokens_that_cannot_be_trained_are_refused(with_tool: Path, tmp_path: Path, changes, message: str):
+    """New tokens without a row, or a row that no token has."""
+    assert message in error(pinned(tmp_path, model__name=str(with_tool), **changes))
+    assert not (tmp_path / "locks/model.json").exists()
+
+
 @pytest.mark.slow
 def test_the_peak_is_that_of_a_new_adapter_and_estimate_refuses_another_rank(place: Path):
     peaks = []
@@ -291,3 +363,13 @@ def test_the_peak_is_that_of_a_new_adapter_and_estimate_refuses_another_rank(pla
         patch.chdir(place)
         lay_out(place, **{**SMALL, "model__adapter": START, "train__lora__rank": 8})
         assert "train.lora.rank: must be 4, as in model.adapter=sft; got 8; set" in error(invoke(estimate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_estimate_and_train_agree_on_new_tokens(with_tool: Path, tmp_path: Path, method: str):
+    """A verdict for the model without its new rows."""
+    more = {"model__name": str(with_tool), "train__lora__trainable_tokens": NEW, "train__method": method}
+    run(tmp_path, (estimate, reference, train, evaluate), TOOL_ROWS, **more, evaluate__generate_rows=2)
+    predicted = read_json(tmp_path / "metrics/estimate.json")["peak_gib_predicted"]
+    assert read_json(tmp_path / "metrics/train.json")["peak_gib_measured"] == pytest.approx(predicted, rel=1e-3)
