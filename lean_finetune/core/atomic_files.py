@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,24 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def rewrite_text(path: Path, text: str) -> None:
+    """Write a user's UTF-8 text file atomically: its line ends, its permissions and a link to it stay."""
+    if not path.is_file():
+        return write_text(path, text)
+    real = path.resolve()
+    content, mode = rewritten(real, text)
+    with atomic_path(real) as temporary:
+        temporary.write_bytes(content)
+        temporary.chmod(mode)
+
+
+def rewritten(path: Path, text: str) -> tuple[bytes, int]:
+    """The content and the permissions with which a text replaces a file: the line ends are those of its first line."""
+    with path.open("rb") as file:
+        ends = "\r\n" if file.readline().endswith(b"\r\n") else "\n"
+    return text.replace("\n", ends).encode(), stat.S_IMODE(path.stat().st_mode)
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lean_finetune.commands.init import init
+from lean_finetune.commands.preset import preset
 from lean_finetune.commands.project import create, write_all
 from lean_finetune.commands.project.merge_params import merge_params
 from lean_finetune.commands.project.template import STAMP, installed_version, template_files, text_hash
@@ -129,6 +130,23 @@ def test_params_are_merged_by_key(project: Path):
     assert [line.partition(":")[0] for line in keys] == [
         line.partition(":")[0] for line in ours if not line.lstrip().startswith("#") and line.strip()
     ], "another order than the template's"
+
+
+def test_line_ends_permissions_and_links_of_params_yaml_stay(project: Path, tmp_path: Path):
+    """A diff of every line on Windows, a file that others can read, or a link that became a copy."""
+    real = tmp_path / "shared.yaml"
+    text = (project / "params.yaml").read_text().replace("\nseed: 17\n", "\n")
+    real.write_bytes(text.replace("\n", "\r\n").encode())
+    real.chmod(0o640)
+    (project / "params.yaml").unlink()
+    (project / "params.yaml").symlink_to(real)
+    for command, *options in ((init, "--upgrade"), (preset, "8b-qlora-24gb")):
+        assert invoke(command, *options).exit_code == 0
+        content = real.read_bytes()
+        assert (project / "params.yaml").is_symlink() and real.stat().st_mode & 0o777 == 0o640
+        assert content.count(b"\n") == content.count(b"\r\n") > 100 and b"seed: 17" in content
+    assert load_params(project / "params.yaml").train.method == "qlora"
+    assert not list(tmp_path.glob(".shared*"))
 
 
 @pytest.mark.parametrize("lost", ["lora", "bucket", "init", "name", "run", "trackers", "data"])

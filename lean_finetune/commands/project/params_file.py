@@ -7,7 +7,7 @@ from typing import Any
 
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.rules import SWITCHED_OFF
-from lean_finetune.core.atomic_files import write_text
+from lean_finetune.core.atomic_files import rewrite_text
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 
@@ -38,7 +38,7 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     text = io.StringIO()
     yaml.dump(content, text)
     parse_params(parse_yaml(text.getvalue()))
-    write_text(out, text.getvalue())
+    rewrite_text(out, text.getvalue())
     return changed
 
 

@@ -2,12 +2,13 @@
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import sync
+from lean_finetune.core.atomic_files import rewritten, sync
 
 
 @contextmanager
@@ -30,21 +31,27 @@ def make_directory(path: Path, undo: ExitStack) -> None:
 def write_all(directory: Path, files: Mapping[str, str | None], links: Mapping[str, str], undo: ExitStack) -> None:
     """Write files and links by their paths below a directory: all aside first, then each is renamed.
 
-    A file of text None is removed.
+    A file of text None is removed. Of a file that is replaced, line ends, permissions and a link to it stay.
     """
     with tempfile.TemporaryDirectory(prefix=".init.", suffix=".partial", dir=directory) as made:
         for name, text in files.items():
             if text is not None:
-                path = Path(made) / name
+                path, target = Path(made) / name, directory / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
+                content, mode = rewritten(target, text) if target.is_file() else (text.encode(), None)
+                path.write_bytes(content)
+                if mode is not None:
+                    path.chmod(mode)
                 sync(path)
         for name in files:
             target = directory / name
             if target.is_file():
-                undo.callback(_put_back, target, target.read_bytes())
+                undo.callback(_put_back, target, target.read_bytes(), target.stat().st_mode)
                 if files[name] is None:
                     target.unlink()
+                    continue
+                if target.is_symlink():  # The file may be on another disk.
+                    _put_back(target.resolve(), (Path(made) / name).read_bytes(), target.stat().st_mode)
                     continue
             else:
                 make_directory(target.parent, undo)
@@ -56,9 +63,12 @@ def write_all(directory: Path, files: Mapping[str, str | None], links: Mapping[s
         undo.callback((directory / name).unlink)
 
 
-def _put_back(path: Path, content: bytes) -> None:
+def _put_back(path: Path, content: bytes, mode: int) -> None:
+    path = path.resolve()
     aside = path.with_name(f".{path.name}.partial")
     aside.write_bytes(content)
+    aside.chmod(stat.S_IMODE(mode))
+    sync(aside)
     os.replace(aside, path)
 
 
