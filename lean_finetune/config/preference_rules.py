@@ -34,6 +34,20 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
     )
 
 
+NO_LOGITS = "a reward model has no logits, so it has no effect"
+"""Why switches of the logits' memory are refused."""
+UNTRIED = "was not tried with reward models"
+
+
+def _scores_exclude(key: str, broken: Callable[[Params], bool], reason: str, remedy: str) -> Rule:
+    """The rule that reward models exclude a setting."""
+    return Rule(
+        key,
+        lambda p: p.train.scores and broken(p),
+        f"{reason}; got {{{key}}} with train.objective={{train.objective}}; {remedy}",
+    )
+
+
 PREFERENCE_RULES = [
     Rule("train.preference", lambda p: bool(_unused_preference(p)), _unused_message),
     Rule(
@@ -59,6 +73,17 @@ PREFERENCE_RULES = [
         lambda p: p.train.pipeline_stages > 1,
         "was not tried with preferences",
         "set it to 1",
+    ),
+    _scores_exclude("train.loss_chunk", lambda p: p.train.loss_chunk is not None, NO_LOGITS, "set it to null"),
+    _scores_exclude("train.merge", lambda p: p.train.merge, "a reward model keeps its adapter", "set it to false"),
+    _scores_exclude("hardware.num_gpus", lambda p: p.hardware.num_gpus > 1, UNTRIED, "set it to 1"),
+    _scores_exclude("train.lora.modules_to_save", lambda p: bool(p.train.lora.modules_to_save), UNTRIED, "use []"),
+    _scores_exclude("train.lora.trainable_tokens", lambda p: bool(p.train.lora.trainable_tokens), UNTRIED, "use []"),
+    _scores_exclude("train.router_aux_loss", lambda p: p.train.router_aux_loss > 0.0, UNTRIED, "set it to 0.0"),
+    _scores_exclude("model.adapter", lambda p: p.model.adapter is not None, UNTRIED, "set it to null"),
+    _scores_exclude("evaluate.tasks", lambda p: bool(p.evaluate.tasks), "a reward model writes no text", "use []"),
+    _scores_exclude(
+        "evaluate.generate_rows", lambda p: p.evaluate.generate_rows > 0, "a reward model writes no text", "set it to 0"
     ),
     Rule(
         "train.lora.dropout",

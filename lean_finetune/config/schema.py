@@ -227,6 +227,11 @@ class Train(BaseWeights):
         return OBJECTIVES[self.objective]
 
     @property
+    def scores(self) -> bool:
+        """Whether the model is a reward model, with a head of one output."""
+        return self.preferences is not None and self.preferences.scored
+
+    @property
     def row_kind(self) -> RowKind:
         """What a row of the data is for the objective."""
         return RowKind.ANSWER if self.preferences is None else self.preferences.kind

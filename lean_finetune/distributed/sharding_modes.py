@@ -74,7 +74,7 @@ def load_parallel(
     if world.is_first or train.method in READ_BY_EVERY_PROCESS:
         model = load_model(directory, train, loaded_on, seed, adapter)
     else:
-        model = uninitialized_model(read_config(directory), train, loaded_on)
+        model = uninitialized_model(read_config(directory, scores=train.scores), train, loaded_on)
     return make_parallel(model, train, world, device, stage_layers=stage_layers, timeout=timeout)
 
 

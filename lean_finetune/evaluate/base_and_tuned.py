@@ -26,6 +26,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.loss import negative_scores, token_losses
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 
@@ -48,6 +49,11 @@ class EvaluationRows:
     pad_id: int
     pairs: HeldoutPairs | None = None
     """Preference pairs, whose chosen answers are `loss_rows`."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether the models are reward models. What is called a loss is then less the score of an answer."""
+        return self.pairs is not None and self.pairs.objective.scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +96,13 @@ def evaluate_models(
     summed = [*evaluated.loss_rows, *rejected_rows]
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
-        for name, model in _models(base, tuned, weights, device, merged, adapter):
+        for name, model in _models(base, tuned, weights, device, merged, adapter, evaluated.scored):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
-            losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared, progress=loss_title)
+            of_tokens = negative_scores if evaluated.scored else token_losses
+            shared_rows = {**shared, "progress": loss_title, "of_tokens": of_tokens}
+            losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared_rows)
             answers = greedy_answers(model, weights, prompts, stops=stops, **shared, progress=answers_title)
             if not np.isfinite(losses).all():
                 raise UserError(
@@ -127,17 +135,23 @@ def _scores(tasks: HarnessTasks, model: nn.Module, stops: list[int]) -> dict[str
 
 
 def _models(
-    base: Path, tuned: Path, weights: BaseWeights, device: torch.device, merged: bool, adapter: Path | None
+    base: Path,
+    tuned: Path,
+    weights: BaseWeights,
+    device: torch.device,
+    merged: bool,
+    adapter: Path | None,
+    scored: bool,
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start."""
     attention = generation_attention(read_config(base))
     if weights.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
-            yield name, load_base(directory, weights, device, attention).eval()
+            yield name, load_base(directory, weights, device, attention, scores=scored).eval()
         return
     if adapter is not None:
         yield "base", load_adapter(load_base(base, weights, device, attention), adapter, weights).eval()
-    adapted = load_adapter(load_base(base, weights, device, attention), tuned, weights).eval()
+    adapted = load_adapter(load_base(base, weights, device, attention, scores=scored), tuned, weights).eval()
     if adapter is None:
         with adapted.disable_adapter():
             yield "base", adapted
@@ -182,9 +196,11 @@ def evaluate_metrics(
     evaluated: EvaluationRows, answers: Mapping[str, ModelOutputs], lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return loss (nats per trained token) and perplexity in total and by row length; exact match also by family."""
-    rows = evaluated.rows
-    tokens = rows.supervised[evaluated.loss_rows]
-    lengths = rows.lengths[evaluated.loss_rows]
+    rows, loss_rows = evaluated.rows, evaluated.loss_rows
+    if evaluated.scored:  # A reward model has no loss of tokens.
+        loss_rows, answers = [], dict.fromkeys(answers, ModelOutputs(row_losses=np.zeros(0), answers=[]))
+    tokens = rows.supervised[loss_rows]
+    lengths = rows.lengths[loss_rows]
     buckets = {f"up_to_{high}": (low < lengths) & (lengths <= high) for low, high in pairwise((0, *LENGTH_EDGES))}
     buckets[f"over_{LENGTH_EDGES[-1]}"] = lengths > LENGTH_EDGES[-1]
     families: dict[str, list[Mapping[str, Any]]] = {}

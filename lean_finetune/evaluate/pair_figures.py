@@ -16,6 +16,8 @@ BASE = "base"
 FIGURES = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
 """Of each model: the share of pairs in the right order, the mean margin between their rewards, mean rewards, and mean
 log-probabilities of an answer, summed over its tokens."""
+LOGPS = FIGURES[4:]
+"""Those that a reward model does not have."""
 RESULTS = (
     *(f"{model}_{name}" for name in FIGURES[:2] for model in ("tuned", BASE)),
     *(f"{model}_{name}" for model in ("tuned", BASE) for name in FIGURES[2:]),
@@ -103,11 +105,13 @@ def pair_metrics(pairs: HeldoutPairs, scores: Mapping[str, PairScores]) -> dict[
     if not len(pairs.chosen):
         return {"evaluated_pairs": 0, **dict.fromkeys(RESULTS)}
     tokens = pairs.rows.supervised
+    no_logps = {f"{name}_{figure}": None for name in scores for figure in LOGPS} if pairs.objective.scored else {}
     return {
         "evaluated_pairs": len(pairs.chosen),
         **{f"{name}_{figure}": value for name, one in scores.items() for figure, value in one.figures().items()},
         "chosen_tokens": round(float(tokens[pairs.chosen].mean()), 3),
         "rejected_tokens": round(float(tokens[pairs.rejected].mean()), 3),
+        **no_logps,
     }
 
 

@@ -208,7 +208,8 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         use_dora=train.lora.dora,
         modules_to_save=train.lora.modules_to_save or None,
         trainable_token_indices=token_indices(model, train),
-        task_type="CAUSAL_LM",
+        # peft then trains the head of a reward model in full, and saves it with the adapter.
+        task_type="SEQ_CLS" if train.scores else "CAUSAL_LM",
     )
     if train.lora.experts == "all":
         target_experts(config, model, train.lora.expert_rank)

@@ -26,6 +26,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.reward_model import ScoredModel, scoring_class
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #
@@ -316,7 +317,10 @@ def keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def causal_class(config: PretrainedConfig) -> Any:
-    """The class of the causal language model of a config; of a multimodal one without its other parts."""
+    """The class of a config's language model, of a multimodal one without its other parts, or of its reward model."""
+    if (scoring := scoring_class(config)) is not None:
+        replace_code(scoring)
+        return _subclass(scoring, (ScoredModel,))
     multimodal = is_multimodal(config)
     kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
     replace_code(kind)

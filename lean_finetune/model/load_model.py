@@ -34,6 +34,7 @@ from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
+from lean_finetune.model.reward_model import SCORE, start_score
 from lean_finetune.pinning.config_file import json_object
 
 PACKED_ATTRIBUTES = (
@@ -59,9 +60,10 @@ def load_model(
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory)
+    config = read_config(directory, scores=train.scores)
     refuse_other_method(config, train)
-    model = load_base(directory, train, device, training_attention(config, train.attention))
+    attention = training_attention(config, train.attention)
+    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed)
     adapted: nn.Module = model
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
@@ -78,16 +80,23 @@ def load_model(
 
 
 def load_base(
-    directory: Path, weights: BaseWeights, device: torch.device, attention: str | None = None
+    directory: Path,
+    weights: BaseWeights,
+    device: torch.device,
+    attention: str | None = None,
+    *,
+    scores: bool = False,
+    seed: int = 0,
 ) -> PreTrainedModel:
-    """The base model. Weights are read one at a time; each is converted and quantised before the next is read.
+    """The base model, or with `scores` a reward model, whose new head starts from `seed`.
 
+    Weights are read one at a time; each is converted and quantised before the next is read.
     Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory)
+    config = read_config(directory, scores=scores)
     config_of_weights = quantisation(weights, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
@@ -113,13 +122,17 @@ def load_base(
                 f"model.name: weights in {directory} cannot be loaded ({first}); replace the files"
             ) from None
     model, info = loaded
+    new_head = f"{SCORE}.weight"
+    if scores and new_head in info["missing_keys"]:
+        info["missing_keys"] = set(info["missing_keys"]) - {new_head}
+        start_score(model, seed)
     for fault in ("missing_keys", "mismatched_keys"):
         if info[fault]:
             raise UserError(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {_first_name(info[fault])}; the weights do not belong to config.json"
             )
-    if unread := info["unexpected_keys"]:
+    if (unread := info["unexpected_keys"]) and not scores:  # A reward model has no head of a language model.
         LOG.warning(f"{directory}: {len(unread)} weights are not part of the model, first {_first_name(unread)}")
     refuse_other_heads(model)
     register_scales(model)

@@ -12,6 +12,7 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
+from lean_finetune.model.reward_model import scoring_config
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}
@@ -57,16 +58,24 @@ UNREADABLE = (
 """Exceptions of transformers for a faulty config.json."""
 
 
-def read_config(directory: Path) -> PretrainedConfig:
-    """The model's config, checked against what the training step supports.
+def read_config(directory: Path, *, scores: bool = False) -> PretrainedConfig:
+    """The model's config, checked against what the training step supports; with `scores` that of a reward model.
 
     Raises:
-        UserError: it is unreadable, needs remote code, or is not a supported causal language model.
+        UserError: it is unreadable, needs remote code, or is not a supported causal language model; or transformers
+            has no reward model of its family.
     """
     config = _parsed(directory)
     if fault := next(_faults(config, directory), None):
         raise UserError(f"model.name: {fault}")
-    return config
+    if not scores:
+        return config
+    if is_multimodal(config):
+        raise UserError(
+            f"train.objective: a reward model of {config.model_type}, which also takes images or sound, was not tried; "
+            "got reward; choose another model"
+        )
+    return scoring_config(config)
 
 
 def _parsed(directory: Path) -> PretrainedConfig:

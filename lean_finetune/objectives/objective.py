@@ -39,7 +39,7 @@ class RowSums:
     """The answers of R rows of a micro-batch; all (R,)."""
 
     logps: "Tensor"
-    """Log-probability of the answer: a sum over its trained tokens, fp32."""
+    """Log-probability of the answer, a sum over its trained tokens, or its score, fp32."""
     tokens: "Tensor"
     """Number of trained tokens, fp32."""
     reference: "Tensor | None"
@@ -79,6 +79,8 @@ class Objective(ABC):
     """What rows it learns from."""
     has_reference: ClassVar[bool]
     """Whether the loss needs log-probabilities under the model before training."""
+    scored: ClassVar[bool] = False
+    """Whether it trains a reward model: a head of one output, which scores an answer at its last token."""
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank."""
 

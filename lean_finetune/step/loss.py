@@ -116,13 +116,33 @@ def summed_loss(
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
         # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
-    rule = None if preference_loss is None else preference_loss.rule(batch)
-    loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor, rule)
+    if preference_loss is not None and preference_loss.step.objective.scored:
+        assert batch.answers is not None, "the batch has no answers"
+        loss = preference_loss.of_rows(row_scores(lm, hidden_BTD, batch), batch.answers)
+    else:
+        rule = None if preference_loss is None else preference_loss.rule(batch)
+        loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor, rule)
     if router_aux_loss:
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
     return loss
+
+
+def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The scores of a reward model's rows, fp32 (R,): the head's output at the last token of each."""
+    assert batch.answers is not None, "the batch has no answers"
+    # A row ends with a trained token, and the token before it predicts that.
+    last_R = batch.supervised_index_N[batch.answers.tokens_R.cumsum(0).long() - 1] + 1
+    return _scored(lm, hidden_BTD.flatten(0, 1).index_select(0, last_R))
+
+
+def _scored(lm: PreTrainedModel, hidden_RD: torch.Tensor) -> torch.Tensor:
+    """The output of a reward model's head, fp32 (R,)."""
+    head: Any = lm.get_output_embeddings()
+    with torch.autocast(hidden_RD.device.type, enabled=False):  # In the type of the head: it is small.
+        scores: torch.Tensor = head(hidden_RD.to(next(head.parameters()).dtype)).float().squeeze(1)
+    return scores
 
 
 def _cross_entropy(
@@ -166,6 +186,22 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     return Head.of(lm).losses(hidden_MD, batch.supervised_index_N, _trained_tokens(batch), chunk)
 
 
+@torch.no_grad()
+def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
+    """Less a reward model's score at the last trained token of each row, 0 at the others; fp32 (N,).
+
+    For evaluation, in the place of the cross-entropy: both sum to less for a better answer. `chunk` has no effect.
+    """
+    lm = causal_lm(model)
+    index_N, T = batch.supervised_index_N, batch.input_ids_BT.shape[1]
+    row_N = index_N // T
+    is_last_N = torch.cat([row_N[1:] != row_N[:-1], row_N.new_ones(1, dtype=torch.bool)])
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
+    figures_N = torch.zeros(len(index_N), device=hidden_MD.device)
+    figures_N[is_last_N] = -_scored(lm, hidden_MD[index_N[is_last_N] + 1])
+    return figures_N
+
+
 def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
@@ -203,6 +239,9 @@ def check_head(model: nn.Module, device: torch.device) -> None:
     lm.train(training)
     if not _close(ours[:, :-1], changed[:, :-1]):
         raise UserError(f"model.name: must be causal; {lm.config.model_type} lets a token see later ones")
+    if own.dim() == 2:  # A reward model returns the score of the last token that is not the padding token.
+        pads = lm.config.get_text_config().pad_token_id == PROBE_TOKENS - 1
+        own, ours = own[:, None], ours[:, -2:-1] if pads else ours[:, -1:]
     if not _close(own, ours):
         raise UserError(
             f"model.name: {lm.config.model_type} changes its logits after the head in a way that the loss does not; "

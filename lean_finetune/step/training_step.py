@@ -145,13 +145,18 @@ def training_step(
 def _estimate_divergence(
     loss: PreferenceLoss, batches: Iterable[Batch], train: Train, phase: Phase, parallel: ParallelModel
 ) -> None:
-    """Estimate the divergence from the reference by the step's mismatched answers, without gradients."""
+    """Estimate the divergence from the reference by the step's mismatched answers, without gradients.
+
+    In evaluation mode: nothing is recomputed, so layers need no checkpoints.
+    """
+    parallel.model.eval()
     for batch in batches:
         device_type, tokens = batch.input_ids_BT.device.type, batch.input_ids_BT.numel()
         with phase("forward"), autocast(train, device_type):
             losses_N = parallel.run(partial(token_losses, batch=batch, chunk=train.loss_chunk or tokens))
             loss.add_mismatches(losses_N, batch)
         del batch, losses_N
+    parallel.model.train()
     loss.estimate(parallel.sum_over_ranks)
 
 

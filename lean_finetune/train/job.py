@@ -278,7 +278,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     lock = read_json(paths.model_lock)
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
-    config, train = read_config(directory), with_token_ids(train, lock.get("trained_tokens", []))
+    config, train = read_config(directory, scores=train.scores), with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:
         refuse_merge(directory, train, experts=train.lora.experts == "all")

@@ -24,6 +24,7 @@ from lean_finetune.pinning.locate import (
     model_address,
     verify_files,
 )
+from lean_finetune.step.loss import causal_lm
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, curve_columns
 from lean_finetune.train.job import Paths, TrainJob, TrainResult
 from lean_finetune.train.kept_step import kept_figures
@@ -153,6 +154,8 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         chat_template=template if template.exists() else None,
         read=read,
     )
+    if job.train.scores and (config := causal_lm(result.model).config).pad_token_id is None:
+        config.pad_token_id = job.pad_id  # By it, a reward model's code finds the last token of each row of a batch.
     save_tuned(result.parallel, base, paths.out, job.train, list(lock["files"]) if params.train.merge else None)
 
 

@@ -205,7 +205,7 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
 
     p, flags = asked.params, list(asked.flags)
     device, _ = resolve_gpu(p.hardware.gpu)
-    config = read_config(find_model(p.model.name, p.model.revision))
+    config = read_config(find_model(p.model.name, p.model.revision), scores=p.train.scores)
     index = None if rows is None else rows.index
     if "data.max_length" not in asked.fixed:
         if length is None:

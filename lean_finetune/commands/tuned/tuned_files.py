@@ -47,7 +47,17 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
     with named_by_option():
         adapter = adapter_files.read_adapter(directory)
         adapter_files.check_base_name(directory, adapter)
+    refuse_reward_model(directory, adapter.get("task_type") == "SEQ_CLS")
     return adapter
+
+
+def refuse_reward_model(directory: Path, is_reward_model: bool) -> None:
+    """Raise UserError for a reward model, which writes no text."""
+    if is_reward_model:
+        raise UserError(
+            f"--model: must be a language model; {directory} is a reward model, which writes no text; load it with "
+            "transformers' AutoModelForSequenceClassification"
+        )
 
 
 def check_weights(directory: Path) -> None:

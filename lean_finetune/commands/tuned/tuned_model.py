@@ -16,6 +16,7 @@ from lean_finetune.commands.tuned.tuned_files import (
     named_by_option,
     object_in,
     read_adapter,
+    refuse_reward_model,
 )
 from lean_finetune.config.field_types import ALL_LINEAR, Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params
@@ -205,6 +206,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
     weights = _weights("full")
     with named_by_option():
         config = read_config(directory)
+        refuse_reward_model(directory, any("SequenceClassification" in name for name in config.architectures or ()))
         check_weights(directory)
         read_generation_config(directory)
     return TunedModel(

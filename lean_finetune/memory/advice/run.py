@@ -380,7 +380,7 @@ def fit_run(p: Params, *, shorten: bool = False) -> Run:
     """
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(p.hardware.gpu)
-    config = read_config(find_model(p.model.name, p.model.revision))
+    config = read_config(find_model(p.model.name, p.model.revision), scores=p.train.scores)
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
@@ -453,7 +453,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     plan, lengths = read_plan(plan_path), read_lengths(index)
     refuse_other_tokens(plan, lengths)
     lock = read_json(model_lock)
-    config = read_config(config_directory(lock))
+    config = read_config(config_directory(lock), scores=p.train.scores)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
     setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
     setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))

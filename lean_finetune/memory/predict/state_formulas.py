@@ -28,6 +28,7 @@ from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVEL
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge_adapters import stored_by_expert
 from lean_finetune.model.precision import adapter_dtype, base_dtype
+from lean_finetune.model.reward_model import SCORE
 from lean_finetune.step.run_optimizer import is_paged
 
 FP32_BYTES = 4
@@ -430,10 +431,11 @@ def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tu
 
 
 def copied_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
-    """Weights of which train.lora.modules_to_save trains copies."""
+    """Weights of which copies are trained: those of train.lora.modules_to_save, and the head of a reward model."""
+    names = (*train.lora.modules_to_save, *((SCORE,) if train.scores else ()))
     for parameter in shapes.parameters:
         layer = parameter.name.rpartition(".")[0]
-        if any(layer == name or layer.endswith(f".{name}") for name in train.lora.modules_to_save):
+        if any(layer == name or layer.endswith(f".{name}") for name in names):
             yield parameter
 
 

@@ -33,7 +33,8 @@ ONE_MICRO_BATCH: TracedSteps = tuple(step[:1] for step in PADDED_STEPS)
 def check(
     directory: Path, setting: Setting, steps: TracedSteps = PADDED_STEPS, config: PretrainedConfig | None = None
 ) -> None:
-    predicted = predict(TracedModel(config or read_config(directory), setting, CPU_TARGET), steps)
+    config = config or read_config(directory, scores=setting.train.scores)
+    predicted = predict(TracedModel(config, setting, CPU_TARGET), steps)
     measured = count(directory, setting, steps)
     assert measured.peak_bytes is not None
     expected = {**measured.peak_bytes_by_phase, "whole run": measured.peak_bytes}
