@@ -82,7 +82,7 @@ def test_transformers_and_peft_load_what_is_saved(small_llama, tmp_path):
     """A head that is left out, or trained and saved under a name that peft does not read."""
     model = model_of(small_llama, reward("lora"))
     with torch.no_grad():
-        model.get_base_model().score.weight.add_(1.0)
+        causal_lm(model).get_output_embeddings().weight.add_(1.0)
     assert isinstance(model, PeftModel)
     save_adapter(model, tmp_path / "adapter", str(small_llama))
     base = AutoModelForSequenceClassification.from_pretrained(small_llama, num_labels=1, dtype=torch.float32)
