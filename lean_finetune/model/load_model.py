@@ -26,7 +26,14 @@ from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.continued_adapter import load_start
 from lean_finetune.model.dropout import switch_off_dropout
-from lean_finetune.model.empty_model import causal_kind, keep_in_fp32, meta_model, refuse_other_heads
+from lean_finetune.model.empty_model import (
+    SCORE,
+    causal_kind,
+    keep_in_fp32,
+    meta_model,
+    refuse_other_heads,
+    start_score,
+)
 from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
 from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
@@ -34,7 +41,6 @@ from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
-from lean_finetune.model.reward_model import SCORE, start_score
 from lean_finetune.pinning.config_file import json_object
 
 PACKED_ATTRIBUTES = (

@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.model.empty_model import causal_class, is_multimodal
+from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
-from lean_finetune.model.reward_model import scoring_config
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}

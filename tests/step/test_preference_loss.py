@@ -23,7 +23,7 @@ from lean_finetune.step.preference_loss import FIGURES, PreferenceLoss, StepPref
 from tests.conftest import ROOT
 from tests.small_model import CPU, spec_of
 
-PAIRS = [one for one in OBJECTIVES.values() if isinstance(one, PairObjective)]
+PAIRS = [one for one in OBJECTIVES.values() if isinstance(one, PairObjective) and not one.scored]
 LENGTHS = ((9, 12), (16, 7), (11, 11))
 """Tokens of the chosen and of the rejected row of each pair; a prompt of 4 tokens."""
 

@@ -17,7 +17,7 @@ from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
-from lean_finetune.model.empty_model import kept_in_fp32, meta_model
+from lean_finetune.model.empty_model import SCORE, kept_in_fp32, meta_model
 from lean_finetune.model.experts.experts_forward import (
     expert_modules,
     expert_parameters,
@@ -28,7 +28,6 @@ from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVEL
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge_adapters import stored_by_expert
 from lean_finetune.model.precision import adapter_dtype, base_dtype
-from lean_finetune.model.reward_model import SCORE
 from lean_finetune.step.run_optimizer import is_paged
 
 FP32_BYTES = 4
