@@ -27,16 +27,11 @@ from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_head, token_losses
-from lean_finetune.step.reference_table import SPLITS, identity, write_table
+from lean_finetune.step.reference_table import LOGITS_CHUNK, ROWS_OF_LONGEST, SPLITS, identity, write_table
 from lean_finetune.step.token_rows import Split, TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 
 MODULE = "lean_finetune.evaluate.reference_run"
-LOGITS_CHUNK = 128
-"""Tokens whose logits exist at a time. Fixed, like the rows of a batch, so that no memory switch reruns the stage."""
-ROWS_OF_LONGEST = 2
-"""A batch has as many padded tokens as two of the longest rows: what the longest pair takes in training, which also
-stores its activations."""
 SAVE_SECONDS = 60.0
 """Time between two writes of unfinished work."""
 SCRATCH = Path("scratch/reference")
@@ -120,7 +115,7 @@ def _compute(
         with progress_bar(total=len(used), desc=f"reference {split}", unit=" rows", disable=not progress) as bar:
             for numbers in batch_rows(rows.lengths, used, ROWS_OF_LONGEST * longest):
                 if np.isnan(logps[numbers]).any():
-                    logps[numbers] = _row_logps(model, weights, rows, numbers, pad_id, device)
+                    logps[numbers] = row_logps(model, weights, rows, numbers, pad_id, device)
                 bar.update(len(numbers))
                 if time.monotonic() - saved > SAVE_SECONDS:
                     save()
@@ -138,7 +133,7 @@ def _compute(
         )
 
 
-def _row_logps(
+def row_logps(
     model: nn.Module, weights: Train, rows: TokenRows, numbers: list[int], pad_id: int, device: torch.device
 ) -> np.ndarray:
     """Sums of the log-probabilities of each row's trained tokens, summed as the training step sums them."""

@@ -204,20 +204,22 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     return config
 
 
-def fake_model(config: PretrainedConfig, train: Train, device: torch.device) -> nn.Module:
+def fake_model(config: PretrainedConfig, train: Train, device: torch.device, *, adapted: bool = True) -> nn.Module:
     """The model of `load_model` on fake tensors: shapes, types and ties without storage.
 
-    Call under an active FakeTensorMode.
+    Without `adapted`, that of `load_base`. Call under an active FakeTensorMode.
 
     Raises:
         UserError: the model does not support our attention, or train.lora.targets names no layer.
     """
     if detect_fake_mode() is None:
         raise RuntimeError("fake_model must be called under a FakeTensorMode")
-    return uninitialized_model(config, train, device)
+    return uninitialized_model(config, train, device, adapted=adapted)
 
 
-def uninitialized_model(config: PretrainedConfig, train: Train, device: torch.device) -> nn.Module:
+def uninitialized_model(
+    config: PretrainedConfig, train: Train, device: torch.device, *, adapted: bool = True
+) -> nn.Module:
     """The model of `load_model` with uninitialised weights, whose pages take no memory until they are written.
 
     It is built on the meta device first, because initialisers and quantisers run there.
@@ -231,16 +233,16 @@ def uninitialized_model(config: PretrainedConfig, train: Train, device: torch.de
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(train) is not None:
             quantize_on_meta(model, train)
-        adapted = model if train.method == "full" else add_adapters(model, train, seed=None)
+        trained = add_adapters(model, train, seed=None) if train.adapted and adapted else model
         if train.method == "full":
             prepare_routers(model, train.router)
     switch_off_dropout(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
-    keep_trainable_on_cpu(adapted)
-    _materialize(adapted, train, device)
-    return adapted.train()
+    keep_trainable_on_cpu(trained)
+    _materialize(trained, train, device)
+    return trained.train()
 
 
 def _materialize(model: nn.Module, train: Train, device: torch.device) -> None:

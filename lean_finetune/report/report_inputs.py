@@ -56,7 +56,7 @@ def shortened(text: str, characters: int = SAMPLE_CHARACTERS) -> str:
     return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"
 
 
-PHASES = ("load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
+PHASES = ("reference", "load", "forward", "backward", "clip", "optimizer", "heldout", "save", "evaluate")
 """Phases in the order in which they run; others follow by name."""
 
 

@@ -62,7 +62,7 @@ def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, mon
     assert invoke(reference).exit_code == 0
     tables = {path.name: path.read_bytes() for path in Path("data/reference").iterdir()}
     computed: list[list[int]] = []
-    whole = reference_run._row_logps
+    whole = reference_run.row_logps
 
     def stopping(model, weights, rows, numbers, pad_id, device):
         computed.append(numbers)
@@ -70,7 +70,7 @@ def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, mon
             raise KeyboardInterrupt
         return whole(model, weights, rows, numbers, pad_id, device)
 
-    monkeypatch.setattr(reference_run, "_row_logps", stopping)
+    monkeypatch.setattr(reference_run, "row_logps", stopping)
     with pytest.raises(KeyboardInterrupt):
         reference_run.run_stage(tokens=Path("data/tokens"), model_lock=Path("locks/model.json"), out=Path("again"))
     assert not Path("again").exists()

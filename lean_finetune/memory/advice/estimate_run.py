@@ -12,7 +12,7 @@ from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -30,6 +30,8 @@ from lean_finetune.memory.predict.other_phases import (
     heldout_shape,
     loading_note,
     other_phases,
+    reference_note,
+    reference_shape,
 )
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
@@ -37,6 +39,7 @@ from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
+from lean_finetune.pinning.locate import adapter_directory
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 
 RESULTS = ("fits", "peak_gib_predicted")
@@ -56,7 +59,8 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     switches = sweep_switches(run, prediction, partial(keeps_rules, params_of_rules(p)))
     # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
     run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
-    by_phase = _phases(fullest, prediction)
+    continued = adapter_directory(read_json(model_lock)) is not None
+    by_phase = _phases(fullest, prediction, continued=continued)
     duration = duration_text(run, len(plan.steps))
     if duration is not None:
         steps = len(plan.steps)
@@ -117,9 +121,10 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
         click.echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
 
 
-def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:
-    """Peak of every phase; notes if loading or evaluation needs more than training."""
+def _phases(run: Run, prediction: Prediction, *, continued: bool) -> dict[str, Peak]:
+    """Peak of every phase; notes if another phase needs more than training. `continued`: adapters go on."""
     assert run.planned is not None
+    objective = run.setting.train.preferences
     p, plan, longest = run.params, run.planned.own_plan, run.longest
     limits = EvaluationLimits.from_params(p)
     prompts = p.evaluate.generate_rows
@@ -130,12 +135,15 @@ def _phases(run: Run, prediction: Prediction) -> dict[str, Peak]:
         logits_chunk=limits.logits_chunk,
         generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config)),
         merged=p.evaluate.merged,
+        reference=reference_shape(longest) if objective is not None and objective.has_reference else None,
+        continued=continued,
     )
     training = prediction.by_phase
     phases = {**training, **other_phases(run.model, around, training["optimizer"])}
     peak_bytes = prediction.peak.bytes
     notes = (
         loading_note(phases[LOAD].bytes, peak_bytes),
+        reference_note(phases, peak_bytes),
         evaluation_note(phases, peak_bytes, limits.max_tokens, longest),
     )
     for note in filter(None, notes):

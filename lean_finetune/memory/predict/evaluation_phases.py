@@ -53,16 +53,20 @@ class GenerationShape:
 
 
 def peak_of_loss(
-    model: TracedModel, shape: BatchShape, loss: Callable[[nn.Module, Batch, TokenExchange | None], torch.Tensor]
+    model: TracedModel,
+    shape: BatchShape,
+    loss: Callable[[nn.Module, Batch, TokenExchange | None], torch.Tensor],
+    *,
+    adapted: bool = True,
 ) -> Peak:
-    """Peak of computing the loss of one batch in evaluation mode."""
+    """Peak of computing the loss of one batch in evaluation mode; `adapted`: with the adapters of the method."""
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
             parts = parallel.layout.context
             parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts), parallel.exchange))
 
-    return _peak_of_use(model, use)
+    return _peak_of_use(model, use, adapted=adapted)
 
 
 def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
@@ -80,19 +84,19 @@ def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
         ) from None
 
 
-def _peak_of_use(model: TracedModel, use: Use) -> Peak:
+def _peak_of_use(model: TracedModel, use: Use, *, adapted: bool = True) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
     repetition, _ = find_repetition(model.config, model.setting.train)
     granularity_bytes = model.target.granularity_bytes
     if repetition is not None and model.setting.layout.pipeline == 1:
         try:
             shallow = (model.with_config(with_layers(model.config, depth)) for depth in repetition.depths)
-            traces = [_traced(WindowTrace, each, use) for each in shallow]
+            traces = [_traced(WindowTrace, each, use, adapted) for each in shallow]
             windows = deep_windows(traces, repetition, granularity_bytes)
             return highest(deep_peaks(windows, granularity_bytes)[0].values())
         except NotRepeated:
             pass  # Trace all layers: slower, same result.
-    return highest(_traced(MemoryTrace, model, use).peaks().values())
+    return highest(_traced(MemoryTrace, model, use, adapted).peaks().values())
 
 
 def peak_of(by_category: Mapping[str, int]) -> Peak:
@@ -105,24 +109,24 @@ def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def _traced(kind: type[Trace], model: TracedModel, use: Use) -> Trace:
+def _traced(kind: type[Trace], model: TracedModel, use: Use, adapted: bool) -> Trace:
     """Trace `use` of a model in evaluation mode."""
-    return skipping_parts(partial(_traced_in, kind, model, use))
+    return skipping_parts(partial(_traced_in, kind, model, use, adapted))
 
 
-def _traced_in(kind: type[Trace], model: TracedModel, use: Use, skip: bool) -> Trace:
+def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, skip: bool) -> Trace:
     """`_traced`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         CachedFakeMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
-        shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
+        shared(fake_model(model.config, setting.train, CPU, adapted=adapted), setting, trace, CPU) as parallel,
     ):
         module = parallel.model.eval()
         trace.register([local(tensor) for tensor in (*module.parameters(), *module.buffers())], WEIGHTS)
         trace.register(quantisation_tensors(module), QUANTISATION_STATE)
-        if setting.train.method != "full":
+        if setting.train.adapted and adapted:
             trace.register([local(tensor) for _, tensor in named_trained(module)], ADAPTERS)
         trace.begin_steps(module)
         with trace.recording(), part_loop(trace, skip=skip), torch.no_grad(), autocast(setting.train, "cpu"):

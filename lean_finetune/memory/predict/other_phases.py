@@ -60,6 +60,7 @@ from lean_finetune.model.trained_rows import token_ids
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
+from lean_finetune.step.reference_table import LOGITS_CHUNK, ROWS_OF_LONGEST
 
 FILE = "weight_files"
 """Category of a weight as read from its file, until it is converted."""
@@ -210,6 +211,7 @@ def _quantising_bytes(train: Train, *, on_cpu: bool) -> float:
 # tests compare with measured loads. Merging needs one weight more than saving.
 
 LOAD, HELDOUT, EVALUATE, GENERATE, SAVE = "load", "heldout", "evaluate", "generate", "save"
+REFERENCE = "reference"
 EVALUATE_MERGED = "evaluate_merged"
 EVALUATION_PHASES = (HELDOUT, EVALUATE, GENERATE, EVALUATE_MERGED)
 """Phases of held-out losses and generation."""
@@ -235,6 +237,10 @@ class OtherPhases:
     """Candidates for the largest batch of prompts in stage evaluate; empty if nothing is generated."""
     merged: bool
     """evaluate.merged: also evaluate the merged model, which is not quantised."""
+    reference: BatchShape | None = None
+    """Largest batch of stage reference; None for objectives without one."""
+    continued: bool = False
+    """Whether the model before training has adapters, which go on."""
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
@@ -244,6 +250,11 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     """
     rows = max(1, max_tokens // longest)
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
+
+
+def reference_shape(longest: int) -> BatchShape:
+    """The largest batch of stage reference."""
+    return heldout_shape(ROWS_OF_LONGEST * longest, longest)
 
 
 def generation_shapes(
@@ -278,7 +289,7 @@ def stored_dtype(config: PretrainedConfig) -> torch.dtype:
 
 
 def other_phases(model: TracedModel, around: OtherPhases, update: Peak) -> Mapping[str, Peak]:
-    """Peaks of load, heldout (during training), evaluate, generate and save on the device.
+    """Peaks of load, reference, heldout (during training), evaluate, generate and save on the device.
 
     Call after `predict`, which refuses untraceable models. `update` is the predicted peak of the optimizer's phase: in
     runs on several GPUs it gives the state of one GPU. Stage evaluate always runs on one GPU.
@@ -286,6 +297,7 @@ def other_phases(model: TracedModel, around: OtherPhases, update: Peak) -> Mappi
     load, save = load_and_save(model, around.stored_dtype, update)
     return {
         LOAD: load,
+        **({} if around.reference is None else {REFERENCE: _reference(model, around.reference, around.continued)}),
         HELDOUT: _heldout(model, around, save.by_category.get(OPTIMIZER, 0)),
         **_evaluation(model.with_setting(model.setting.on_one_gpu), around),
         SAVE: save,
@@ -324,6 +336,16 @@ def _heldout(model: TracedModel, around: OtherPhases, optimizer_bytes: int) -> P
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 
+def _reference(model: TracedModel, shape: BatchShape, continued: bool) -> Peak:
+    """Peak of stage reference, which runs on one GPU, without adapters unless these go on."""
+    plain = model.with_setting(model.setting.on_one_gpu.with_train(attention="auto", fused_kernels="none"))
+
+    def losses_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
+        return token_losses(module, batch, LOGITS_CHUNK)
+
+    return peak_of_loss(plain, shape, losses_of, adapted=continued)
+
+
 def _evaluation(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     """Peaks of stage evaluate, with the merged model if requested."""
     found = _evaluation_of(model, around)
@@ -352,6 +374,14 @@ def loading_note(load_bytes: int, training_bytes: int) -> str | None:
     if load_bytes <= training_bytes:
         return None
     return f"loading is predicted to take {readable_size(load_bytes)}, training {readable_size(training_bytes)}"
+
+
+def reference_note(by_phase: Mapping[str, Peak], training_bytes: int) -> str | None:
+    """A note if stage reference needs more memory than training."""
+    if REFERENCE not in by_phase or by_phase[REFERENCE].bytes <= training_bytes:
+        return None
+    needed, training = readable_size(by_phase[REFERENCE].bytes), readable_size(training_bytes)
+    return f"stage reference is predicted to take {needed}, training {training}; a lower data.max_length needs less"
 
 
 def evaluation_note(by_phase: Mapping[str, Peak], training_bytes: int, max_tokens: int, longest: int) -> str | None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
+from lean_finetune.evaluate.reference_run import row_logps
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.other_phases import (
     OtherPhases,
@@ -19,11 +20,14 @@ from lean_finetune.memory.predict.other_phases import (
     generation_shapes,
     loading_note,
     other_phases,
+    reference_note,
+    reference_shape,
 )
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import load_model
+from lean_finetune.model.adapters import load_adapter
+from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -31,8 +35,9 @@ from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
-from tests.small_model import CPU, VOCABULARY, spec_of
+from tests.small_model import CPU, VOCABULARY, moved_adapter, spec_of
 from tests.step.common import slow
+from tests.token_files import heldout
 
 TRAINING, EVALUATION, CHUNK = shape(2, 96, 150), shape(3, 80, 200), 64
 ANSWERS = GenerationShape(rows=5, prompt_tokens=90, new_tokens=40)
@@ -74,6 +79,35 @@ def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
     assert optimizer.state
     assert predicted["evaluate"].bytes == pytest.approx(measured["evaluate"], rel=0.02)
     assert predicted["heldout"].bytes == pytest.approx(measured["heldout"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("method", "continued"),
+    [("full", False), slow("lora", False), ("qlora", True), slow("qlora", False), slow("int8_lora", False)],
+)
+def test_the_reference_takes_what_is_predicted(small_llama, tmp_path, method, continued):
+    """Adapters that this model does not have, an optimizer, activations, or all of the logits."""
+    setting = setting_of(method=method, objective="dpo")
+    around = replace(AROUND, reference=reference_shape(96), continued=continued)
+    predicted = other_phases(TracedModel(read_config(small_llama), setting, CPU_TARGET), around, NOTHING)["reference"]
+    rows = heldout(tmp_path, [([7] * 96, [0, 96], None)] * 2)
+    start = moved_adapter(small_llama, tmp_path / "start", setting.train) if continued else None
+    make_code_books()
+    gc.collect()
+    meter = make_meter(CPU)
+    with meter.window("all"):
+        loaded = load_base(small_llama, setting.train, CPU)
+        model = (loaded if start is None else load_adapter(loaded, start, setting.train)).eval()
+        with meter.phase("reference"):
+            row_logps(model, setting.train, rows, [0, 1], 0, CPU)
+    in_numpy = 3 * 8 * 2 * 96  # Tokens, targets and their positions, which the meter does not count.
+    expected = predicted.bytes - in_numpy
+    assert meter.result().peak_bytes_by_phase["reference"] == pytest.approx(expected, rel=0.001)
+
+
+def test_only_objectives_with_a_reference_have_its_phase(small_llama):
+    traced = TracedModel(read_config(small_llama), setting_of(method="qlora"), CPU_TARGET)
+    assert "reference" not in other_phases(traced, replace(AROUND, generation=()), NOTHING)
 
 
 KINDS_OF_ANSWERS = [
@@ -203,6 +237,11 @@ def peaks_of(**sizes: int) -> dict[str, Peak]:
 def test_loading_that_needs_more_than_training_is_noted():
     """A run whose verdict is "fits" ends before its first step."""
     assert loading_note(1024, 1024) is None
+    assert (
+        reference_note(peaks_of(reference=900), 1000) is None and reference_note(peaks_of(heldout=9000), 1000) is None
+    )
+    note = reference_note(peaks_of(reference=2048), 1024)
+    assert note is not None and note.startswith("stage reference is predicted to take 2 KiB, training 1 KiB; a lower")
     assert loading_note(2048, 1024) == "loading is predicted to take 2 KiB, training 1 KiB"
 
 
