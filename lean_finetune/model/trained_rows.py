@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapter_init import ADAPTER
 
-ROWS_AT_ONCE = 4096
+MEAN_ROWS = 4096
 """Rows whose fp32 copies exist at a time while their mean is computed."""
 DELTA = ".token_adapter.trainable_tokens_delta"
 """In the name of an adapter's tensor, after that of its layer."""
@@ -80,7 +80,7 @@ def add_rows(model: PreTrainedModel, ids: Iterable[int]) -> None:
 
 def mean_row(weight_VD: Any) -> torch.Tensor:
     """The mean of the rows, fp32 (D,)."""
-    blocks: tuple[torch.Tensor, ...] = weight_VD.split(ROWS_AT_ONCE)
+    blocks: tuple[torch.Tensor, ...] = weight_VD.split(MEAN_ROWS)
     return torch.stack([rows.float().sum(0) for rows in blocks]).sum(0) / len(weight_VD)
 
 

@@ -17,7 +17,7 @@ from lean_finetune.step.offload.disk_weights import DiskPlace
 from tests.distributed.cases import Case, learn
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.ranks import STEPS, count
-from tests.small_model import CPU
+from tests.small_model import CPU, VOCABULARY
 
 MASTERS: dict[str, Any] = {"offload": "parameters", "master_weights": True}
 FORMS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "8 bits": {"model": {"method": "full"}, "optim": {**MASTERS, "optimizer": "adamw_8bit"}, "in_backward": True},
     "lora": {"model": {"method": "lora"}, "optim": {"offload": "parameters"}},
     "qlora": {"model": {"method": "qlora", "grad_ckpt": True}, "optim": {"offload": "parameters"}},
+    "tokens": {
+        "model": {"method": "lora", "lora_trainable_tokens": [5, 9, VOCABULARY + 2]},
+        "optim": {"offload": "parameters"},
+    },
 }
 
 

@@ -22,7 +22,7 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
 from tests.emulated_cuda.device import CUDA, EmulatedCuda, MixedDevices, emulated_cuda
-from tests.small_model import CPU, save_small_llama, spec_of
+from tests.small_model import CPU, VOCABULARY, save_small_llama, spec_of
 from tests.train.interrupted import Breaking
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 
@@ -102,6 +102,7 @@ def test_int8_runs_on_a_gpu(model, tokens, flat):
         {"train": spec_of(lora_dora=True)},
         {"train": spec_for("lora", lora_dropout=0.1)},
         {"train": spec_of(lora_init="pissa")},
+        {"train": spec_of(lora_trainable_tokens=[5, 9, VOCABULARY + 2])},
         {"optimizer": "adamw_8bit"},
         {"optimizer": "adafactor"},
         {"optimizer": "lion_8bit"},

@@ -55,8 +55,8 @@ from lean_finetune.model.files.quantized_checkpoint import (
     stored_format,
     without_quantisation,
 )
-from lean_finetune.model.precision import base_dtype
-from lean_finetune.model.trained_rows import token_ids
+from lean_finetune.model.precision import adapter_dtype, base_dtype
+from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -109,15 +109,30 @@ def load_peak(
     if train.adapted and (train.lora.dora or train.lora.init != "default"):
         adapted = max(adapted_weights(shapes, train), key=lambda parameter: parameter.values)
         moments.append(peak_of({**states, LOADING: _adapter_init_bytes(adapted, train, final_bytes(adapted))}))
-    if train.adapted and (copied := [parameter.values for parameter in copied_weights(shapes, train)]):
-        # peft copies a module in the type of the base; then its copy is converted.
+    if train.adapted:
+        moments.append(peak_of({WEIGHTS: placed, LOADING: _new_rows_bytes(shapes, train, config)}))
         started = {category: size for category, size in states.items() if category != OPTIMIZER}
-        moments.append(peak_of({**started, LOADING: max(copied) * base_dtype(train).itemsize}))
-    if train.adapted and max(token_ids(train), default=-1) + 1 == config.get_text_config().vocab_size:
-        # Rows were added, unless the last one was there: the old embedding, or head, exists beside the new one.
-        largest = max(parameter.values for parameter in shapes.parameters if parameter.of_tokens)
-        moments.append(peak_of({WEIGHTS: placed, LOADING: largest * base_dtype(train).itemsize}))
+        moments.append(peak_of({**started, LOADING: _copied_bytes(shapes, train)}))
     return highest(moments)
+
+
+def _new_rows_bytes(shapes: ModelShapes, train: Train, config: PretrainedConfig) -> int:
+    """Temporary bytes of new rows for trained tokens: the old weight, then some of its rows in fp32 for their mean."""
+    if max(token_ids(train), default=-1) + 1 < config.get_text_config().vocab_size:
+        return 0  # Else rows were added, unless the last token is trained and has one.
+    temporary = [0]
+    for parameter in (one for one in shapes.parameters if one.of_tokens):
+        rows, columns = parameter.shape
+        averaged = 0 if base_dtype(train) == torch.float32 else min(MEAN_ROWS, rows) * columns * FP32_BYTES
+        temporary.append(max(parameter.values * base_dtype(train).itemsize, averaged))
+    return max(temporary)
+
+
+def _copied_bytes(shapes: ModelShapes, train: Train) -> int:
+    """Temporary bytes of a trained copy of a module: peft makes it in the type of the base, then it is converted."""
+    if base_dtype(train) == adapter_dtype(train):
+        return 0
+    return max((one.values for one in copied_weights(shapes, train)), default=0) * base_dtype(train).itemsize
 
 
 def _unpacking_bytes(parameter: ParameterShape, config: PretrainedConfig) -> int:

@@ -29,13 +29,14 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.trained_rows import with_rows
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
-from tests.small_model import CPU, VOCABULARY, moved_adapter, spec_of
+from tests.small_model import CPU, VOCABULARY, moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow
 from tests.token_files import heldout
 
@@ -206,15 +207,37 @@ def test_the_initialisation_from_weights_is_predicted(small_llama, method, init)
     check_load(small_llama, setting_of(method=method, precision="bf16", lora_init=init, lora_rank=1), rel=0.08)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("tied", "changes"),
+    [
+        (False, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+        (False, {"lora_trainable_tokens": [5, VOCABULARY]}),
+        (True, {"lora_trainable_tokens": [5, VOCABULARY]}),
+    ],
+)
+def test_copies_and_new_rows_of_the_embedding_are_predicted(tmp_path, tied, precision, changes):
+    """The old embedding beside the new one, or a copy in two types."""
+    directory = save_small_llama(tmp_path, tie_word_embeddings=tied, vocab_size=VOCABULARY)
+    for method in ("lora", "qlora"):
+        setting = setting_of(method=method, precision=precision, **changes)
+        check_load(directory, setting)
+        check_load(directory, replace(setting, train=setting.train.model_copy(update={"offload": "optimizer"})))
+
+
 def check_load(model: Path, setting: Setting, rel: float = 0.005) -> None:
     """Load the model, and compare the prediction with what the allocator counted."""
     around = replace(AROUND, generation=())
-    predicted = other_phases(TracedModel(read_config(model), setting, CPU_TARGET), around, NOTHING)["load"]
+    config = with_rows(read_config(model), setting.train)
+    predicted = other_phases(TracedModel(config, setting, CPU_TARGET), around, NOTHING)["load"]
     make_code_books()
     gc.collect()
     meter = make_meter(CPU)
     with meter.window("load"), meter.phase("load"):
-        build_optimizer(load_model(model, setting.train, CPU), NUMBERS)
+        loaded = load_model(model, setting.train, CPU)
+        if setting.train.offload == "none":
+            build_optimizer(loaded, NUMBERS)
     assert predicted.bytes == pytest.approx(meter.result().peak_bytes_by_phase["load"], rel=rel)
 
 
