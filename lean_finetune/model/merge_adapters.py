@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -213,6 +214,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     rows = {f"{key.removesuffix(DELTA)}.weight": delta for key, delta in others.items() if key.endswith(DELTA)}
     whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
     ids = {name: ids_of_layer(config, name.removesuffix(".weight")) for name in rows}
+    biases = {f"{name.removesuffix('.weight')}.bias": one for name, one in ids.items()}
     unmerged = {_layer(key) for key in tensors} | whole.keys() | rows.keys()
     for name in sorted(files):
         if not name.endswith(SUFFIX):
@@ -221,7 +223,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         stored = {key: one for key, one in tensors_of_base.items() if one.path == base / name}
         names = names_in_model(model, stored)
         specs = {
-            key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, ids.get(names[key], [])))
+            key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, {**ids, **biases}.get(names[key], [])))
             for key, one in stored.items()
         }
 
@@ -230,6 +232,9 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         ) -> torch.Tensor:
             if key in experts:
                 return experts.merged(key)
+            if names[key] in biases:  # Of a head; new tokens have none.
+                bias = stored[key].read()
+                return F.pad(bias, (0, _shape_with_rows(tuple(bias.shape), biases[names[key]])[0] - len(bias)))
             if names[key] in rows:
                 unmerged.remove(names[key])
                 return _with_rows(stored[key].read(), ids[names[key]], rows[names[key]])

@@ -76,6 +76,8 @@ def add_rows(model: PreTrainedModel, ids: Iterable[int]) -> None:
     weights: dict[int, Any] = {id(layer.weight): layer.weight for layer in layers if layer is not None}
     for weight in weights.values():
         weight[before:] = mean_row(weight[:before]).to(weight.dtype)
+    if (bias := getattr(layers[1], "bias", None)) is not None:
+        bias[before:] = 0
 
 
 def mean_row(weight_VD: Any) -> torch.Tensor:
