@@ -30,7 +30,7 @@ from lean_finetune.memory.predict.traced_step import (
     traced_steps,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
-from lean_finetune.memory.trace.gradients_alone import FIRST
+from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
@@ -352,9 +352,8 @@ def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> Tr
 
     `in_flight` of them can be between forward and backward at the same time, in a pipeline.
     """
-    first = replace(FIRST, packed_lengths=None if shape.packed_lengths is None else (FIRST.length,))
     largest = (shape,) * in_flight
-    return ((first, *largest),) if several else (largest,)
+    return ((first_before(shape), *largest),) if several else (largest,)
 
 
 def in_stages(run: Run, setting: Setting) -> Run:

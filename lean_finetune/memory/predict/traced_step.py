@@ -222,8 +222,10 @@ def _run_steps(
             trace.begin_micro_batch(shape)
             yield empty_batch(shape, CPU, parts)
 
-    # Origins are of the operations that create gradients, and experts count the rows of every micro-batch.
+    # Origins are of the operations that create gradients, experts count the rows of every micro-batch, and mismatched
+    # answers pass before the first one.
     leave_out = skip and not (setting.distributed or isinstance(trace, OriginTrace) or has_experts(parallel.model))
+    leave_out = leave_out and not (preferences is not None and preferences.has_mismatches)
     with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):
             kept_state = torch.get_rng_state()  # As the training loop keeps it, in case the step must be repeated.

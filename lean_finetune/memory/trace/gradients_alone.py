@@ -8,6 +8,7 @@ has its result: a loss, and in backward a gradient of every trained parameter.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +26,22 @@ LARGER = 8
 """Times the tokens of FIRST from which on the next one certainly does."""
 
 
+def first_before(shape: BatchShape) -> BatchShape:
+    """`FIRST` for the same kind of rows: as many as stay together, joined if those of `shape` are."""
+    rows = shape.kind.unit
+    if shape.packed_lengths is None:
+        return replace(FIRST, rows=rows, supervised=rows * FIRST.supervised, kind=shape.kind)
+    joined = (FIRST.length,) * rows
+    return replace(
+        FIRST, length=sum(joined), supervised=rows * FIRST.supervised, packed_lengths=joined, kind=shape.kind
+    )
+
+
 def leaves_gradients_alone(shapes: Sequence[BatchShape]) -> bool:
-    """Whether the first of the micro-batches of a step is `FIRST`, and the next ones are larger."""
+    """Whether the first of the micro-batches of a step is that of `first_before`, and the next ones are larger."""
     first, *later = shapes
-    small = (first.rows, first.length, first.supervised) == (FIRST.rows, FIRST.length, FIRST.supervised)
-    return small and bool(later) and all(s.rows * s.length >= LARGER * FIRST.length for s in later)
+    small = first == first_before(first)
+    return small and bool(later) and all(s.rows * s.length >= LARGER * first.rows * first.length for s in later)
 
 
 class _GradientsAlone(torch.autograd.Function):
