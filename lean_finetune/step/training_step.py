@@ -152,7 +152,7 @@ def _estimate_divergence(
     parallel.model.eval()
     for batch in batches:
         device_type, tokens = batch.input_ids_BT.device.type, batch.input_ids_BT.numel()
-        with phase("forward"), autocast(train, device_type):
+        with phase("forward"), autocast(train, device_type), torch.no_grad():
             losses_N = parallel.run(partial(token_losses, batch=batch, chunk=train.loss_chunk or tokens))
             loss.add_mismatches(losses_N, batch)
         del batch, losses_N

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, str, dict[str, float]]] = {
         "kto",
         {"undesirable_weight": 0.5},
     ),
+    "LLaMA-Factory, reward": (LLAMA_FACTORY.replace("stage: sft", "stage: rm"), "reward", {}),
+    "Axolotl, reward": (AXOLOTL + "reward_model: true\n", "reward", {}),
     "Axolotl, IPO": (AXOLOTL + "rl: ipo\nrl_beta: 0.4\n", "ipo", {"beta": 0.4}),
     "Axolotl, ORPO": (AXOLOTL + "rl: orpo\norpo_alpha: 0.3\n", "orpo", {"beta": 0.3}),
     "Axolotl, SimPO": (AXOLOTL + "rl: simpo\n", "simpo", {"beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),

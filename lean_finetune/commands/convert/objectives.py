@@ -42,6 +42,8 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     if objective is None:
         return
     values["train.objective"] = name
+    if objective.scored:  # A reward model has no logits, and writes no text.
+        values |= {"train.loss_chunk": None, "evaluate.generate_rows": 0}
     _leave_out({"data.train_on"}, converted, "of a pair, the answers are trained")
     if values.get("train.lora.dropout"):
         values["train.lora.dropout"] = 0.0
