@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -89,7 +90,17 @@ class ParallelModel:
 
     def trained_parameters(self) -> NamedParameters:
         """This process's share of the trained parameters; after a step's backward their gradients are global sums."""
+        return self._found
+
+    @cached_property
+    def _found(self) -> NamedParameters:
+        # The walk over the modules takes 10 ms for an 8B with adapters, in which a GPU would wait in every step.
         return named_trained(self.model)
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules of the model, found once: adapters and wrappers are added before training."""
+        return tuple(self.model.modules())
 
     def after_gradient(self, parameter: nn.Parameter, action: Callable[[], None]) -> RemovableHandle:
         """Call `action` in backward as soon as `parameter`, one of `local_shard`, has its whole gradient."""

@@ -94,7 +94,7 @@ def training_step(
     preference_loss = None if preferences is None else PreferenceLoss(step=preferences, loss_scale=loss_scale)
     loss_of = partial(summed_loss, chunk=train.loss_chunk, offload=offload, divisor=divisor, exchange=parallel.exchange)
     loss_of = partial(loss_of, preference_loss=preference_loss, router_aux_loss=train.router_aux_loss)
-    forget_rows(parallel.model)
+    forget_rows(parallel.modules)
     if preference_loss is not None and preference_loss.step.has_mismatches:
         _estimate_divergence(preference_loss, mismatched, train, phase, parallel)
     for batch in parallel.schedule(batches):
@@ -128,7 +128,7 @@ def training_step(
                 clip_grads_with_norm_(trained, train.max_grad_norm, grad_norm, foreach=foreach)
             del gradients
         losses = parallel.losses_of_all_ranks(losses)  # All processes stop together if one loss is not finite.
-        load = expert_load(parallel.model, parallel.sum_over_ranks)
+        load = expert_load(parallel.modules, parallel.sum_over_ranks)
         rewards = None if preference_loss is None else preference_loss.means(parallel.sum_over_ranks)
     del trained
     norms.clear()

@@ -1,7 +1,7 @@
 """Route tokens to experts and run them: the router, its balancing loss, and how evenly tokens are spread."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -54,23 +54,25 @@ def count_rows(module: Any, ends_E: torch.Tensor) -> None:
     setattr(module, ROWS, rows_E if before is None else before + rows_E)
 
 
-def forget_rows(model: nn.Module) -> None:
+def forget_rows(modules: Iterable[nn.Module]) -> None:
     """Forget the rows that experts counted in an earlier step, which may have failed."""
-    for module in model.modules():
+    for module in modules:
         module.__dict__.pop(ROWS, None)
 
 
-def expert_load(model: nn.Module, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+def expert_load(
+    modules: Iterable[nn.Module], sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
     """The rows of the busiest expert relative to an even share (mean of the layers), and the share of idle experts.
 
     Args:
-        model: after the forward passes of a step.
+        modules: of a model, after the forward passes of a step.
         sum_over_ranks: sums a tensor over all processes.
 
     Returns:
         Two values, fp32, on the device; None without experts.
     """
-    counted = [module.__dict__.pop(ROWS) for module in model.modules() if ROWS in module.__dict__]
+    counted = [module.__dict__.pop(ROWS) for module in modules if ROWS in module.__dict__]
     if not counted:
         return None
     rows = sum_over_ranks(torch.cat(counted))

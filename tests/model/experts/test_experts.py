@@ -255,16 +255,16 @@ def test_the_load_of_experts(saved):
             for module in experts:
                 module(torch.randn(8, 64), chosen, torch.rand(8, 2))
     module(torch.randn(8, 64), chosen, torch.rand(8, 2))
-    load: Any = expert_load(model, lambda rows: rows)
+    load: Any = expert_load(model.modules(), lambda rows: rows)
     assert load.tolist() == [8 * 16 / 32, 5 / 8]
-    assert expert_load(model, lambda rows: rows) is None
+    assert expert_load(model.modules(), lambda rows: rows) is None
     with counting_rows(idle=False):
         loss = summed_loss(model, random_batch(padded(2, 12, 20), 60), None)
     loss.backward()
     rows = [module._rows_by_expert for module in experts]
     assert [one.sum().item() for one in rows] == [2 * 12 * 2] * len(experts)
-    forget_rows(model)
-    assert expert_load(model, lambda rows: rows) is None
+    forget_rows(model.modules())
+    assert expert_load(model.modules(), lambda rows: rows) is None
 
 
 def test_merging_experts_needs_memory_for_one_expert(tmp_path):
