@@ -5,12 +5,15 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import read_blocks
+from lean_finetune.pinning.locate import files_directory, verify_files
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.read.common import parquet
@@ -38,6 +41,14 @@ configs:
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
+def adapter_of(base: str) -> dict[str, bytes]:
+    """The files of an adapter of a hub model."""
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_{side}.weight": np.ones((4, 4), np.float32) for side in "AB"}
+    config = {"base_model_name_or_path": base, "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save(tensors)}
+
+
 @pytest.fixture(scope="module")
 def hub(tiny_dir):
     """A hub with the shipped model, two variants that must be refused, and two data sets."""
@@ -49,6 +60,9 @@ def hub(tiny_dir):
         "models/org/pickled": pickled | {"pytorch_model.bin": b"pickle"},
         "models/org/code": files
         | {"config.json": json.dumps(config | {"auto_map": {}, "architectures": ["Own"]}).encode()},
+        "models/org/adapter": adapter_of("org/model"),
+        "models/org/foreign": adapter_of("org/base"),
+        "models/org/bin": {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"},
         "datasets/org/rows": {"data/b.json": json.dumps(ROWS[:9]).encode(), "data/a.jsonl": LINES, "README.md": b"#"},
         "datasets/org/columns": {
             "data/train-0.parquet": parquet(ROWS[:30]),
@@ -121,6 +135,25 @@ def test_hub_model_and_data_are_pinned_by_commit_and_tokenized(hub, tmp_path):
     (tmp_path / "cache").rename(tmp_path / "moved")
     [refusal] = call(tmp_path, NOWHERE, ("tokenize", values))
     assert refusal.startswith("model.name: the Hugging Face Hub cannot be reached for org/model")
+
+
+def test_an_adapter_on_the_hub_is_pinned_by_commit_and_belongs_to_its_base(hub, tmp_path):
+    """An adapter that changes with its branch, or one of another model."""
+    calls = [
+        ("pin model", {"model__name": "org/model", "model__adapter": name, "model__adapter_revision": revision})
+        for name, revision in (("org/foreign", None), ("org/bin", None), ("org/adapter", "v9"), ("org/adapter", "v1"))
+    ]
+    other, pickled, revision, found = call(tmp_path, hub, *calls)
+    assert other.startswith("model.adapter: ") and "is of org/base; got model.name=org/model; set model.name" in other
+    assert "has no adapter_model.safetensors (only adapter_model.bin, a pickle" in pickled
+    assert "name a branch, tag or commit of it in model.adapter_revision" in revision
+    assert found == ""
+    lock = read_json(tmp_path / "locks/model.json")["adapter"]
+    assert (lock["kind"], lock["name"], lock["revision"]) == ("hub", "org/adapter", COMMIT)
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(patch, hub, tmp_path / "cache")
+        directory = files_directory(lock, "model.adapter")
+    verify_files(directory, lock["files"], "model.adapter")
 
 
 REFUSED = {
