@@ -8,7 +8,7 @@ from tests.faults.outputs import ABSENT, declared, listing, state
 from tests.faults.stage_run import Fault, Runner
 
 OLD = "what an earlier run with other parameters left"
-LINKS = {"pin_data": "locks/watched-data*", "pin_model": "locks/watched-model"}
+LINKS = {"pin_data": "locks/watched-data*", "pin_model": "locks/watched-[am]*"}
 """What the pin stages write besides their outputs."""
 
 
