@@ -165,7 +165,7 @@ WITHOUT_ROW = {
     ),
     **dict.fromkeys(("heldout_every_steps", "heldout_rows"), "what is looked at: tests/train/test_loop.py"),
     **dict.fromkeys(("objective", "preference"), "what is learnt: tests/step/test_preference_loss.py"),
-    **dict.fromkeys(("keep", "stop_after_no_gain"), "whose weights are kept: tests/train/test_kept_step.py"),
+    **dict.fromkeys(("keep", "best_by", "stop_after_no_gain"), "whose weights are kept: tests/train/test_kept_step.py"),
     "lora": "what is learnt: tests/model/test_adapters.py",
     **dict.fromkeys(("router", "router_aux_loss"), "what is learnt, of mixtures: tests/model/experts/test_experts.py"),
     "merge": "after training: tests/model/test_adapters.py",
