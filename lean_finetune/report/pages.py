@@ -196,8 +196,9 @@ def override(value: Any) -> str:
 
 
 def locks_table(inputs: Inputs) -> Table:
-    """The pinned content of model and data: name, owner and hash of each file."""
-    model = [(name, describe_model(inputs.model), digest) for name, digest in inputs.model["files"].items()]
+    """The pinned content of model, adapter and data: name, owner and hash of each file."""
+    files = {**inputs.model["files"], **inputs.model.get("adapter", {}).get("files", {})}
+    model = [(name, describe_model(inputs.model), digest) for name, digest in files.items()]
     sources = inputs.data["sources"]
     data = [(file["path"], source["source"], file["sha256"]) for source in sources for file in source["files"]]
     return Table(("file", "of", "SHA-256"), model + data)
