@@ -75,7 +75,6 @@ PREFERENCE_RULES = [
         "set it to 1",
     ),
     _scores_exclude("train.loss_chunk", lambda p: p.train.loss_chunk is not None, NO_LOGITS, "set it to null"),
-    _scores_exclude("train.merge", lambda p: p.train.merge, "a reward model keeps its adapter", "set it to false"),
     _scores_exclude("hardware.num_gpus", lambda p: p.hardware.num_gpus > 1, UNTRIED, "set it to 1"),
     _scores_exclude("train.lora.modules_to_save", lambda p: bool(p.train.lora.modules_to_save), UNTRIED, "use []"),
     _scores_exclude("train.lora.trainable_tokens", lambda p: bool(p.train.lora.trainable_tokens), UNTRIED, "use []"),

@@ -158,7 +158,8 @@ def _models(
     yield "tuned", adapted
     if merged:
         del adapted
-        yield MERGED, load_base(tuned / MERGED, weights.model_copy(update={"method": "full"}), device, attention).eval()
+        plain = weights.model_copy(update={"method": "full"})
+        yield MERGED, load_base(tuned / MERGED, plain, device, attention, scores=scored).eval()
 
 
 # Compute the metrics of each model, and the lines of generations.jsonl.
@@ -240,7 +241,7 @@ def _losses(answers: Mapping[str, ModelOutputs], tokens: np.ndarray, chosen: np.
 
 def _merge_loss(answers: Mapping[str, ModelOutputs], tokens: np.ndarray) -> dict[str, float]:
     """Return the change of the loss per trained token by merging; empty without a merged model."""
-    if MERGED not in answers:
+    if MERGED not in answers or not len(tokens):
         return {}
     change = answers[MERGED].row_losses.sum() - answers["tuned"].row_losses.sum()
     return {"merged_minus_tuned_loss": round(float(change / tokens.sum()), 9)}

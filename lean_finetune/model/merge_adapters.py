@@ -23,7 +23,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
-from lean_finetune.model.empty_model import conversions_in_model, meta_model, names_in_model
+from lean_finetune.model.empty_model import SCORE, conversions_in_model, meta_model, names_in_model, scoring_config
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
 from lean_finetune.model.files.quantized_checkpoint import (
@@ -37,6 +37,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
 from lean_finetune.pinning.config_file import CONFIG_FILE
+from lean_finetune.pinning.model_source import INDEX
 
 STACKED_WHILE_LOADING = ([MergeModulelist], [MergeModulelist, Concatenate])
 """What transformers does with the tensors of one expert each: stack them, and join gate and up along their outputs."""
@@ -182,6 +183,8 @@ class MergedExperts:
 SUFFIX = ".safetensors"
 LORA = ".lora_"
 """In the name of an adapter's tensor, after that of its layer."""
+HEAD_OF_SCORES = f"{SCORE}.weight"
+"""The head of a reward model in its file."""
 MERGED = "merged"
 """Subdirectory of the merged model, next to its adapter."""
 
@@ -213,6 +216,8 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     others = {key.removeprefix(PEFT_PREFIX): tensors.pop(key) for key in [*tensors] if LORA not in key}
     rows = {f"{key.removesuffix(DELTA)}.weight": delta for key, delta in others.items() if key.endswith(DELTA)}
     whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
+    score = {key: whole.pop(key) for key in [*whole] if key == HEAD_OF_SCORES}  # Of a reward model, at most one.
+    first_file = min((name for name in files if name.endswith(SUFFIX)), default="")
     ids = {name: ids_of_layer(config, name.removesuffix(".weight")) for name in rows}
     biases = {f"{name.removesuffix('.weight')}.bias": one for name, one in ids.items()}
     unmerged = {_layer(key) for key in tensors} | whole.keys() | rows.keys()
@@ -226,10 +231,19 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
             key: TensorSpec(dtype=one.dtype, shape=_shape_with_rows(one.shape, {**ids, **biases}.get(names[key], [])))
             for key, one in stored.items()
         }
+        if name == first_file:
+            dtype = next((spec.dtype for spec in specs.values() if spec.dtype.is_floating_point), torch.float32)
+            score = {key: one.to(dtype) for key, one in score.items()}
+            specs |= {key: TensorSpec(dtype=dtype, shape=tuple(one.shape)) for key, one in score.items()}
 
         def merged(
-            key: str, stored: Mapping[str, FileTensor] = stored, names: Mapping[str, str] = names
+            key: str,
+            stored: Mapping[str, FileTensor] = stored,
+            names: Mapping[str, str] = names,
+            score: Mapping[str, torch.Tensor] = score,
         ) -> torch.Tensor:
+            if key in score:
+                return score[key]
             if key in experts:
                 return experts.merged(key)
             if names[key] in biases:  # Of a head; new tokens have none.
@@ -251,6 +265,8 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
             return weight_NK.to(weight.dtype)
 
         write_tensors(out / name, specs, merged)
+    if score:
+        _write_reward_model(out, base_config, first_file)
     if rows:
         _write_vocabulary(out / CONFIG_FILE, 1 + max(max(one) for one in ids.values()))
     if stored_format(base_config) is not None:
@@ -259,6 +275,19 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         raise UserError(
             f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
         )
+
+
+def _write_reward_model(out: Path, config: PretrainedConfig, file: str) -> None:
+    """Make the config that of a reward model, and list its head, which is in `file`, in the index of several files."""
+    label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    path, index = out / CONFIG_FILE, out / INDEX
+    write_json(
+        path, {**read_json(path), **label, "architectures": scoring_config(config).architectures}, sort_keys=False
+    )
+    if index.exists():
+        listed = read_json(index)
+        listed["weight_map"][HEAD_OF_SCORES] = file
+        write_json(index, listed, sort_keys=False)
 
 
 def _shape_with_rows(shape: tuple[int, ...], ids: Sequence[int]) -> tuple[int, ...]:

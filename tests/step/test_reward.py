@@ -16,6 +16,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
+from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import causal_lm, check_head, summed_loss
@@ -90,6 +91,13 @@ def test_transformers_and_peft_load_what_is_saved(small_llama, tmp_path):
         warnings.simplefilter("ignore", FutureWarning)  # peft reads a property that transformers renamed.
         loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert torch.allclose(own_scores(loaded.eval()), own_scores(model.eval()), atol=1e-5)
+    (tmp_path / "merged").mkdir()
+    files = sorted(path.name for path in small_llama.iterdir())
+    write_merged(small_llama, files, tmp_path / "adapter", reward("lora"), tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert merged.config.num_labels == 1 and type(merged).__name__ == "LlamaForSequenceClassification"
+    scores = own_scores(model.eval())  # The merged file has the base's type, bf16.
+    assert (own_scores(merged.eval()) - scores).norm() < 0.03 * scores.norm()
     full = load_model(small_llama, reward("full"), CPU, seed=3)
     save_full(causal_lm(full), tmp_path / "full")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full")
@@ -110,7 +118,6 @@ def test_the_head_starts_from_the_seed_and_is_trained_in_full(small_llama):
     [
         (["train.loss_chunk=512"], "train.loss_chunk: a reward model has no logits, so it has no effect; got 512"),
         (["hardware.num_gpus=2"], "hardware.num_gpus: was not tried with reward models; got 2"),
-        (["train.merge=true"], "train.merge: a reward model keeps its adapter; got"),
         (["evaluate.generate_rows=8"], "evaluate.generate_rows: a reward model writes no text; got 8"),
         (["train.preference.beta=0.1"], "train.preference: train.objective=reward does not read beta"),
     ],
