@@ -19,6 +19,7 @@ from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
+from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
@@ -49,6 +50,15 @@ class EvaluationRows:
     pad_id: int
     pairs: HeldoutPairs | None = None
     """Preference pairs, whose chosen answers are `loss_rows`."""
+    labels: HeldoutLabels | None = None
+    """Labelled answers, whose desirable ones are `loss_rows`."""
+
+    @property
+    def other_rows(self) -> list[int]:
+        """Rows whose losses are computed too, for figures of preferences."""
+        if self.pairs is not None:
+            return self.pairs.rejected.tolist()
+        return [] if self.labels is None else self.labels.others
 
     @property
     def scored(self) -> bool:
@@ -64,8 +74,8 @@ class ModelOutputs:
     """Summed cross-entropy of each of `EvaluationRows.loss_rows`, float64."""
     answers: list[list[int]]
     """Generated tokens for each of `EvaluationRows.prompts`."""
-    rejected_losses: np.ndarray = field(default_factory=partial(np.zeros, 0))
-    """Summed cross-entropy of the rejected answer of each of `EvaluationRows.pairs`, float64; empty without pairs."""
+    other_losses: np.ndarray = field(default_factory=partial(np.zeros, 0))
+    """The same of each of `EvaluationRows.other_rows`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What `score_tasks` returns."""
 
@@ -89,11 +99,10 @@ def evaluate_models(
 
     Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
-    if not evaluated.loss_rows and tasks is None:
-        return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     outputs: dict[str, ModelOutputs] = {}
-    rejected_rows = [] if evaluated.pairs is None else evaluated.pairs.rejected.tolist()
-    summed = [*evaluated.loss_rows, *rejected_rows]
+    summed = [*evaluated.loss_rows, *evaluated.other_rows]
+    if not summed and tasks is None:
+        return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
         for name, model in _models(base, tuned, weights, device, merged, adapter, evaluated.scored):
@@ -111,9 +120,9 @@ def evaluate_models(
                     "precision"
                 )
             scores = {} if tasks is None else _scores(tasks, model, stops)
-            row_losses, rejected_losses = np.split(losses, [len(loss_rows)])
+            row_losses, other_losses = np.split(losses, [len(loss_rows)])
             outputs[name] = ModelOutputs(
-                row_losses=row_losses, answers=answers, rejected_losses=rejected_losses, tasks=scores
+                row_losses=row_losses, answers=answers, other_losses=other_losses, tasks=scores
             )
             del model  # Free it before the next one is loaded.
     except Exception as error:

@@ -24,12 +24,13 @@ from lean_finetune.evaluate.base_and_tuned import (
 )
 from lean_finetune.evaluate.generate import choose_prompts, special_ids, spread_rows
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
+from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
 from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pair_metrics, pair_scores
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.objectives.objective import PairObjective
+from lean_finetune.objectives.objective import PairObjective, RowKind
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -60,7 +61,7 @@ def run_stage(
     read = verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
-    if evaluated.pairs is not None and evaluated.pairs.objective.has_reference:
+    if (preferences := p.train.preferences) is not None and preferences.has_reference:
         of, rows = identity(tokens, lock), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     limits = EvaluationLimits.from_params(p)
@@ -108,8 +109,11 @@ def run_stage(
     figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}
     results: tuple[str, ...] = RESULTS
     pair_lines = None
+    losses = {name: (one.row_losses, one.other_losses) for name, one in outputs.items()}
+    if (labels := evaluated.labels) is not None:
+        figures |= label_metrics(labels, losses)
+        results = (*RESULTS, *PAIR_RESULTS)
     if (pairs := evaluated.pairs) is not None:
-        losses = {name: (one.row_losses, one.rejected_losses) for name, one in outputs.items()}
         of_pairs = pair_scores(pairs, losses)
         figures |= pair_metrics(pairs, of_pairs)
         results, pair_lines = (*RESULTS, *PAIR_RESULTS), changed_pairs(pairs, of_pairs, tokenizer)
@@ -127,10 +131,11 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
-    rows = TokenRows(tokens, "heldout")
+    rows, undesirable = TokenRows(tokens, "heldout"), list[int]()
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
         if rows.desirable is not None:
+            undesirable = spread_rows(rows.used[~rows.desirable[rows.used]], p.evaluate.loss_rows)
             rows.dropped |= ~rows.desirable
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
@@ -145,11 +150,13 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         special=special,
     )
     loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
-    pairs = None
+    pairs = labels = None
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
-    objective = p.train.preferences
+    objective, chosen, values = p.train.preferences, np.array(loss_rows, np.int64), p.train.preference_values
+    if objective is not None and objective.kind is RowKind.LABELLED:
+        worse = np.array(undesirable, np.int64)
+        labels = HeldoutLabels(rows=rows, desirable=chosen, undesirable=worse, objective=objective, values=values)
     if isinstance(objective, PairObjective):
-        chosen, values = np.array(loss_rows, np.int64), p.train.preference_values
         pairs = HeldoutPairs(rows=rows, chosen=chosen, rejected=chosen + 1, objective=objective, values=values)
     return EvaluationRows(
         rows=rows,
@@ -160,4 +167,5 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
         pairs=pairs,
+        labels=labels,
     )

@@ -11,7 +11,7 @@ from lean_finetune.objectives.objective import RowKind
 from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
-from lean_finetune.report.pairs import has_pairs, shares_in_order
+from lean_finetune.report.pairs import better_name, has_pairs, order_name, shares_in_order
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
 
 # Compute the report's figures: error of the prediction, and changes by training.
@@ -88,7 +88,7 @@ def summary(inputs: Inputs) -> str:
     peak += f", {readable_size(measured)} measured" if measured is not None else ", not measured"
     before, after = inputs.evaluate["base_loss"], inputs.evaluate["tuned_loss"]
     text = peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
-    return f"{text}; pairs in the right order {shares_in_order(inputs)}" if has_pairs(inputs) else text
+    return f"{text}; {order_name(inputs)} {shares_in_order(inputs)}" if has_pairs(inputs) else text
 
 
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
@@ -106,6 +106,7 @@ def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
 # What both pages of the report say: results, figures and tables as plain values.
 
 NOT_EVALUATED = "not evaluated: no rows are held out (data.heldout_fraction is 0)."
+WITHOUT_TEXT = "none: a reward model predicts no tokens."
 SAMPLES = 6
 SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision", "train.optimizer", "train.grad_ckpt")
 """Parameters in the table of the run, besides the memory switches that are on."""
@@ -151,17 +152,18 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         ),
         Result("Speed", f"{train['tokens_per_second']:,.0f} tokens/s", f"on {train['device']}"),
     ]
-    if not evaluate["evaluated_rows"]:
-        return [*found, Result("Held-out loss", NONE, NOT_EVALUATED)]
-    perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
-    loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
     paired = has_pairs(inputs)
     if paired:
         margins = " → ".join(figure(evaluate[f"{model}_reward_margin"]) for model in ("base", "tuned"))
         note = f"before → after; mean margin {margins}"
-        found.append(Result("Held-out pairs in the right order", shares_in_order(inputs), note))
-    answers = " of the chosen answers" if paired else ""
-    found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
+        found.append(Result(f"Held-out {order_name(inputs)}", shares_in_order(inputs), note))
+    if evaluate["evaluated_rows"]:
+        perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
+        loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
+        answers = f" of the {better_name(inputs)} answers" if paired else ""
+        found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
+    elif not paired:
+        found.append(Result("Held-out loss", NONE, NOT_EVALUATED))
     if evaluate["generated_rows"]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         found.append(
@@ -272,7 +274,7 @@ def merged_note(inputs: Inputs) -> str | None:
 def answers_note(inputs: Inputs) -> str | None:
     """Why rows have no answer; None if all have one."""
     if not inputs.evaluate["evaluated_rows"]:
-        return NOT_EVALUATED
+        return WITHOUT_TEXT if has_pairs(inputs) else NOT_EVALUATED
     notes = []
     if inputs.evaluate["tuned_exact_match_percent"] == 0 and inputs.generations:
         notes.append("No answer is exact: the run was short, the model is small, or answers can differ in wording.")

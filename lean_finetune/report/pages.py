@@ -17,7 +17,7 @@ from cuda_memory.page.html import Html, Table, document, table, visible
 from lean_finetune.core.versions import install_extra
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report import content, pairs
-from lean_finetune.report.content import NOT_EVALUATED
+from lean_finetune.report.content import NOT_EVALUATED, WITHOUT_TEXT
 from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
 
@@ -65,7 +65,7 @@ def _memory(inputs: Inputs, metrics: Mapping[str, Any]) -> list[str]:
 def _loss(inputs: Inputs) -> list[str]:
     """Held-out loss by row length."""
     if not inputs.evaluate["evaluated_rows"]:
-        return ["## Loss", NOT_EVALUATED]
+        return ["## Loss", WITHOUT_TEXT if pairs.has_pairs(inputs) else NOT_EVALUATED]
     merged = content.merged_note(inputs)
     return ["## Loss", _table(content.loss_table(inputs)), *([] if merged is None else [merged])]
 
@@ -76,7 +76,7 @@ def _pairs(inputs: Inputs, parameters: Mapping[str, Any]) -> list[str]:
         return []
     changed = [part for title, table in pairs.changed_pairs_tables(inputs) for part in (f"### {title}", _table(table))]
     note = _text(pairs.pairs_note(inputs, parameters))
-    return ["## Preference pairs", _table(pairs.pairs_table(inputs)), note, *changed]
+    return [f"## {pairs.title(inputs)}", _table(pairs.pairs_table(inputs)), note, *changed]
 
 
 def _answers(inputs: Inputs) -> list[str]:

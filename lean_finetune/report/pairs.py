@@ -16,8 +16,28 @@ PAIR_CHARACTERS = 300
 
 
 def has_pairs(inputs: Inputs) -> bool:
-    """Whether preference pairs were evaluated."""
-    return bool(inputs.evaluate.get("evaluated_pairs"))
+    """Whether preference pairs, or labelled answers, were evaluated."""
+    return bool(inputs.evaluate.get("evaluated_pairs")) or _labelled(inputs) > 0
+
+
+def _labelled(inputs: Inputs) -> int:
+    """Number of labelled answers that were evaluated."""
+    return sum(inputs.evaluate.get(f"evaluated_{side}", 0) for side in ("desirable", "undesirable"))
+
+
+def title(inputs: Inputs) -> str:
+    """Title of the section."""
+    return "Labelled answers" if _labelled(inputs) else "Preference pairs"
+
+
+def order_name(inputs: Inputs) -> str:
+    """What the accuracy is a share of."""
+    return "answers judged right" if _labelled(inputs) else "pairs in the right order"
+
+
+def better_name(inputs: Inputs) -> str:
+    """What the better answers are called."""
+    return "desirable" if _labelled(inputs) else "chosen"
 
 
 def shares_in_order(inputs: Inputs) -> str:
@@ -27,31 +47,38 @@ def shares_in_order(inputs: Inputs) -> str:
 
 def pairs_table(inputs: Inputs) -> Table:
     """Order, rewards and log-probabilities of the held-out pairs, before and after training."""
-    evaluate = inputs.evaluate
+    evaluate, better, worse = inputs.evaluate, *_sides(inputs)
     rows = {
-        "pairs in the right order": ("reward_accuracy", percent),
+        order_name(inputs): ("reward_accuracy", percent),
         "mean margin between the rewards": ("reward_margin", figure),
-        "mean reward of the chosen answers": ("reward_chosen", figure),
-        "mean reward of the rejected answers": ("reward_rejected", figure),
-        "mean log-probability of the chosen answers": ("logp_chosen", figure),
-        "mean log-probability of the rejected answers": ("logp_rejected", figure),
+        f"mean reward of the {better} answers": ("reward_chosen", figure),
+        f"mean reward of the {worse} answers": ("reward_rejected", figure),
+        f"mean log-probability of the {better} answers": ("logp_chosen", figure),
+        f"mean log-probability of the {worse} answers": ("logp_rejected", figure),
     }
     cells = [
         (title, *(shown(evaluate[f"{model}_{name}"]) for model in ("base", "tuned")))
         for title, (name, shown) in rows.items()
     ]
-    header = (counted(evaluate["evaluated_pairs"], "held-out pair"), "before", "after")
-    return Table(header, cells)
+    count, of = (labelled, "answer") if (labelled := _labelled(inputs)) else (evaluate["evaluated_pairs"], "pair")
+    return Table((counted(count, f"held-out {of}"), "before", "after"), cells)
+
+
+def _sides(inputs: Inputs) -> tuple[str, str]:
+    return (better_name(inputs), "undesirable" if _labelled(inputs) else "rejected")
 
 
 def pairs_note(inputs: Inputs, parameters: Mapping[str, Any]) -> str:
     """What the figures of the pairs mean."""
     evaluate, objective = inputs.evaluate, OBJECTIVES[parameters["train.objective"]]
-    lengths = " and ".join(f"{evaluate[f'{side}_tokens']:.1f}" for side in ("chosen", "rejected"))
+    better, worse = _sides(inputs)
+    lengths = " and ".join(figure(evaluate[f"{side}_tokens"]) for side in ("chosen", "rejected"))
     text = f"Rewards are those of train.objective={parameters['train.objective']}. "
-    text += f"Chosen and rejected answers have {lengths} trained tokens on average. "
+    text += f"{better.capitalize()} and {worse} answers have {lengths} trained tokens on average. "
     if objective is not None and objective.has_reference:
         text += "Rewards are changes from the model before training, whose own are all 0; equal rewards count half. "
+    if evaluate["tuned_logp_chosen"] is None:
+        return text.rstrip()  # A reward model.
     return text + "Log-probabilities are sums over the tokens of an answer."
 
 

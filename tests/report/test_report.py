@@ -12,7 +12,7 @@ from lean_finetune.report.content import memory_records, report_metrics
 from lean_finetune.report.pages import markdown_page
 from lean_finetune.report.report_inputs import Inputs
 from stages.report import main
-from tests.report.conftest import GENERATION, GPU, MIB, PAIR, metrics, write_inputs, write_pairs
+from tests.report.conftest import GENERATION, GPU, MIB, OF_PAIRS, PAIR, metrics, write_inputs, write_pairs
 from tests.workspace import error, invoke, run_module
 
 
@@ -179,7 +179,7 @@ def test_pairs_are_shown_before_and_after_training(place):
         "| 40 held-out pairs | before | after |",
         "| mean reward of the rejected answers | 0 | -1 |",
         "| mean log-probability of the chosen answers | -12.5 | -7.5 |",
-        "Chosen and rejected answers have 9.2 and 11.5 trained tokens on average. Rewards are changes from the model",
+        "Chosen and rejected answers have 9.25 and 11.5 trained tokens on average. Rewards are changes from the model",
         "### In the right order after training, but not before",
     ):
         assert line in text, line
@@ -189,6 +189,30 @@ def test_pairs_are_shown_before_and_after_training(place):
     assert "| 0 → -2 | 0 → -0.5 | 0 → -1.5 |" in wrong_table and "x" * 151 not in text
     simpo = report(place, **{"train.objective": "simpo"})[1]
     assert "Rewards are those of train.objective=simpo." in simpo and "own are all 0" not in simpo
+
+
+def test_labelled_answers_and_reward_models_have_the_section_too(place):
+    labels = {
+        **{name: value for name, value in OF_PAIRS.items() if name != "evaluated_pairs"},
+        "base_reward_margin": None,
+    }
+    write_inputs(place, evaluate={**labels, "evaluated_desirable": 7, "evaluated_undesirable": 5})
+    text = report(place, **{"train.objective": "kto"})[1]
+    for line in (
+        "- **Held-out answers judged right**: 50.0 % → 92.5 % (before → after; mean margin – → 1.5)",
+        "- **Held-out loss of the desirable answers**: 2.5000 → 1.2500",
+        "## Labelled answers",
+        "| 12 held-out answers | before | after |",
+        "| mean reward of the undesirable answers | 0 | -1 |",
+        "Desirable and undesirable answers have 9.25 and 11.5 trained tokens on average.",
+    ):
+        assert line in text, line
+    of_scores = {**OF_PAIRS, **{name: None for name in OF_PAIRS if "logp" in name}}
+    none = dict.fromkeys(("base_loss", "tuned_loss", "base_exact_match_percent", "tuned_exact_match_percent"))
+    write_inputs(place, [], evaluate={**of_scores, **none, "evaluated_rows": 0, "generated_rows": 0, "by_family": {}})
+    text = report(place, **{"train.objective": "reward"})[1]
+    assert "no rows are held out" not in text and text.count("none: a reward model predicts no tokens") == 2
+    assert "| mean log-probability of the chosen answers | – | – |" in text and "Log-probabilities are" not in text
 
 
 def test_pairs_have_curves_of_their_own(place):
