@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.estimate_cpu import LAYOUTS, without_onednn
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
+from lean_finetune.memory.advice.run import fit_run
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_tensors
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model
@@ -251,3 +253,13 @@ def test_the_prediction_counts_the_rows(untied, tied_llama, tied: bool, changes:
     assert config.vocab_size == ROWS
     with without_onednn():
         check(directory, setting, LAYOUTS["padded"], config)
+
+
+def test_fit_counts_rows_that_ids_need_without_a_tokenizer():
+    """A shipped configuration has no tokenizer; text needs one."""
+    base = with_flags(load_params(COMMON_PARAMS), ["model.name=qwen2.5-0.5b", "hardware.gpu=24GiB"])
+    assert fit_run(base).config.vocab_size == 151936
+    run = fit_run(with_flags(base, ["train.lora.trainable_tokens=[151940,7]"]))
+    assert run.config.vocab_size == 151941 and run.setting.train.lora.trainable_tokens == [7, 151940]
+    with pytest.raises(UserError, match="has no tokenizer.json"):
+        fit_run(with_flags(base, ["train.lora.trainable_tokens=[<tool>]"]))

@@ -383,8 +383,10 @@ def fit_run(p: Params, *, shorten: bool = False) -> Run:
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
-    if p.train.lora.trainable_tokens:
-        ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), p.train.lora.trainable_tokens)
+    if tokens := p.train.lora.trainable_tokens:
+        ids = sorted({token for token in tokens if isinstance(token, int)})
+        if len(ids) < len(tokens):  # Ids alone need no tokenizer.
+            ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
         p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
         config = with_rows(config, p.train)
     run = full_rows_run(p, config, device, reason)
