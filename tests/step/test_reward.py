@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
 from benchmarks.specs import changed
+from lean_finetune.commands.tuned.tuned_model import find_tuned
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
@@ -100,6 +101,9 @@ def test_transformers_and_peft_load_what_is_saved(small_llama, tmp_path):
     assert (own_scores(merged.eval()) - scores).norm() < 0.03 * scores.norm()
     full = load_model(small_llama, reward("full"), CPU, seed=3)
     save_full(causal_lm(full), tmp_path / "full")
+    for directory in ("adapter", "full", "merged"):  # Of chat, generate and export.
+        with pytest.raises(UserError, match=f"^--model: must be a language model; .*{directory} is a reward model"):
+            find_tuned(tmp_path / directory, None)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full")
     assert loaded.config.num_labels == 1 and type(loaded).__name__ == "LlamaForSequenceClassification"
     assert torch.allclose(own_scores(loaded.eval()), own_scores(full.eval()), atol=1e-6)

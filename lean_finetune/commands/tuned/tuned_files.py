@@ -12,7 +12,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.pinning import adapter_files
 from lean_finetune.pinning.adapter_files import AGAIN
-from lean_finetune.pinning.config_file import NotAnObject, read_object
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object
 from lean_finetune.pinning.model_source import shard_names
 
 PARAMETER = re.compile(r"^(model\.name|model\.adapter|--model): ")
@@ -44,10 +44,14 @@ def object_in(path: Path) -> dict[str, Any]:
 
 def read_adapter(directory: Path) -> Mapping[str, Any]:
     """The content of adapter_config.json. Raises UserError if it is no LoRA adapter, damaged, or without a base."""
+    try:
+        found = read_object(directory / ADAPTER_CONFIG)
+    except (NotAnObject, OSError):
+        found = {}  # The next reading names the fault.
+    refuse_reward_model(directory, found.get("task_type") == "SEQ_CLS")
     with named_by_option():
         adapter = adapter_files.read_adapter(directory)
         adapter_files.check_base_name(directory, adapter)
-    refuse_reward_model(directory, adapter.get("task_type") == "SEQ_CLS")
     return adapter
 
 
