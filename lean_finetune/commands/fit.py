@@ -267,10 +267,10 @@ def _usage_faults(given: bool) -> Iterator[None]:
 
 
 def _length_flags(p: Params, length: int | None, *, usual: bool) -> list[str]:
-    """Flags of --length. A micro-batch of the usual run is one row of it; others have at least room for one."""
+    """Flags of --length. A micro-batch of the usual run is one row or pair of it; others have at least room for one."""
     if length is None:
         return []
-    padded = round_up(length, pad_multiple(p))
+    padded = round_up(length, pad_multiple(p)) * p.train.row_kind.unit
     room = [f"bucket.max_tokens={padded}"] if usual or padded > p.bucket.max_tokens else []
     return [f"data.max_length={length}", *room]
 

@@ -37,19 +37,23 @@ QUANTILE = re.compile(r"(p50|p99|max)=(\d+)")
 def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     """The index of the rows that the value of the option means; `p` has the model and how rows are read.
 
-    Where only lengths are known, all tokens of a row but the first are predicted. `truncates`: rows end at
-    data.max_length.
+    Where only lengths are known, all tokens of a row but the first are predicted, and both answers of a pair, or a
+    labelled row and its mismatch, have the same length. `truncates`: rows end at data.max_length.
 
     Raises:
         UserError: the value has another form, or the file has no lengths.
     """
     path = Path(value)
     if "=" in value and not path.exists():
-        return index_of(of_quantiles(value))
+        return index_of(np.repeat(of_quantiles(value), p.train.row_kind.token_rows))
     if not path.exists():
         raise UserError(f"{OPTION}: must be {FORMS}; got {value!r}, which is no file")
     numbers = _numbers(path) if path.is_file() else None
-    found = _tokenized(path, p, truncates=truncates) if numbers is None else index_of(np.array(numbers, dtype=np.int32))
+    found = (
+        _tokenized(path, p, truncates=truncates)
+        if numbers is None
+        else index_of(np.repeat(np.array(numbers, dtype=np.int32), p.train.row_kind.token_rows))
+    )
     if not len(found.lengths):
         raise UserError(f"{OPTION}: {path} has no rows; name another file")
     return found

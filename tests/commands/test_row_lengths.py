@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lean_finetune.commands.fit import _length_flags
 from lean_finetune.commands.row_lengths import of_quantiles, row_index
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.schema import Params
@@ -79,3 +80,16 @@ def test_a_model_without_its_tokenizer_is_named(tmp_path: Path, params: Params):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"--lengths: .* has no tokenizer\.json here, which counts the tokens of"):
         row_index(str(SAMPLE), with_flags(params, [f"model.name={tmp_path}"]), truncates=True)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_length_of_a_pair_is_that_of_both_answers(tmp_path: Path, params: Params, objective: str):
+    """An odd number of lengths ended in a traceback, and the longest pair did not fit into its micro-batch."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("30\n60\n50\n")
+    p = with_flags(params, [f"train.objective={objective}"])
+    assert row_index(str(file), p, truncates=False).lengths.tolist() == [30, 30, 60, 60, 50, 50]
+    quantiles = row_index("p50=100,p99=400", p, truncates=False).lengths
+    assert quantiles[::2].tolist() == quantiles[1::2].tolist() == of_quantiles("p50=100,p99=400").tolist()
+    room = {"dpo": 128, "kto": 64}[objective]
+    assert _length_flags(p, 60, usual=True) == ["data.max_length=60", f"bucket.max_tokens={room}"]

@@ -214,7 +214,7 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
         flags.append(f"data.max_length={length}")
     try:  # The file alone keeps all rules, so the command line breaks them.
         p = with_flags(p, [*flags, f"run.progress={json.dumps(p.run.progress)}"], check=False)
-        tokens = max(p.bucket.max_tokens, round_up(p.data.max_length, pad_multiple(p)))
+        tokens = max(p.bucket.max_tokens, round_up(p.data.max_length, pad_multiple(p)) * p.train.row_kind.unit)
         p = with_flags(p, [] if "bucket.max_tokens" in asked.fixed else [f"bucket.max_tokens={tokens}"])
     except UserError as error:
         raise UsageFault(str(error)) from None

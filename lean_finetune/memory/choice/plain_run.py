@@ -115,8 +115,8 @@ def _packing(
         return False, f"attention of {config.model_type} cannot see where packed rows end"
     if device.kind != "cuda" or device.compute_capability < FLASH_CAPABILITY:
         return False, f"{device.name} has no kernel for packed rows, which it computes one after the other"
-    length = round_up(p.data.max_length, pad_multiple(p))
-    bucketed = with_flags(p, [f"bucket.max_tokens={length}", "bucket.mode=bucketed"])
+    tokens = round_up(p.data.max_length, pad_multiple(p)) * p.train.row_kind.unit
+    bucketed = with_flags(p, [f"bucket.max_tokens={tokens}", "bucket.mode=bucketed"])
     plan = PlanSettings.from_params(bucketed).plan(index)
     padding = 1 - float(index.lengths[plan.rows].sum()) / float(plan.padded_tokens.sum())
     if padding < WORTH_PACKING:
