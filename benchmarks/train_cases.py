@@ -86,7 +86,7 @@ class Setup:
         """Write model and rows; pin, tokenize, bucket and estimate once."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
-        self._save_model()
+        save_model(self.directory / "model")
         with open(self.directory / SOURCE, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in generated_rows(self.rows))
         changes = {
@@ -120,16 +120,6 @@ class Setup:
                 for start, end in tokens.spans(number).reshape(-1, 2):
                     labels[start:end] = ids[start:end]
                 file.write(json.dumps({"input_ids": ids.tolist(), "labels": labels.tolist()}) + "\n")
-
-    def _save_model(self) -> None:
-        """Save a small Llama of random weights with the shipped tokenizer. Its head is 6 % of it, as in an 8B."""
-        directory = self.directory / "model"
-        torch.manual_seed(SEED)
-        vocabulary = read_json(TOKENIZER / "config.json")["vocab_size"]
-        config = llama(256, 768, layers=6, heads=8, kv_heads=4, vocabulary=vocabulary, tied=True)
-        LlamaForCausalLM(config).save_pretrained(directory)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(TOKENIZER / name, directory)
 
     @property
     def steps(self) -> int:
@@ -198,6 +188,16 @@ class TrainerCase:
         rows = setup.directory / (SOURCE if self.trainer == "trl" else TOKENIZED)
         arguments = (rows, setup.directory / "model", out.resolve(), json.dumps(case))
         return Steps(**self.rival.run("trainer_steps.py", *arguments, cwd=setup.directory, cache=out).figures)
+
+
+def save_model(directory: Path) -> None:
+    """Save a small Llama of random weights with the shipped tokenizer. Its head is 6 % of it, as in an 8B."""
+    torch.manual_seed(SEED)
+    vocabulary = read_json(TOKENIZER / "config.json")["vocab_size"]
+    config = llama(256, 768, layers=6, heads=8, kv_heads=4, vocabulary=vocabulary, tied=True)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, directory)
 
 
 def generated_rows(count: int) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ NOT_RUN = {
     "train": "minutes: its smallest form trains with transformers' Trainer too",
     "cuda_traces": "test_cuda_traces.py runs it on recordings",
     "cuda_ops": "test_cuda_ops.py runs it on recordings",
+    "preference_train": "needs TRL's environment, and has no part without it",
     "other_tools": "test_other_tools.py runs it on configurations",
     "templates": "test_templates.py runs it on templates",
     "compression": "test_compression.py runs it",
