@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.commands.chat import ChatSession, chat, conversation_limit
@@ -179,4 +180,6 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text(
         '{"r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "/gone"}'
     )
+    assert "adapter_model.safetensors is missing" in error(talk("", "--model", str(tmp_path)))
+    save_file({}, tmp_path / "adapter_model.safetensors")
     assert "which does not exist; put the base model back" in error(talk("", "--model", str(tmp_path)))
