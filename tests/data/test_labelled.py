@@ -17,6 +17,7 @@ from stages.reference import main as reference
 from tests.workspace import error, invoke, write_rows
 
 KTO = {"train__objective": "kto"}
+NO_HELDOUT = {"data__heldout_fraction": 0, "train__heldout_every_steps": None, "evaluate__generate_rows": 0}
 
 
 def row(question: str, answer: str, label: object = True) -> dict[str, object]:
@@ -85,6 +86,14 @@ def test_a_cut_mismatch_keeps_its_prompt(run, tmp_path):
         assert np.array_equal(tokens.ids(number)[:start], tokens.ids(number + 1)[:start])
 
 
+def test_desirable_rows_are_counted_without_duplicates(run, tmp_path):
+    same, others = [row("Is it?", "Yes.", True)] * 5, [row(f"{n}?", "No.", False) for n in range(3)]
+    result = run(write_rows(tmp_path / "rows.jsonl", same + others), data__drop_duplicates=True, **KTO, **NO_HELDOUT)
+    assert "1 training rows are desirable and 3 are not" in result.output
+    figures = json.loads(Path("data/tokens/figures.json").read_text())
+    assert (figures["train_rows"], figures["desirable_rows"]) == (4, 1)
+
+
 @pytest.mark.parametrize(("label", "found"), [(True, "desirable"), (False, "undesirable")])
 def test_rows_of_one_label_are_refused_once(run, tmp_path, label, found):
     source = write_rows(tmp_path / "rows.jsonl", [{**one, "label": label} for one in rows(24)])
@@ -92,6 +101,13 @@ def test_rows_of_one_label_are_refused_once(run, tmp_path, label, found):
     assert message.startswith("data.source: training rows must have both labels; all ")
     assert f"are {found}; add rows of the other label, or set train.objective=sft" in message
     assert not Path("data/tokens").exists()
+
+
+def test_the_refusal_of_one_label_says_why_rows_are_lost(run, tmp_path):
+    kept, lost = row("Short?", "No.", False), row("long " * 100, "Yes.", True)
+    source = write_rows(tmp_path / "rows.jsonl", [kept, lost])
+    message = error(run(source, data__max_length=32, **KTO, **NO_HELDOUT))
+    assert "all 1 are undesirable, 1 without an answer within data.max_length=32; add" in message
 
 
 def test_a_label_of_another_type_is_refused_with_its_line(run, tmp_path):

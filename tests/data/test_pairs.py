@@ -45,6 +45,11 @@ def test_pairs_are_two_rows_that_are_kept_or_left_out_together(run, tmp_path):
             assert tokens.spans(rejected)[0, 0] == prompt and tokens.supervised[chosen] > tokens.supervised[rejected]
 
 
+def test_a_side_without_pairs_counts_pairs(run, tmp_path):
+    message = run(written(tmp_path / "rows.jsonl", [pair("Why?")]), **PAIRS).output
+    assert "leaves no row to evaluate on (1 usable row; rows" in message or "to train on (1 usable row; rows" in message
+
+
 def test_rows_of_the_other_kind_are_refused_with_the_objective_to_set(run, tmp_path):
     source = written(tmp_path / "rows.jsonl", [pair("Why?"), pair("How?")])
     assert "set train.objective=dpo" in run(source).output

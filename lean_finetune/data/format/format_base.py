@@ -276,6 +276,10 @@ class RowFormat(ABC):
         Raises RowFault if a value has the wrong type, or there is nothing to train on.
         """
 
+    def suits(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+        """Whether detection may choose the format for a row with the required keys; `columns` maps keys to columns."""
+        return True
+
     @cached_property
     def keys(self) -> frozenset[str]:
         """All keys of the format, which data.columns can map to columns."""
@@ -375,7 +379,7 @@ def detect_format(
     for present in (filled, row):
         for name, row_format in suitable.items():
             names = [columns.get(key, key) for key in row_format.required]
-            if all(name in present for name in names):
+            if all(name in present for name in names) and row_format.suits(row, columns):
                 check_columns(columns, name, kind)
                 return name, f"the first row has {' and '.join(names)}"
     if is_pair:

@@ -22,6 +22,8 @@ from lean_finetune.data.format.row_formats import CONVERSATION_KEYS, answered, c
 from lean_finetune.objectives.objective import RowKind
 
 CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
+PROMPT_ROLES = ("system", "developer", "user")
+"""Roles of turns that no answer begins with."""
 
 
 class _PairFormat(RowFormat):
@@ -33,11 +35,14 @@ class _PairFormat(RowFormat):
     def prompt(self, row: Mapping[str, Any]) -> tuple[Turns, str]:
         """The turns before the answers, and the key that faults name."""
 
+    def suits(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+        """See the base class. Conversations with their prompts have format `preference` beside any other column."""
+        return not all(_begins_with_prompt(row.get(columns.get(key, key))) for key in ANSWERS)
+
     def parse(self, row: Mapping[str, Any]) -> Pair:
         """See the base class."""
         before, key = self.prompt(row)
-        chosen, rejected = (_answer(row, answer) for answer in ANSWERS)
-        return _pair(*(conversation(row, answered(before, turns), key) for turns in (chosen, rejected)))
+        return _pair_after(row, before, key)
 
 
 @register
@@ -112,12 +117,11 @@ class Preference(RowFormat):
             )
         if kinds[0] is str and not isinstance(prompt, list):
             return _plain_pair(text_or_nothing(row, "prompt"), row[CHOSEN], row[REJECTED])
-        chosen, rejected = (_answer(row, key) for key in ANSWERS)
         if isinstance(prompt, list):
-            before = parse_turns(prompt, "prompt")
-        else:
-            before, chosen, rejected = _common_start(chosen, rejected)
-            _check_prompt(prompt, before)
+            return _pair_after(row, parse_turns(prompt, "prompt"), "prompt")
+        chosen, rejected = (_answer(row, key) for key in ANSWERS)
+        before, chosen, rejected = _common_start(chosen, rejected)
+        _check_prompt(prompt, before)
         return _pair(*(conversation(row, answered(before, turns), "prompt") for turns in (chosen, rejected)))
 
 
@@ -130,6 +134,29 @@ def _answer(row: Mapping[str, Any], key: str) -> Turns:
     if not any(message["role"] == "assistant" for message in turns.messages):
         raise RowFault(f"{key!r} has no assistant turn, so it is no answer; change it, or remove the row")
     return turns
+
+
+def _pair_after(row: Mapping[str, Any], before: Turns, key: str) -> Pair:
+    """The pair of a prompt and two answers, whose first turns must be the assistant's; `key` is that of the prompt."""
+    examples = []
+    for answer in ANSWERS:
+        turns = _answer(row, answer)
+        first = turns.messages[0]["role"]
+        if first in PROMPT_ROLES:
+            raise RowFault(
+                f"{answer!r} begins with a turn of {first}, and the row has its prompt in {key!r} too; remove one of "
+                f"them, or name {key!r} in data.ignore_columns with data.format=preference"
+            )
+        if first == "assistant" and before.messages and before.messages[-1]["role"] == "assistant":
+            raise RowFault(f"{key!r} ends with an assistant turn, which {answer!r} cannot follow; remove it")
+        examples.append(conversation(row, answered(before, turns), key))
+    return _pair(*examples)
+
+
+def _begins_with_prompt(answer: Any) -> bool:
+    """Whether an answer is a conversation from its first turn on."""
+    first = answer[0] if isinstance(answer, list) and answer else None
+    return isinstance(first, dict) and (first.get("role") or first.get("from")) in (*PROMPT_ROLES, "human")
 
 
 def _plain_pair(prompt: str, chosen: str, rejected: str) -> Pair:

@@ -351,6 +351,8 @@ class Totals:
     sides: dict[str, list[SourceTotals]]
     """By side, then by source."""
     tally: Tally = field(default_factory=Tally)
+    desirable: dict[str, int] = field(default_factory=dict)
+    """By side: labelled rows whose answer is desirable, without duplicates; empty unless rows are labelled."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
@@ -396,7 +398,22 @@ def merge(
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
         _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, step)
+        if kind is RowKind.LABELLED:
+            totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
+
+
+def _desirable(directory: Path, dropped: np.ndarray | None) -> int:
+    """Labelled rows below `directory` whose answer is desirable and that are not dropped; mismatches do not count."""
+    found = start = 0
+    for path in sorted(directory.glob("*.arrow")):
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+            for number in range(reader.num_record_batches):
+                labels = reader.get_batch(number).column(LABEL).to_numpy(zero_copy_only=False)
+                used = True if dropped is None else ~dropped[start : start + len(labels)]
+                start += len(labels)
+                found += int((labels & used)[::2].sum())
+    return found
 
 
 def _link(source: Path, target: Path) -> None:

@@ -180,9 +180,6 @@ class BlockTokenizer:
         if rows.kind is RowKind.PAIR:
             chunks = self._complete_pairs(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
-        for name, wanted in (("desirable_rows", ~is_heldout), ("heldout_desirable_rows", is_heldout)):
-            for number in chunks.rows[wanted].tolist() if rows.desirable else ():
-                rows.count(name, rows.places[number], int(rows.desirable[number]))
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
         rows.tally.unknown[block.source] = sorted(map(one_line, rows.unknown))

@@ -153,7 +153,8 @@ def _source_meta(job: TokenizeJob, totals: Totals, index: int) -> dict[str, Any]
 def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     """Refuse a result without training rows, or without held-out rows where some were requested."""
     settings, counts = job.settings, totals.counts
-    rows = {"train on": totals.side("train").rows, "evaluate on": totals.side("heldout").rows}
+    unit = settings.kind.unit
+    rows = {"train on": totals.side("train").rows // unit, "evaluate on": totals.side("heldout").rows // unit}
     lost = {
         "no_answer_rows": f"without an answer within data.max_length={settings.max_length}",
         "dropped_long_rows": f"longer than data.max_length={settings.max_length}",
@@ -180,17 +181,17 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
                 f"together); got {settings.heldout_fraction}; change it, add rows, name rows to evaluate on in "
                 f"{HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )
-    _check_labels(totals, settings.kind)
+    _check_labels(totals, settings.kind, why)
 
 
-def _check_labels(totals: Totals, kind: RowKind) -> None:
+def _check_labels(totals: Totals, kind: RowKind, why: str) -> None:
     """Refuse labelled training rows that all have one label."""
-    desirable, rows = totals.counts["desirable_rows"], totals.side("train").rows
-    if kind is RowKind.LABELLED and desirable in (0, rows + totals.side("train").duplicates):
+    rows = totals.side("train").rows
+    if kind is RowKind.LABELLED and (desirable := totals.desirable["train"]) in (0, rows):
         found = "undesirable" if desirable == 0 else "desirable"
         raise UserError(
-            f"data.source: training rows must have both labels; all {rows} are {found}; add rows of the other label, "
-            "or set train.objective=sft"
+            f"data.source: training rows must have both labels; all {rows} are {found}{why}; add rows of the other "
+            "label, or set train.objective=sft"
         )
 
 
@@ -200,7 +201,7 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind
     shared = _shared_figures(train, heldout, counts, kind.unit)
     return {
         **shared,
-        **({"desirable_rows": counts["desirable_rows"]} if kind is RowKind.LABELLED else {}),
+        **({"desirable_rows": totals.desirable["train"]} if kind is RowKind.LABELLED else {}),
         "format": ", ".join(dict.fromkeys(formats)),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
@@ -259,7 +260,8 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
             text.format(share=share, first=first, limit=limit, count=counts[name], sampled=counts["sampled_rows"])
         )
     train, heldout = totals.side("train"), totals.side("heldout")
-    good, bad = counts["desirable_rows"], train.rows - counts["desirable_rows"]
+    good = totals.desirable.get("train", 0)
+    bad = train.rows - good
     if job.settings.kind is RowKind.LABELLED and not bad <= good <= 4 / 3 * bad:
         lines.append(
             f"{good} training rows are desirable and {bad} are not; KTO's authors advise {good} x desirable_weight = 1 "

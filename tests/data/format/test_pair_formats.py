@@ -26,6 +26,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "preference with a prompt": {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
     "preference without a prompt": {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
     "preference whose prompt is a text": {"prompt": "2+2?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+    "ultrafeedback": {
+        "prompt": "2+2?",
+        "messages": [QUESTION, GOOD],
+        "chosen": [QUESTION, GOOD],
+        "rejected": [QUESTION, BAD],
+    },
     "alpaca": {"instruction": "2+2?", "chosen": "4", "rejected": "5"},
     "sharegpt": {
         "conversations": [{"from": "human", "value": "2+2?"}],
@@ -71,6 +77,8 @@ OTHER = {"role": "user", "content": "3+3?"}
         ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": "5"}, "must both be text, or both messages"),
         ({"messages": [QUESTION], "rejected_response": "5"}, "must end with the assistant's chosen answer"),
         ({"prompt": [QUESTION], "chosen": [OTHER], "rejected": [BAD]}, "'chosen' has no assistant turn"),
+        ({"prompt": [QUESTION], "chosen": [QUESTION, GOOD], "rejected": [BAD]}, "'chosen' begins with a turn of user"),
+        ({"messages": [QUESTION, GOOD], "chosen": GOOD, "rejected": BAD}, "'messages' ends with an assistant turn"),
         ({"chosen": "4", "rejected": "5"}, "begin differently, and there is no 'prompt'"),
     ],
 )
