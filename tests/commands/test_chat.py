@@ -181,5 +181,8 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path):
         '{"r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "/gone"}'
     )
     assert "adapter_model.safetensors is missing" in error(talk("", "--model", str(tmp_path)))
-    save_file({"a.lora_A.weight": torch.zeros(1, 1)}, tmp_path / "adapter_model.safetensors")
+    tensors = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.zeros(8, 8) for part in "AB"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
     assert "which does not exist; put the base model back" in error(talk("", "--model", str(tmp_path)))
