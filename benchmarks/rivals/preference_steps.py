@@ -11,11 +11,12 @@ import json
 import sys
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from datasets import load_dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback
 
 from lean_finetune.train.monitor.measured_peak import CpuMeter
 
@@ -64,25 +65,27 @@ def older_columns(row):
     return found
 
 
-def with_given_ids(trainer, losses):
-    """The trainer, but for its tokenization and shuffling; it records its losses."""
+class GivenIds(Trainer):
+    """A trainer without its tokenization and shuffling, which records its losses."""
 
-    class GivenIds(trainer):
-        def _prepare_dataset(self, dataset, *args, **kwargs):
-            return dataset
+    losses: list[float] = []
 
-        def tokenize_row(self, feature, model=None):
-            return {}
+    def _prepare_dataset(self, dataset, *args, **kwargs):
+        return dataset
 
-        def _get_train_sampler(self, *args, **kwargs):
-            return SequentialSampler(self.train_dataset)
+    def tokenize_row(self, feature, model=None):
+        """Columns to add to a row: none."""
+        return {}
 
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
+    def _get_train_sampler(self, *args, **kwargs):
+        rows: Any = self.train_dataset
+        return SequentialSampler(rows)
 
-    return GivenIds
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's loss, recorded."""
+        loss: Any = super().compute_loss(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
 
 
 def main() -> None:
@@ -91,7 +94,7 @@ def main() -> None:
     case = json.loads(case_text)
     torch.set_num_threads(case["threads"])
     trainer, config, chosen = trainer_of(case["objective"])
-    times, losses = StepTimes(), []
+    times = StepTimes()
     arguments = {
         "output_dir": out,
         "max_steps": case["steps"],
@@ -116,7 +119,7 @@ def main() -> None:
     meter = CpuMeter()
     with meter.window("the run") if case["measured"] else nullcontext():
         model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-        run = with_given_ids(trainer, losses)(
+        run = type("Recorded", (GivenIds, trainer), {})(
             model=model,
             args=config(**arguments),
             train_dataset=data,
@@ -127,7 +130,7 @@ def main() -> None:
     seconds = [end - start for start, end in zip(times.ends, times.ends[1:], strict=False)]
     peak = meter.result().peak_bytes if case["measured"] else None
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    print(json.dumps({"losses": losses, "seconds": seconds, "peak_bytes": peak, "versions": versions}))
+    print(json.dumps({"losses": GivenIds.losses, "seconds": seconds, "peak_bytes": peak, "versions": versions}))
 
 
 if __name__ == "__main__":
