@@ -1,6 +1,7 @@
 """Rules of params.yaml for objectives of preferences."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.rule import Rule
@@ -34,9 +35,23 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
     )
 
 
-NO_LOGITS = "a reward model has no logits, so it has no effect"
-"""Why switches of the logits' memory are refused."""
 UNTRIED = "was not tried with reward models"
+
+
+NO_EFFECT_ON_SCORES = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
+"""Settings of logits and of generated text, which a reward model does not have, and their values without an effect."""
+
+
+def _set_without_logits(params: Params) -> list[str]:
+    """Settings of logits and of generated text that are on."""
+    return [name for name, off in NO_EFFECT_ON_SCORES.items() if attrgetter(name)(params) != off]
+
+
+def _without_logits_message(params: Params) -> str:
+    names = _set_without_logits(params)
+    got = " and ".join(f"{name}={attrgetter(name)(params)}" for name in names)
+    remedy = " and ".join(f"{name}={'null' if (off := NO_EFFECT_ON_SCORES[name]) is None else off}" for name in names)
+    return f"a reward model has no logits and writes no text; got reward with {got}; set {remedy}"
 
 
 def _scores_exclude(key: str, broken: Callable[[Params], bool], reason: str, remedy: str) -> Rule:
@@ -74,16 +89,13 @@ PREFERENCE_RULES = [
         "was not tried with preferences",
         "set it to 1",
     ),
-    _scores_exclude("train.loss_chunk", lambda p: p.train.loss_chunk is not None, NO_LOGITS, "set it to null"),
+    Rule("train.objective", lambda p: p.train.scores and bool(_set_without_logits(p)), _without_logits_message),
     _scores_exclude("hardware.num_gpus", lambda p: p.hardware.num_gpus > 1, UNTRIED, "set it to 1"),
     _scores_exclude("train.lora.modules_to_save", lambda p: bool(p.train.lora.modules_to_save), UNTRIED, "use []"),
     _scores_exclude("train.lora.trainable_tokens", lambda p: bool(p.train.lora.trainable_tokens), UNTRIED, "use []"),
     _scores_exclude("train.router_aux_loss", lambda p: p.train.router_aux_loss > 0.0, UNTRIED, "set it to 0.0"),
     _scores_exclude("model.adapter", lambda p: p.model.adapter is not None, UNTRIED, "set it to null"),
     _scores_exclude("evaluate.tasks", lambda p: bool(p.evaluate.tasks), "a reward model writes no text", "use []"),
-    _scores_exclude(
-        "evaluate.generate_rows", lambda p: p.evaluate.generate_rows > 0, "a reward model writes no text", "set it to 0"
-    ),
     Rule(
         "train.lora.dropout",
         lambda p: p.train.preferences is not None and p.train.preferences.has_reference and p.train.lora.dropout > 0.0,

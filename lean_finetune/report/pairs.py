@@ -79,7 +79,7 @@ def pairs_note(inputs: Inputs, parameters: Mapping[str, Any]) -> str:
         text += "Rewards are changes from the model before training, whose own are all 0; equal rewards count half. "
     if evaluate["tuned_logp_chosen"] is None:
         return text.rstrip()  # A reward model.
-    return text + "Log-probabilities are sums over the tokens of an answer."
+    return text + "Log-probabilities are natural logarithms, summed over the tokens of an answer."
 
 
 def changed_pairs_tables(inputs: Inputs) -> list[tuple[str, Table]]:

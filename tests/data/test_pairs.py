@@ -53,10 +53,11 @@ def test_a_side_without_pairs_counts_pairs(run, tmp_path):
 def test_rows_of_the_other_kind_are_refused_with_the_objective_to_set(run, tmp_path):
     source = written(tmp_path / "rows.jsonl", [pair("Why?"), pair("How?")])
     assert "set train.objective=dpo" in run(source).output
-    assert (
-        "rows.jsonl:1: data.format auto knows no format"
-        in run(written(tmp_path / "rows.jsonl", [{"text": "one answer"}]), **PAIRS).output
-    )
+    for row, message in (
+        ({"prompt": "a", "completion": "b"}, "a row of one answer"),
+        ({"q": "a", "a": "b"}, "data.format auto knows no format"),
+    ):
+        assert f"rows.jsonl:1: {message}" in run(written(tmp_path / "rows.jsonl", [row]), **PAIRS).output
     wrong = run(source, data__format="alpaca", **PAIRS)
     assert "data.format: train.objective trains preference pairs; got alpaca; use alpaca_preference" in wrong.output
 

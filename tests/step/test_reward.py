@@ -120,9 +120,17 @@ def test_the_head_starts_from_the_seed_and_is_trained_in_full(small_llama):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["train.loss_chunk=512"], "train.loss_chunk: a reward model has no logits, so it has no effect; got 512"),
+        (
+            ["train.loss_chunk=512", "evaluate.generate_rows=8"],
+            "train.objective: a reward model has no logits and writes no text; got reward with train.loss_chunk=512 "
+            "and evaluate.generate_rows=8; set train.loss_chunk=null and evaluate.generate_rows=0",
+        ),
         (["hardware.num_gpus=2"], "hardware.num_gpus: was not tried with reward models; got 2"),
-        (["evaluate.generate_rows=8"], "evaluate.generate_rows: a reward model writes no text; got 8"),
+        (
+            ["evaluate.generate_rows=8"],
+            "train.objective: a reward model has no logits and writes no text; got reward with "
+            "evaluate.generate_rows=8; set evaluate.generate_rows=0",
+        ),
         (["train.preference.beta=0.1"], "train.preference: train.objective=reward does not read beta"),
     ],
 )

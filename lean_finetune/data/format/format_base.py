@@ -384,6 +384,13 @@ def detect_format(
                 return name, f"the first row has {' and '.join(names)}"
     if is_pair:
         raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
+    if kind is RowKind.PAIR and any(
+        all(key in row for key in one.required) for one in formats_of(RowKind.ANSWER).values()
+    ):
+        raise RowFault(
+            f"a row of one answer ({show(list(row))}), and train.objective trains preference pairs; set "
+            "train.objective=sft, or kto if a label rates the answer"
+        )
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
     raise RowFault(
         f"data.format auto knows no format with the keys {show(list(row))}; name them in data.columns, or rename them, "
