@@ -20,7 +20,8 @@ from lean_finetune.config.rules import (
     check_heldout_readers,
     check_sources,
 )
-from lean_finetune.config.schema import TRAIN_RULES, Params
+from lean_finetune.config.schema import Params
+from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_yaml
 

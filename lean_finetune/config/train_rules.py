@@ -1,0 +1,168 @@
+"""Rules between the parameters of section `train`."""
+
+from operator import attrgetter
+
+from lean_finetune.config.adapter_starts import ADAPTER_STARTS
+from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
+from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.schema import Params
+
+ADAPTER_METHODS = ("lora", "qlora", "int8_lora")
+IN_BACKWARD = "train.optimizer_in_backward"
+
+
+def _optimizer(params: Params) -> OptimizerEntry:
+    return OPTIMIZERS[params.train.optimizer]
+
+
+def _start_message(params: Params) -> str:
+    start = ADAPTER_STARTS[params.train.lora.init]
+    methods = " or ".join(f"train.method={method}" for method in start.methods)
+    got = "{train.lora.init} with train.method={train.method}"
+    return f"{{train.lora.init}} {start.reason}; got {got}; use {methods}, or default"
+
+
+def _rows_exclude(key: str) -> Rule:
+    """The rule that a dimension of the mesh excludes a trained embedding or head."""
+    dimension = attrgetter(key)
+
+    def message(params: Params) -> str:
+        name = "modules_to_save" if params.train.lora.modules_to_save else "trainable_tokens"
+        return (
+            f"divides the embedding and the head, which train.lora.{name} trains; got {{{key}}} with "
+            f"{{train.lora.{name}}}; set it to 1 and use train.sharding=zero3, or set train.lora.{name}=[]"
+        )
+
+    return Rule(
+        key,
+        lambda p: dimension(p) > 1 and bool(p.train.lora.modules_to_save or p.train.lora.trainable_tokens),
+        message,
+    )
+
+
+TRAIN_RULES = [
+    Rule(
+        "train.master_weights",
+        lambda p: p.train.master_weights and (p.train.method != "full" or p.train.precision not in ("auto", "bf16")),
+        "has an effect only with train.method=full and train.precision=bf16; got true with {train.method} and "
+        "{train.precision}; set it to false",
+    ),
+    Rule(
+        "train.optimizer",
+        lambda p: _optimizer(p).paged and p.train.offload != "none",
+        lambda p: (
+            "a paged optimizer moves its state to the host itself; got {train.optimizer} with "
+            f"train.offload={{train.offload}}; use {_optimizer(p).use_instead}, or train.offload=none"
+        ),
+    ),
+    needs("train.offload_to", "cpu", "train.offload", "optimizer", "parameters"),
+    Rule(
+        "train.offload_to",
+        lambda p: p.train.offload_to == "disk" and not _optimizer(p).updates_by_value,
+        "disk updates a tensor in parts, but {train.optimizer} needs sums over a tensor or stacks two moments in one; "
+        "got disk; use cpu, or train.optimizer=adamw_8bit",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.hardware.num_gpus > 1,
+        "needs one GPU, because several GPUs sum their gradients first; got true with "
+        "hardware.num_gpus={hardware.num_gpus}; set train.optimizer_in_backward=false, or hardware.num_gpus=1",
+    ),
+    needs(IN_BACKWARD, False, "train.method", "full"),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.max_grad_norm is not None,
+        "updates weights before the norm of all gradients is known; got true with "
+        "train.max_grad_norm={train.max_grad_norm}; leave train.max_grad_norm blank, or set "
+        "train.optimizer_in_backward=false",
+    ),
+    Rule(
+        IN_BACKWARD,
+        lambda p: p.train.optimizer_in_backward and p.train.precision == "fp16",
+        "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
+        "set train.optimizer_in_backward=false",
+    ),
+    needs("train.quant.type", "nf4", "train.method", "qlora"),
+    needs("train.quant.double", True, "train.method", "qlora"),
+    needs("train.lora.dropout", 0.0, "train.method", *ADAPTER_METHODS),
+    needs("train.lora.rslora", False, "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.init",
+        lambda p: p.train.method not in ADAPTER_STARTS[p.train.lora.init].methods,
+        _start_message,
+    ),
+    Rule(
+        "model.adapter",
+        lambda p: p.model.adapter is not None and p.train.method == "full",
+        "needs adapters, and train.method=full trains all weights; got {model.adapter}; merge it (`lean-finetune "
+        "export DIRECTORY --model ADAPTER`) and name the result in model.name, or use train.method=lora",
+    ),
+    Rule(
+        "model.adapter_revision",
+        lambda p: p.model.adapter_revision is not None and p.model.adapter is None,
+        "has an effect only with model.adapter; got {model.adapter_revision}; leave it blank",
+    ),
+    Rule(
+        "train.lora.init",
+        lambda p: p.model.adapter is not None and p.train.lora.init != "default",
+        "an adapter that goes on has its own start; got {train.lora.init} with model.adapter={model.adapter}; use "
+        "default, or leave model.adapter blank",
+    ),
+    Rule(
+        "train.lora.dora",
+        lambda p: p.train.lora.dora and (p.train.method not in ("lora", "qlora") or p.train.lora.init != "default"),
+        "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
+        "{train.method}, {train.lora.init}; set it to false",
+    ),
+    needs("train.lora.modules_to_save", [], "train.method", *ADAPTER_METHODS),
+    needs("train.lora.trainable_tokens", [], "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.trainable_tokens",
+        lambda p: bool(p.train.lora.trainable_tokens and p.train.lora.modules_to_save),
+        "rows of the embedding are trained alone, or all of them; got {train.lora.trainable_tokens} with "
+        "train.lora.modules_to_save={train.lora.modules_to_save}; set one of them to []",
+    ),
+    _rows_exclude("train.tensor_parallel"),
+    _rows_exclude("train.pipeline_stages"),
+    needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),
+    Rule(
+        "train.lora.experts",
+        lambda p: (
+            p.train.lora.experts != "none"
+            and (p.train.lora.dropout > 0 or p.train.lora.dora or p.train.lora.init != "default")
+        ),
+        "adapters of experts work without train.lora.dropout, dora and another init than default; got "
+        "{train.lora.experts} with {train.lora.dropout}, {train.lora.dora}, {train.lora.init}; set them to 0.0, false "
+        "and default, or train.lora.experts to none",
+    ),
+    Rule(
+        "train.router_aux_loss",
+        lambda p: p.train.router_aux_loss > 0 and p.train.grad_ckpt and p.train.method == "int8_lora",
+        "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
+        "train.grad_ckpt=false",
+    ),
+    needs("train.router", "frozen", "train.method", "full"),
+    Rule(
+        "train.lora.targets",
+        lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,
+        f"{ALL_LINEAR} must be the only entry; got {{train.lora.targets}}; remove it or the other names",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: (
+            p.train.fused_kernels != "none"
+            and (p.train.compress_activations != "none" or p.train.sequence_tiles is not None)
+        ),
+        "overwrites tensors, which was not tried with train.compress_activations and sequence_tiles; got "
+        "{train.fused_kernels} with {train.compress_activations} and {train.sequence_tiles}; set it to none, or these "
+        "to none and blank",
+    ),
+    Rule(
+        "train.fused_kernels",
+        lambda p: p.train.fused_kernels != "none" and p.train.grad_ckpt_policy == "selective",
+        "overwrites outputs of matmuls with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
+        "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
+    ),
+    needs("train.merge", False, "train.method", *ADAPTER_METHODS),
+]
