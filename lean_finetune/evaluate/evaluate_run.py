@@ -62,7 +62,7 @@ def run_stage(
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     if (preferences := p.train.preferences) is not None and preferences.has_reference:
-        of, rows = identity(tokens, lock), evaluated.rows
+        of, rows = identity(tokens, lock, p.train), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     limits = EvaluationLimits.from_params(p)
     weights = resolved(p, precision_of(p, verdict))

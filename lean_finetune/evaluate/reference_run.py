@@ -47,9 +47,8 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     base, adapter = model_directory(lock), adapter_directory(lock)
     files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
     splits = {split: TokenRows(tokens, split) for split in SPLITS}
-    of = identity(tokens, lock)
-    values = {name: getattr(weights, name) for name in ("method", "precision")} | {"quant": weights.quant.model_dump()}
-    key = sha256_json({"of": of, "weights": values, "code": code_hashes(MODULE), "device": device.type})[:32]
+    of = identity(tokens, lock, p.train)
+    key = sha256_json({"of": of, "precision": precision, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits) as logps:
         loaded = load_base(base, weights, device)
         add_rows(loaded, lock.get("trained_tokens", []))

@@ -1,7 +1,7 @@
 """Adapters: which layers get one, and how they are made."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -323,11 +323,19 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())[:MOST_REASON]
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
+    refuse_not_finite(directory, ((name, one) for name, one in adapted.named_parameters() if f".{ADAPTER}" in name))
     multiply_by_rows(adapted)
     compute_rows_alone(adapted)
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, weights)
     return adapted
+
+
+def refuse_not_finite(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise UserError if a tensor of an adapter's file has NaN or infinite values."""
+    for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: {name} of the adapter has values that are not finite; download or save it again")
 
 
 def take_experts(

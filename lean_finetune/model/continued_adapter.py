@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.adapter_init import PEFT_PREFIX
-from lean_finetune.model.adapters import add_adapters
+from lean_finetune.model.adapters import add_adapters, refuse_not_finite
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.trained_rows import saved_token_ids
@@ -179,7 +179,7 @@ def load_start(model: PeftModel, directory: Path) -> None:
     """Overwrite the new adapters of a model by those in a directory, one tensor at a time.
 
     Raises:
-        UserError: the file lacks one, or has one of another shape (see `refuse_other_adapter`).
+        UserError: the file lacks one, or has one of another shape (see `refuse_other_adapter`) or with NaN.
     """
     path = directory / ADAPTER_WEIGHTS
     stored = stored_tensors(path)
@@ -189,4 +189,6 @@ def load_start(model: PeftModel, directory: Path) -> None:
     for name, tensor in wanted.items():
         if stored[name].shape != tuple(tensor.shape):
             raise fault(path, f"has {name} of shape {_shown(stored[name].shape)}, not {_shown(tuple(tensor.shape))}")
-        tensor.copy_(stored[name].read().to(tensor.dtype))
+        value = stored[name].read()
+        refuse_not_finite(path, [(name, value)])
+        tensor.copy_(value.to(tensor.dtype))

@@ -30,7 +30,7 @@ def main(tokens: Path, model_lock: Path, out: Path) -> None:
     dotted_values(params)  # For objectives without a reference too, DVC compares all that decides it.
     objective = params.train.preferences
     if objective is None or not objective.has_reference:
-        of = identity(tokens, read_json(model_lock))
+        of = identity(tokens, read_json(model_lock), params.train)
         with atomic_directory(out) as aside:
             for split in SPLITS:
                 write_table(aside / f"{split}.arrow", np.zeros(0, np.float32), of)

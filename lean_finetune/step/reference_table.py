@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import locked_files
@@ -22,10 +23,11 @@ stores its activations."""
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
-def identity(tokens: Path, model_lock: Mapping[str, Any]) -> str:
-    """Equal for equal tokens and weights."""
+def identity(tokens: Path, model_lock: Mapping[str, Any], train: BaseWeights) -> str:
+    """Equal for equal tokens, and equal weights in equal types."""
     files = {path.relative_to(tokens).as_posix(): sha256_file(path) for path in sorted(tokens.rglob("*.arrow"))}
-    return sha256_json({"tokens": files, "model": locked_files(model_lock)})
+    types = {"method": train.method, "precision": train.precision, "quant": train.quant.model_dump()}
+    return sha256_json({"tokens": files, "model": locked_files(model_lock), **types})
 
 
 def write_table(path: Path, logps: np.ndarray, of: str) -> None:
@@ -45,4 +47,6 @@ def read_table(path: Path, of: str, rows: int) -> np.ndarray:
     logps = read_column(batches, "logp", np.float32)
     if metadata.get(b"identity", b"").decode(errors="replace") != of or len(logps) != rows:
         raise UserError(f"{path}: was computed from other weights or tokens than this run's; run `dvc repro reference`")
+    if not np.isfinite(logps).all():
+        raise UserError(f"{path}: log-probabilities must be finite; the file is damaged; run `dvc repro -f reference`")
     return logps

@@ -292,7 +292,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     plan, rows = _read_plan(params, paths)
     heldout = TokenRows(paths.tokens, "heldout")
     if train.preferences is not None and train.preferences.has_reference:
-        of = identity(paths.tokens, lock)
+        of = identity(paths.tokens, lock, params.train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
         heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))
     refuse_unsupported(

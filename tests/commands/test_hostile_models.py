@@ -88,7 +88,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "prefixes": (keys(CONFIG, peft_type="PREFIX_TUNING", num_virtual_tokens=4), "got 'PREFIX_TUNING')"),
     "prompt tuning": (keys(CONFIG, peft_type="PROMPT_TUNING", num_virtual_tokens=4), "got 'PROMPT_TUNING')"),
     "an unknown kind": (keys(CONFIG, peft_type=None), "(peft_type: Input should be 'LORA'; got None)"),
-    "a classifier": (keys(CONFIG, task_type="SEQ_CLS"), "(task_type: Input should be 'CAUSAL_LM'; got 'SEQ_CLS')"),
+    "a classifier": (keys(CONFIG, task_type="SEQ_CLS"), "is a reward model, which writes no text"),
     "needs Megatron": (keys(CONFIG, megatron_config={"a": 1}), "(megatron_config: "),
     "config empty": (content(CONFIG, "{}"), "(base_model_name_or_path: Field required; got {})"),
     "config a list": (content(CONFIG, "[]"), f"{CONFIG} must be a JSON object; got list"),

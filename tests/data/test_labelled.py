@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from lean_finetune.config.load import load_params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.shards.mismatches import other_rows
 from lean_finetune.plan.batch_plan import read_plan
@@ -119,7 +120,7 @@ def test_the_reference_has_answers_and_mismatches_and_the_plan_has_answers(run, 
     assert run(write_rows(tmp_path / "rows.jsonl", rows(24)), train__method="lora", **KTO).exit_code == 0
     assert invoke(reference).exit_code == 0 and invoke(bucket).exit_code == 0
     tokens = TokenRows(Path("data/tokens"), "train")
-    of = identity(Path("data/tokens"), read_json(Path("locks/model.json")))
+    of = identity(Path("data/tokens"), read_json(Path("locks/model.json")), load_params().train)
     logps = read_table(Path("data/reference/train.arrow"), of, len(tokens))
     assert (logps < 0).all()
     planned = read_plan(Path("data/batches/plan.arrow")).rows.tolist()

@@ -11,6 +11,7 @@ from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from lean_finetune.config.load import load_params
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.evaluate.base_and_tuned import RESULTS
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
@@ -20,11 +21,13 @@ from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.step.reference_table import identity, write_table
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
+from tests.conftest import ROOT
 from tests.evaluate.conftest import EOS, PAD, save_random_adapter
 from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import error, invoke, lay_out
 
 PAIRS = 9
+WEIGHTS = load_params(ROOT / "params.yaml").train.model_copy(update={"method": "lora"})
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # By peft.
 
@@ -74,7 +77,7 @@ def place(tmp_path, monkeypatch, locks_dir, logps) -> Path:
     tokens = write_tokens(tmp_path / "data/tokens", pair_rows(), "heldout")
     write_json(tokens / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
     (tmp_path / "data/reference").mkdir()
-    of = identity(tokens, read_json(locks_dir / "model.json"))
+    of = identity(tokens, read_json(locks_dir / "model.json"), WEIGHTS)
     write_table(tmp_path / "data/reference/heldout.arrow", logps["base"].astype(np.float32), of)
     return tmp_path
 
@@ -149,7 +152,7 @@ def test_rows_that_are_no_pairs_have_no_such_figures(place, locks_dir, adapter):
 
 def test_without_held_out_pairs_figures_are_null(place, locks_dir, adapter):
     write_tokens(place / "data/tokens", [], "heldout")
-    of = identity(place / "data/tokens", read_json(locks_dir / "model.json"))
+    of = identity(place / "data/tokens", read_json(locks_dir / "model.json"), WEIGHTS)
     write_table(place / "data/reference/heldout.arrow", np.zeros(0, np.float32), of)
     assert evaluate(place, locks_dir, adapter, train__objective="dpo").exit_code == 0
     found = json.loads(Path("metrics/evaluate.json").read_text())

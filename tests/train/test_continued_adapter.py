@@ -232,6 +232,19 @@ def test_an_adapter_that_is_not_what_training_would_build_is_refused(
         refuse_other_adapter(start, spec_of(**{"lora_alpha": 32, **changes}), read_config(small_llama))
 
 
+def test_an_adapter_with_nan_is_named(small_llama: Path, tmp_path: Path):
+    """Training would blame the model or the learning rate, and stage reference the precision."""
+    spec, start = spec_of(), moved_adapter(small_llama, tmp_path / "start", spec_of())
+    weights = load_file(start / "adapter_model.safetensors")
+    weights[min(weights)][0, 0] = torch.nan
+    save_file(weights, start / "adapter_model.safetensors")
+    base = load_base(small_llama, spec, CPU)
+    with pytest.raises(UserError, match="of the adapter has values that are not finite"):
+        load_adapter(base, start, spec)
+    with pytest.raises(UserError, match="of the adapter has values that are not finite"):
+        load_model(small_llama, spec, CPU, seed=1, adapter=start)
+
+
 def test_an_adapter_of_another_base_is_refused(small_llama: Path, tmp_path: Path):
     """By its shapes, or by layers that the model lacks."""
     spec = spec_of()
