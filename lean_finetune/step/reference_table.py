@@ -26,8 +26,9 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 def identity(tokens: Path, model_lock: Mapping[str, Any], train: BaseWeights) -> str:
     """Equal for equal tokens, and equal weights in equal types."""
     files = {path.relative_to(tokens).as_posix(): sha256_file(path) for path in sorted(tokens.rglob("*.arrow"))}
-    types = {"method": train.method, "precision": train.precision, "quant": train.quant.model_dump()}
-    return sha256_json({"tokens": files, "model": locked_files(model_lock), **types})
+    # One attribute after the other: a stage may read only the parameters that it declares.
+    types = [train.method, train.precision, train.quant.type, train.quant.double]
+    return sha256_json({"tokens": files, "model": locked_files(model_lock), "types": types})
 
 
 def write_table(path: Path, logps: np.ndarray, of: str) -> None:
