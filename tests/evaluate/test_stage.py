@@ -152,16 +152,17 @@ def test_a_missing_or_foreign_adapter_is_one_line(place, tokens_dir, locks_dir, 
     assert not Path("data/evaluate").exists() and not Path("metrics/evaluate.json").exists()
 
 
-def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, adapter, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1e38, "loss of the tuned model must be finite"), (torch.inf, "of the adapter has values that are not finite")],
+)
+def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, adapter, tmp_path, value, expected):
     """NaN in a metrics file is no JSON, and a mean over it no figure."""
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)
     weights = load_file(broken / "adapter_model.safetensors")
-    save_file(
-        {name: torch.full_like(w, torch.inf) for name, w in weights.items()}, broken / "adapter_model.safetensors"
-    )
-    line = error(evaluate(tokens_dir, locks_dir, broken))
-    assert "loss of the tuned model must be finite" in line
+    save_file({name: torch.full_like(w, value) for name, w in weights.items()}, broken / "adapter_model.safetensors")
+    assert expected in error(evaluate(tokens_dir, locks_dir, broken))
     assert not Path("metrics/evaluate.json").exists()
 
 
