@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
+from lean_finetune.commands.convert.objectives import PRETRAINING
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
@@ -48,7 +49,7 @@ REFUSED = {
 }
 MEDIA_COLUMNS = ("images", "videos", "audios")
 PREFERENCE_COLUMNS = ("chosen", "rejected", "kto_tag")
-TEXT = (SFT, "pt")
+TEXT = (SFT, PRETRAINING)
 """Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
 KTO = "kto"
 
@@ -155,7 +156,7 @@ def _columns(columns: Mapping[str, str], formatting: str, objective: str, where:
         named |= {} if label in KTO_LABELS else {"label": label}
         suffix = "" if objective == KTO else "_preference"
         return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
-    if objective == "pt" or (formatting == "alpaca" and columns and "response" not in columns):
+    if objective == PRETRAINING or (formatting == "alpaca" and columns and "response" not in columns):
         if formatting != "alpaca" or "response" in columns or not columns:
             raise UserError(f"{where}: stage pt trains the column of columns.prompt alone; name only that one")
         return "text", {"text": columns["prompt"]}

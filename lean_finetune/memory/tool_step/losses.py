@@ -74,13 +74,17 @@ def _cross_entropy(step: ToolStep, values: torch.Tensor, labels: torch.Tensor) -
 @torch.no_grad()
 def _measure(logits_BTV: torch.Tensor) -> None:
     """Entropy and accuracy as TRL computes them."""
-    shifted = logits_BTV[..., :-1, :]
-    rows = shifted.reshape(-1, logits_BTV.shape[-1])  # A copy, if there are several rows.
+    measure_entropy(logits_BTV)
+    logits_BTV[..., :-1, :].argmax(dim=-1)
+
+
+@torch.no_grad()
+def measure_entropy(logits_BTV: torch.Tensor) -> None:
+    """Entropy as TRL computes it: of a copy, if there are several rows, and of some rows at once."""
+    rows = logits_BTV[..., :-1, :].reshape(-1, logits_BTV.shape[-1])
     for chunk in rows.split(ENTROPY_ROWS)[:1]:
         logs = F.log_softmax(chunk, dim=-1)
         (torch.exp(logs) * logs).sum(-1)
-    del rows
-    shifted.argmax(dim=-1)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

@@ -13,12 +13,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lean_finetune.memory.tool_step.losses import measure_entropy
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 """The tiles in which TRL 1.16 computes log-probabilities."""
-ENTROPY_ROWS = 128
-"""Rows of logits whose entropy TRL computes at once."""
 Kept = list[torch.Tensor]
 """Tensors that live until the loss is known."""
 Score = Callable[[ToolStep, nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Kept]]
@@ -50,7 +49,7 @@ def pair_loss_of(
         chosen, rejected = sums_B.chunk(2)
         loss = -F.logsigmoid(chosen - rejected).mean()
         if step.loss == "pairs_by_rows":
-            _measure_entropy(kept[0].detach())
+            measure_entropy(kept[0].detach())
         del reference_kept
     return loss
 
@@ -74,13 +73,6 @@ def _by_rows(
         row.log_softmax(-1).gather(-1, labels).squeeze(-1) for row, labels in zip(shifted_BTV, labels_BT1, strict=True)
     ]
     return torch.stack(rows).sum(1), [logits_BTV]
-
-
-@torch.no_grad()
-def _measure_entropy(logits_BTV: torch.Tensor) -> None:
-    for rows in logits_BTV[..., :-1, :].reshape(-1, logits_BTV.shape[-1]).split(ENTROPY_ROWS)[:1]:
-        logs = F.log_softmax(rows, dim=-1)
-        (torch.exp(logs) * logs).sum(-1)
 
 
 def _log_softmax(
