@@ -21,6 +21,11 @@ PROMPT_ROLES = ("user", "tool")
 
 Message = dict[str, Any]
 
+PICTURE = "\ufdd6"
+"""The character in a message's text where a picture stands: a noncharacter, which Unicode reserves for internal use."""
+PICTURE_COLUMNS = ("images", "image")
+"""Columns of a row's pictures. data.columns can name another one for the first."""
+
 
 class RowFault(Exception):
     """A row that cannot be used: the rule and the remedy, as one line. The caller adds file and line."""
@@ -34,14 +39,40 @@ class EmptyAnswer(RowFault):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenPicture:
+    """A picture as its row gives it: by its path, or as its content. Nothing was read or decoded."""
+
+    path: str | None
+    """Absolute, or relative to the directory of the row's file. Beside `data` it is only a name."""
+    data: bytes | None
+
+    def key(self) -> str:
+        """The hash of the content, or else the path."""
+        return self.path or "" if self.data is None else f"sha256:{hashlib.sha256(self.data).hexdigest()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PicturePart:
+    """A content part with a picture, or with the place of one; `row_pictures` reads it."""
+
+    where: str
+    """The message, for faults."""
+    part: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """A row for the chat template. Every assistant turn that is not in `context` is trained."""
 
     messages: list[Message]
-    """Each with a known `role` and text in `content`."""
+    """Each with a known `role` and text in `content`, with a `PICTURE` where a picture stands."""
     tools: list[Any] | None
     context: frozenset[int] = frozenset()
     """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
+    pictures: tuple[GivenPicture, ...] = ()
+    """In the order of their places in all messages."""
+    picture_parts: tuple[PicturePart, ...] = ()
+    """The content parts that `parse_row` turns into `pictures`; empty in what it returns."""
 
     def trained_turns(self) -> list[int]:
         """Indices in `messages` of the turns that are trained."""
@@ -54,12 +85,17 @@ class Conversation:
     def prompt_key(self) -> bytes:
         """Everything before the first answer to a question: conversations that begin alike have equal keys.
 
-        A greeting before the first question belongs to the key. Without any question the key is the whole row.
+        A greeting before the first question belongs to the key. Without any question the key is the whole row. The
+        pictures of these messages belong to it too.
         """
         roles = [message["role"] for message in self.messages]
         question = next((n for n, role in enumerate(roles) if role in PROMPT_ROLES), len(roles))
         first = next((n for n in self.turns() if n > question), None)
-        return canonical({"messages": self.messages[:first], "tools": self.tools})
+        key = {"messages": self.messages[:first], "tools": self.tools}
+        if self.pictures:
+            shown = sum(message["content"].count(PICTURE) for message in self.messages[:first])
+            key["pictures"] = [picture.key() for picture in self.pictures[:shown]]
+        return canonical(key)
 
     def has_empty_answer(self) -> bool:
         """Whether a trained turn has neither text, nor tool calls, nor another value that a template may show."""
@@ -334,6 +370,8 @@ class SourceFormat:
     """Whether all its rows are held out."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are for the objective."""
+    pictures: bool = False
+    """Whether the model takes pictures. If not, rows with pictures are refused."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -348,7 +386,8 @@ class SourceFormat:
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
         labels = KTO_LABELS if self.kind is RowKind.LABELLED else ()
-        return frozenset(map(self.column, (*self.row_format.keys, *labels)))
+        pictures = PICTURE_COLUMNS if self.pictures else ()
+        return frozenset(map(self.column, (*self.row_format.keys, *labels, *pictures)))
 
 
 def formats_of(kind: RowKind) -> dict[str, RowFormat]:
@@ -427,6 +466,8 @@ def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANS
     known = frozenset().union(*(one.keys for one in FORMATS.values())) if name == AUTO else FORMATS[name].keys
     if kind is RowKind.LABELLED:
         known |= set(KTO_LABELS)
+    if kind is RowKind.ANSWER:
+        known |= {PICTURE_COLUMNS[0]}
     if unknown := [key for key in columns if key not in known]:
         raise UserError(
             f"data.columns: rows of data.format {name} have no key {show(unknown[0])}; the keys to give a column for "

@@ -1,11 +1,20 @@
 """Conversations as turns: roles, contents and tool calls, whatever names a row gives them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lean_finetune.data.format.format_base import ROLES, Message, RowFault, is_given, parse_json, show
+from lean_finetune.data.format.format_base import (
+    PICTURE,
+    ROLES,
+    Message,
+    PicturePart,
+    RowFault,
+    is_given,
+    parse_json,
+    show,
+)
 from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
 
 CALL = "tool_call"
@@ -54,28 +63,38 @@ TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value",
 # Parts of an answer, as LLaMA-Factory and gpt-oss write them.
 REASONING_PARTS, REASONING_PART_KEYS = ("reasoning", "thinking"), ("value", "text", "thinking", "reasoning")
 CALL_PARTS, CALL_PART_KEYS = ("tool_call",), ("value", "tool_call")
+PICTURE_PARTS = ("image", "image_url", "input_image")
 _PARTS = (*TEXT_PARTS, *(start + kind for start in ("", "input_") for kind in ("image", "audio", "video", "file")))
 _PARTS += ("image_url", "audio_url", "video_url")
 REASONING = "reasoning_content"
 """The message key that reasoning parts become."""
 
 
-def read_content(message: Message, role: str, where: str, text_key: str) -> list[Any]:
-    """Replace a message's content by its text and its reasoning; return the tool calls among its parts.
+class _Parts(NamedTuple):
+    """What the parts of a content have beside text."""
 
-    `text_key` is the row's name of the content. Raises RowFault if the content has something else than text.
+    calls: Sequence[Any] = ()
+    pictures: Sequence[PicturePart] = ()
+
+
+def read_content(message: Message, role: str, where: str, text_key: str) -> _Parts:
+    """Replace a message's content by its text and its reasoning; return the tool calls and pictures among its parts.
+
+    The text has a `PICTURE` for each picture. `text_key` is the row's name of the content. Raises RowFault if the
+    content has something else than text and pictures.
     """
     content = message.get("content")
     if isinstance(content, str):
-        return []
+        return _Parts()
     if role == "tool" and not _is_parts(content):
         message["content"] = "" if content is None else json.dumps(content, ensure_ascii=False, default=str)
-        return []
+        return _Parts()
     if not isinstance(content, list):
         raise RowFault(f"{where} needs text in {text_key!r}, got {show(content)}; change it")
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Any] = []
+    pictures: list[PicturePart] = []
     for part in content:
         _refuse_marks(part, where)
         if (text := _value(part, TEXT_PARTS, TEXT_KEYS)) is not None:
@@ -85,14 +104,22 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> list
         elif role == "assistant" and (text := _value(part, CALL_PARTS, CALL_PART_KEYS)) is not None:
             found = parse_json(text, f"{where} (tool_call)")
             calls += found if isinstance(found, list) else [found]
+        elif isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
+            texts.append(PICTURE)
+            pictures.append(PicturePart(where=where, part=part))
         else:
-            raise RowFault(f"{where} has a content part that is not text: {show(part)}; only text can be trained")
+            raise RowFault(f"{where} {not_text(part)}; only text can be trained")
     if reasoning and message.get(REASONING):
         raise RowFault(f"{where} has reasoning in 'content' and in {REASONING!r}; keep one of them")
     if reasoning:
         message[REASONING] = "".join(reasoning)
     message["content"] = "".join(texts)
-    return calls
+    return _Parts(calls, pictures)
+
+
+def not_text(part: Any) -> str:
+    """How faults call a content part that is not text."""
+    return f"has a content part that is not text: {show(part)}"
 
 
 def _value(part: Any, kinds: tuple[str, ...], keys: tuple[str, ...]) -> str | None:
@@ -147,6 +174,8 @@ class Turns:
     """Indices in `messages` of assistant turns that are not trained."""
     calls: frozenset[int] = frozenset()
     """Indices in `messages` of turns of which only tool calls were given, as with role tool_call."""
+    pictures: tuple[PicturePart, ...] = ()
+    """Of all content parts, in the order of the messages."""
 
     def joined(self) -> "Turns":
         """The turns with each turn of calls joined to the assistant's text or calls before it: one answer."""
@@ -165,7 +194,7 @@ class Turns:
                     context.add(len(messages))
                 messages.append(message)
             before = number if message["role"] == "assistant" else None
-        return Turns(messages=messages, context=frozenset(context))
+        return Turns(messages=messages, context=frozenset(context), pictures=self.pictures)
 
 
 def parse_turns(given: list[Any], where: str) -> Turns:
@@ -182,18 +211,20 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     messages: list[Message] = []
     context: list[int] = []
     calls: list[int] = []
+    pictures: list[PicturePart] = []
     for number, message in enumerate(given):
         if is_sharegpt and (plain := _plain_sharegpt(message)) is not None:
             message = plain
         elif not _is_plain(message):
             parsed = parse_message(message, f"{where} {number + 1}", role_key, text_key)
             message = parsed.message
+            pictures += parsed.pictures
             if parsed.is_context:
                 context.append(number)
             if parsed.is_call:
                 calls.append(number)
         messages.append(message)
-    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls))
+    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), pictures=tuple(pictures))
 
 
 def unknown_keys(messages: list[Message]) -> set[str]:
@@ -236,6 +267,7 @@ class _Parsed(NamedTuple):
     """Whether it is an assistant turn that is not trained."""
     is_call: bool
     """Whether its role says that its text is tool calls."""
+    pictures: Sequence[PicturePart]
 
 
 def parse_message(message: Any, where: str, role_key: str = "role", text_key: str = "content") -> _Parsed:
@@ -270,11 +302,11 @@ def parse_message(message: Any, where: str, role_key: str = "role", text_key: st
     if calls and "content" not in parsed:
         parsed["content"] = ""
     parts = read_content(parsed, role, where, text_key)
-    if calls and parts:
+    if calls and parts.calls:
         raise RowFault(f"{where} has tool calls in 'content' and in 'tool_calls'; keep one of them")
-    if calls := calls or parts:
+    if calls := calls or parts.calls:
         parsed["tool_calls"] = [parse_tool_call(call, where) for call in calls]
-    return _Parsed(parsed, is_context, is_call)
+    return _Parsed(parsed, is_context, is_call, parts.pictures)
 
 
 def parse_tool_call(call: Any, where: str) -> dict[str, Any]:

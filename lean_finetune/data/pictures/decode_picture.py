@@ -1,0 +1,70 @@
+"""The pixels of a picture, as every model gets them: upright, in RGB, with white where it is transparent."""
+
+import warnings
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from lean_finetune.data.format.format_base import RowFault
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are decoded. Pillow has more, and some of them run other programs, such as Ghostscript for EPS."""
+MAX_PIXELS = 89_478_485
+"""Most pixels of a picture: where Pillow warns of a decompression bomb, 256 MiB as RGB. A phone's 50 Mpx are below."""
+WHITE = (255, 255, 255, 255)
+_DEEP_MODES = ("I", "F")
+"""Pillow's modes of 32 bits a pixel, for which there is no scale."""
+
+# Pillow only warns from MAX_PIXELS to twice as many, and prints it.
+warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+
+
+def decode_picture(data: bytes, name: str) -> Image.Image:
+    """The first frame of a picture in mode RGB; `name` is for faults.
+
+    The orientation of its EXIF data is applied. Transparent pixels are blended with white, as transformers and Qwen's
+    code do. Channels of 16 bits keep the upper 8.
+
+    Raises RowFault if the content is no picture of FORMATS, is damaged or truncated, or has more than MAX_PIXELS,
+    which its header tells before anything is decoded.
+    """
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise RowFault(_too_large(name, f"{width:,} × {height:,} pixels"))
+            if image.mode in _DEEP_MODES:
+                raise RowFault(f"picture {name} has 32 bits a pixel; save it with 8 or 16 bits a channel")
+            ImageOps.exif_transpose(image, in_place=True)
+            return _to_rgb(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RowFault(_too_large(name, f"too many ({error})")) from None
+    except UnidentifiedImageError:
+        raise RowFault(f"picture {name} {_start(data)}; convert it to one of {', '.join(FORMATS)}") from None
+    except RowFault:
+        raise
+    # Each decoder has its own exceptions for hostile bytes: OSError, SyntaxError, ValueError, struct.error, and others.
+    except Exception as error:
+        raise RowFault(f"picture {name} is damaged or truncated ({error}); write or download it again") from error
+
+
+def _too_large(name: str, found: str) -> str:
+    return f"picture {name} has {found}; at most {MAX_PIXELS:,} are decoded: make it smaller"
+
+
+def _start(data: bytes) -> str:
+    """What content that no decoder knows is."""
+    if not data:
+        return "is empty"
+    return f"is of no format that is decoded (it starts with {data[:16]!r})"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """A loaded picture in mode RGB."""
+    if image.mode.startswith("I;16"):
+        # Pillow keeps the upper 8 bits of 16-bit colour; of 16-bit grey, it would clip.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        return Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,71 @@
+"""The content of a row's picture, from the row itself or from a file beside it."""
+
+import os
+import stat
+from pathlib import Path
+
+from lean_finetune.data.format.format_base import GivenPicture, RowFault
+
+MAX_BYTES = 256 << 20
+"""Most bytes of a picture's file: more is a mistake, and each worker holds one."""
+
+
+def read_picture(given: GivenPicture, directory: Path) -> bytes:
+    """The content of a picture; `directory` is that of the row's file.
+
+    Raises RowFault as `picture_path`, or if the file is missing, not readable, not a regular one, or has more than
+    MAX_BYTES.
+    """
+    if given.data is not None:
+        data = given.data
+    else:
+        path = picture_path(given, directory)
+        try:
+            # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                    raise RowFault(f"picture {given.path} is no regular file; copy it into one")
+                data = stream.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise RowFault(
+                f"picture {path} cannot be read ({error.strerror}); correct its path, or put it there"
+            ) from None
+    if len(data) > MAX_BYTES:
+        raise RowFault(f"picture {picture_name(given)} has more than {MAX_BYTES >> 20} MiB; make it smaller")
+    return data
+
+
+def picture_path(given: GivenPicture, directory: Path) -> Path:
+    """The file of a picture that its row names by path.
+
+    Raises RowFault if a relative path leaves `directory`, by `..` or by a link. An absolute one is the user's choice.
+    """
+    assert given.path is not None, "a picture has a path, or its content"
+    if "\0" in given.path or not _is_file_name(given.path):
+        raise RowFault(f"picture {given.path!r} has a NUL or a lone surrogate in its path; correct it")
+    if given.path.startswith("~"):
+        raise RowFault(f"picture {given.path}: ~ is not expanded; write the full path")
+    path = Path(given.path)
+    if path.is_absolute():
+        return path
+    # realpath, unlike resolve, accepts loops of links; opening the file then reports them.
+    inside = Path(os.path.realpath(directory))
+    if not Path(os.path.realpath(inside / path)).is_relative_to(inside):
+        raise RowFault(
+            f"picture {given.path} is outside of {directory}, the directory of its row's file; write its absolute "
+            "path, or copy it there"
+        )
+    return directory / path
+
+
+def _is_file_name(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def picture_name(given: GivenPicture) -> str:
+    """How messages call a picture."""
+    return given.path or "in the row"
