@@ -16,7 +16,7 @@ from lean_finetune.core.stage_command import StageCommand
 from tests.test_layers import imported_names
 
 ROOT = Path(__file__).parents[1]
-MODULES = {"mlflow-skinny": "mlflow", "vl-convert-python": "vl_convert"}
+MODULES = {"mlflow-skinny": "mlflow", "pillow": "PIL", "vl-convert-python": "vl_convert"}
 """Packages whose module has another name."""
 USED_BY_OTHERS = {
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow, for a local store"),
