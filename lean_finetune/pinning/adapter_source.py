@@ -8,9 +8,10 @@ from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
-from lean_finetune.pinning.data_source import NOTHING_LOCAL, refuse_unignored
+from lean_finetune.pinning.data_source import refuse_unignored
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, files_directory, model_directory, verify_files
+from lean_finetune.pinning.watched_links import NOTHING_LOCAL
 
 FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 TUNED = Path("data/tuned")

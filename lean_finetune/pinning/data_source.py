@@ -1,16 +1,17 @@
-"""Pin the data source: files of this machine, a directory or a hub data set; links through which DVC watches them."""
+"""Pin the data source: files of this machine, a directory or a hub data set."""
 
 import glob
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.units import counted
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data, Source, named_sources
 from lean_finetune.config.field_types import HUB_PREFIX
-from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file, write_errors, write_json
+from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import (
     KNOWN_NAMES,
@@ -23,13 +24,9 @@ from lean_finetune.pinning.config_file import (
 )
 from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_files
 from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
+from lean_finetune.pinning.picture_pins import pin_pictures
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, refuse_outputs, watch_sources
 
-OUTPUTS = (
-    *("data/tokens", "data/batches", "data/estimate", "data/reference", "data/train", "data/tuned", "data/evaluate"),
-    "data/report",
-    *("locks", "metrics"),
-)
-"""Paths that the stages write, as in dvc.yaml."""
 SAVED_STATE = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
 
@@ -206,27 +203,6 @@ def _sibling(parameter: str, key: str) -> str:
     return f"{parameter.rpartition('.')[0]}.{key}"
 
 
-def refuse_outputs(parameter: str, source: str, path: Path, project: Path | None = None) -> None:
-    """Refuse a source inside an output of the pipeline, or around one: each run would change it.
-
-    `path` is the file or directory that DVC would watch. `project`: its directory, if it is not the working directory.
-    """
-    for root in (Path(), repo_root()) if project is None else (project,):
-        for output in OUTPUTS:
-            # realpath, unlike resolve, accepts loops of links.
-            written, read = (Path(os.path.realpath(one)) for one in (root / output, path))
-            if written == read or written in read.parents:
-                raise UserError(
-                    f"{parameter}: must not be in {output}, which the pipeline writes; got {source!r}; name another "
-                    "path, or copy the rows there first"
-                )
-            if read in written.parents:
-                raise UserError(
-                    f"{parameter}: DVC would watch all of {read}, and the pipeline writes {output} in it; got "
-                    f"{source!r}; move the rows into a directory without the project, and name that"
-                )
-
-
 def _refuse_odd_link(parameter: str, root: Path, name: Path) -> None:
     """Refuse a link to nothing or to a directory, which would be silently skipped or not watched."""
     for part in (name, *name.parents[:-1]):
@@ -255,9 +231,14 @@ def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
 # Pinning of the data: locks/data.json names the files that later stages read, with their content hashes.
 
 
-def pin_data(data: Data, locks: Path) -> str | None:
+FindPictures = Callable[[Mapping[str, Any]], Mapping[str, Path]]
+"""From an entry of the lock to the pictures that its rows name by path, by name."""
+
+
+def pin_data(data: Data, locks: Path, find_pictures: FindPictures = lambda entry: {}) -> str | None:
     """Write locks/data.json for data.source and data.heldout_source, and link local files so that DVC watches them.
 
+    The pictures that `find_pictures` finds are pinned and watched too.
     A list entry that can have them inherits the section's `revision`, `config` and `split`, unless it sets its own. A
     source's weight is not pinned, because it does not change the rows. Returns a note for the user, None for none.
     Raises UserError if a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
@@ -271,8 +252,11 @@ def pin_data(data: Data, locks: Path) -> str | None:
         entry, local = _pin_source(parameter, one, data)
         pinned.append(entry)
         if local is not None:
-            refuse_unignored(parameter, one.source, local.paths)
-            watched.append(local)
+            pictures = find_pictures(entry)
+            if pictures:
+                entry["pictures"] = pin_pictures(pictures)
+            refuse_unignored(parameter, one.source, [*local.paths, *pictures.values()])
+            watched.append(Watched(root=local.root, files=local.paths, pictures=pictures))
     if data.split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", data.split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     _hold_out(pinned[:trained], pinned[trained:])
@@ -284,13 +268,26 @@ def pin_data(data: Data, locks: Path) -> str | None:
         "chat_template_sha256": None if template is None else sha256_file(template),
     }
     write_json(locks / "data.json", lock)
-    unlinked = watch_sources(locks, watched, template)
-    if not unlinked:
-        return None
-    return (
-        f"data.source: DVC notices edited and removed files of every directory, but added ones in the first "
-        f"{len(DIRECTORY_LINKS)} alone; after adding files to {unlinked[0]} or a later one run `dvc repro -sf pin_data`"
-    )
+    unlinked, unwatched = watch_sources(locks, watched, template)
+    missing = sum(entry["pictures"]["missing"] for entry in pinned if "pictures" in entry)
+    return "; ".join(_notes(unlinked, unwatched, missing)) or None
+
+
+def _notes(unlinked: list[Path], unwatched: list[Path], missing: int) -> Iterator[str]:
+    """What DVC cannot notice."""
+    again = "run `dvc repro -sf pin_data`"
+    if unlinked:
+        yield (
+            f"data.source: DVC notices edited and removed files of every directory, but added ones in the first "
+            f"{len(DIRECTORY_LINKS)} alone; after adding files to {unlinked[0]} or a later one {again}"
+        )
+    if unwatched:
+        yield (
+            f"data.source: DVC does not notice changes of {counted(len(unwatched), 'picture')}, such as "
+            f"{unwatched[0]}; after changing them {again}, or put all pictures of a source into one directory"
+        )
+    if missing:
+        yield f"data.source: rows name {counted(missing, 'picture')} that cannot be read; after adding them {again}"
 
 
 def _pin_source(parameter: str, one: Source, data: Data) -> tuple[dict[str, Any], LocalSource | None]:
@@ -367,62 +364,6 @@ def _entry(
     }
 
 
-# Links that let DVC watch local sources anywhere: DVC follows a link when it hashes a dependency.
-#
-# `dvc exp run` adds the files below such a link to git unless .gitignore names the link; ours does, so weights and
-# data stay out of git.
-
-# Target of a link when nothing local is watched, as for a hub id.
-NOTHING_LOCAL = Path("locks/README.md")
-# DVC follows a link to a directory only if the link itself is a dependency: dvc.yaml lists these four.
-DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
-# In a directory that is a dependency, DVC follows any number of links to files.
-FILE_LINKS = "watched-files"
-
-
-def watch_sources(locks: Path, sources: Sequence[LocalSource], template: Path | None) -> list[Path]:
-    """Link the local sources and the user's chat template.
-
-    Returns the directories for which no directory link is left. Their files are linked one by one, so that DVC does not
-    notice files added to them. Raises UserError if the disk cannot be written.
-    """
-    roots = list(dict.fromkeys(source.root for source in sources))
-    folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
-    directories, others = folders[: len(DIRECTORY_LINKS)], folders[len(DIRECTORY_LINKS) :]
-    paths = (path for source in sources if source.root not in directories for path in source.paths)
-    files = list(dict.fromkeys(paths))
-    for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
-        watch(locks / link, target)
-    links = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
-    if template is not None:
-        links["template"] = template
-    for name, path in links.items():
-        watch(locks / FILE_LINKS / name, path)
-    with write_errors(locks / FILE_LINKS):
-        for old in (locks / FILE_LINKS).iterdir():
-            if old.name not in links:
-                old.unlink()
-    return others
-
-
-def watch(link: Path, target: Path) -> None:
-    """Point `link` at `target`: by a relative path if copies of the repository have the target too, else absolute.
-
-    Links in `target` are not resolved, so that DVC notices when they change. The link is replaced atomically, and not
-    touched if it is right already. Raises UserError if the disk cannot be written.
-    """
-    absolute = Path(os.path.abspath(target))
-    text = os.path.relpath(absolute, link.parent.resolve()) if _is_in_copies(absolute) else str(absolute)
-    if link.is_symlink() and os.readlink(link) == text:
-        return
-    with write_errors(link):
-        link.parent.mkdir(parents=True, exist_ok=True)
-        aside = link.with_name(f".{link.name}.partial")
-        aside.unlink(missing_ok=True)
-        os.symlink(text, aside)
-        os.replace(aside, link)
-
-
 def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None:
     """Refuse files in the user's checkout that git neither tracks nor ignores.
 
@@ -450,24 +391,3 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
                 f"it into .git and could delete files in it; got {source!r}; move it out of the checkout, or add the "
                 f"line /{found} to .git/info/exclude"
             )
-
-
-def _is_in_copies(path: Path) -> bool:
-    """Whether a clone or a temporary experiment has the path: it is in the working directory and tracked by git.
-
-    On a path through links, git tracks the first link; its target must be tracked too, or be outside the repository.
-    """
-    here, resolved = Path.cwd().resolve(), path.resolve()
-    if not path.is_relative_to(here):
-        return False
-    first_link = next((part for part in (*reversed(path.parents), path) if part.is_symlink()), path)
-    return _tracked(first_link) and (not resolved.is_relative_to(here) or _tracked(resolved))
-
-
-def _tracked(path: Path) -> bool:
-    """Whether git tracks the path; True without git, where there are no copies."""
-    try:
-        untracked = subprocess.run(["git", "ls-files", "--others", "--", path], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return True
-    return not untracked

@@ -17,9 +17,10 @@ from lean_finetune.pinning.config_file import (
     read_config_json,
     refuse_adapter,
 )
-from lean_finetune.pinning.data_source import NOTHING_LOCAL, refuse_unignored, watch
+from lean_finetune.pinning.data_source import refuse_unignored
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
 from lean_finetune.pinning.locate import TINY, TINY_DIRECTORY, TOKENIZER_FILES, example_names
+from lean_finetune.pinning.watched_links import NOTHING_LOCAL, watch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

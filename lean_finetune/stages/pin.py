@@ -3,12 +3,14 @@
 import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
+from functools import partial
 from pathlib import Path
 
 import click
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.data.pictures.named_pictures import named_pictures
 from lean_finetune.pinning.data_source import pin_data
 from lean_finetune.pinning.model_source import pin_model
 
@@ -23,7 +25,8 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        if note := pin_data(p.data, locks):
+        find_pictures = partial(named_pictures, columns=p.data.columns, ignore_columns=p.data.ignore_columns)
+        if note := pin_data(p.data, locks, find_pictures):
             click.echo(f"note: {note}", err=True)
     else:
         pin_model(

@@ -10,8 +10,8 @@ from datasets import Dataset, DatasetDict
 from ruamel.yaml import YAML
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.pinning.data_source import OUTPUTS
 from lean_finetune.pinning.locate import data_files
+from lean_finetune.pinning.watched_links import OUTPUTS
 from stages.pin import main
 from tests.processes import run_bounded
 from tests.workspace import error, invoke, lay_out, write_rows

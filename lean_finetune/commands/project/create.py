@@ -38,9 +38,9 @@ from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.config_file import glob_base
-from lean_finetune.pinning.data_source import refuse_outputs
 from lean_finetune.pinning.hub import HUB_ID, gated_note
 from lean_finetune.pinning.locate import TINY, example_names, find_model
+from lean_finetune.pinning.watched_links import refuse_outputs
 
 PIPELINE = "dvc.yaml"
 README = "README.md"

@@ -5,7 +5,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from lean_finetune.pinning.data_source import DIRECTORY_LINKS, FILE_LINKS, NOTHING_LOCAL
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, FILE_LINKS, NOTHING_LOCAL
 
 PACKAGE = Path(__file__).parents[2]
 TEMPLATE = PACKAGE / "project"

@@ -1,0 +1,96 @@
+"""The pictures that the rows of a source name by path, for pinning: found without the rows' format."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.format.format_base import PICTURE_COLUMNS, GivenPicture, RowFault, list_or_nothing
+from lean_finetune.data.format.messages import PICTURE_PARTS
+from lean_finetune.data.format.row_pictures import column_pictures, given_picture
+from lean_finetune.data.format.unread_columns import without
+from lean_finetune.data.pictures.picture_files import picture_directory, picture_path
+from lean_finetune.data.read.decode_rows import decode
+from lean_finetune.data.read.source_blocks import open_local, read_blocks
+from lean_finetune.pinning.locate import DATA_SCHEMA, DataFile, data_files
+
+# The name of each column and kind of part has the first; JSON may write its letters as the second.
+_SIGNS = (b"image", b"\\u006")
+_SEARCHED_BYTES = 1 << 20
+_SIGN_BYTES = max(map(len, _SIGNS))
+
+
+def named_pictures(
+    source: Mapping[str, Any], columns: Mapping[str, Any] | None, ignore_columns: Collection[str] | None
+) -> dict[str, Path]:
+    """The pictures that the rows of a local source of locks/data.json name by path, by name.
+
+    The name is the path as the row writes it; in front of a relative one stands the path of the row's directory within
+    the source. `columns` and `ignore_columns` are data.columns and data.ignore_columns. What is at fault in a file, a
+    row or a path is left out: stage tokenize refuses it.
+    """
+    lock = {"schema": DATA_SCHEMA, "sources": [source]}
+    given = source["columns"] if source["columns"] is not None else columns or {}
+    column = given.get(PICTURE_COLUMNS[0])
+    files = data_files(lock)
+    if column is None and not any(map(_may_name_pictures, files)):
+        return {}
+    directories = [picture_directory(file) for file in files]
+    found: dict[str, Path] = {}
+    for file, row in _rows(lock, column is None):
+        row = without(row, ignore_columns or ())
+        if column is not None:
+            row = {**row, PICTURE_COLUMNS[0]: row.get(column)}
+        for picture in _pictures(row):
+            if picture.path is None or picture.data is not None:
+                continue
+            within = PurePath(source["files"][file]["path"]).parent
+            with suppress(RowFault):
+                found[(within / picture.path).as_posix()] = picture_path(picture, directories[file])
+    return found
+
+
+def _may_name_pictures(file: DataFile) -> bool:
+    """Whether the rows of a file may name pictures, by a search for _SIGNS, which is faster than reading rows."""
+    if file.kind.format == "txt":
+        return False
+    if file.kind.is_seekable or file.kind.compression is not None or file.path is None:
+        return True
+    end = b""
+    with open_local(file.path, file.name) as stream:
+        while block := stream.read(_SEARCHED_BYTES):
+            if any(sign in block or sign in end + block[:_SIGN_BYTES] for sign in _SIGNS):
+                return True
+            end = block[-_SIGN_BYTES:]
+    return False
+
+
+def _rows(lock: Mapping[str, Any], may_skip: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(index of its file, row) for each row; `may_skip`: but those of blocks without any of _SIGNS."""
+    with suppress(UserError):  # A damaged or changed file: tokenize reads it again.
+        for block in read_blocks(lock, max_rows=None, progress=lambda _: None):
+            if not may_skip or any(sign in block.payload for sign in _SIGNS):
+                yield from ((block.file, row.value) for row in decode(block) if row.value is not None)
+
+
+def _pictures(row: Mapping[str, Any]) -> Iterator[GivenPicture]:
+    """The pictures of a row's columns and content parts."""
+    with suppress(RowFault):
+        yield from column_pictures(row)
+    for part in _parts(list(row.values())):
+        with suppress(RowFault):
+            yield given_picture(part, "")
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """The content parts with pictures inside a value of a row, also in JSON text, as in a CSV file."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = list_or_nothing(value)
+    if isinstance(value, dict):
+        if value.get("type") in PICTURE_PARTS:
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
