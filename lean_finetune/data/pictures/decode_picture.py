@@ -8,13 +8,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lean_finetune.data.format.format_base import RowFault
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are decoded. Pillow has more, and some of them run other programs, such as Ghostscript for EPS."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats that are decoded. Pillow has more: EPS runs Ghostscript, and libtiff prints its faults past Python."""
 MAX_PIXELS = 89_478_485
 """Most pixels of a picture: where Pillow warns of a decompression bomb, 256 MiB as RGB. A phone's 50 Mpx are below."""
 WHITE = (255, 255, 255, 255)
-_DEEP_MODES = ("I", "F")
-"""Pillow's modes of 32 bits a pixel, for which there is no scale."""
 
 # Pillow only warns from MAX_PIXELS to twice as many, and prints it.
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
@@ -33,13 +31,11 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise RowFault(_too_large(name, f"{width:,} × {height:,} pixels"))
-            if image.mode in _DEEP_MODES:
-                raise RowFault(f"picture {name} has 32 bits a pixel; save it with 8 or 16 bits a channel")
+                raise RowFault(_too_large(name))
             ImageOps.exif_transpose(image, in_place=True)
             return _to_rgb(image)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RowFault(_too_large(name, f"too many ({error})")) from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise RowFault(_too_large(name)) from None
     except UnidentifiedImageError:
         raise RowFault(f"picture {name} {_start(data)}; convert it to one of {', '.join(FORMATS)}") from None
     except RowFault:
@@ -49,15 +45,15 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise RowFault(f"picture {name} is damaged or truncated ({error}); write or download it again") from error
 
 
-def _too_large(name: str, found: str) -> str:
-    return f"picture {name} has {found}; at most {MAX_PIXELS:,} are decoded: make it smaller"
+def _too_large(name: str) -> str:
+    return f"picture {name} has more than {MAX_PIXELS:,} pixels, so it is not decoded; make it smaller"
 
 
 def _start(data: bytes) -> str:
     """What content that no decoder knows is."""
     if not data:
         return "is empty"
-    return f"is of no format that is decoded (it starts with {data[:16]!r})"
+    return f"is damaged, or of no format that is decoded (it starts with {data[:16]!r})"
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,0 +1,92 @@
+"""A picture is read from the row or from its file, and never from outside of the directory without the user's word."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.data.format.format_base import GivenPicture, RowFault
+from lean_finetune.data.pictures import picture_files
+from lean_finetune.data.pictures.picture_files import picture_directory, read_picture
+from lean_finetune.pinning.locate import data_files
+from tests.data.read.common import lock_of, source
+from tests.workspace import write_rows
+
+
+def read(path: str | None, directory: Path | None, data: bytes | None = None) -> bytes:
+    return read_picture(GivenPicture(path=path, data=data), directory)
+
+
+def refusal(path: str, directory: Path | None) -> str:
+    with pytest.raises(RowFault) as fault:
+        read(path, directory)
+    text = str(fault.value)
+    assert text.startswith("picture ") and "\n" not in text
+    return text
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A directory with pictures, and a picture beside it."""
+    (tmp_path / "rows/images").mkdir(parents=True)
+    (tmp_path / "rows/images/a b.png").write_bytes(b"inside")
+    (tmp_path / "rows/a.png").write_bytes(b"beside")
+    (tmp_path / "outside.png").write_bytes(b"outside")
+    return tmp_path / "rows"
+
+
+def test_pictures_of_the_row_of_its_directory_and_of_an_absolute_path_are_read(rows: Path):
+    assert read("images/a b.png", rows) == b"inside"
+    assert read("./images/../a.png", rows) == b"beside"
+    assert read(str(rows.parent / "outside.png"), rows) == read(str(rows.parent / "outside.png"), None) == b"outside"
+    assert read("gone.png", rows, b"in the row") == read(None, None, b"in the row") == b"in the row"
+
+
+def test_a_relative_path_does_not_leave_the_directory(rows: Path):
+    """Rows of a stranger would send any file of this machine to the trained model."""
+    (rows / "link.png").symlink_to(rows.parent / "outside.png")
+    (rows / "up").symlink_to(rows.parent)
+    (rows / "fine.png").symlink_to("images/a b.png")
+    for path in ("../outside.png", "images/../../outside.png", "link.png", "up/outside.png", "../rows2/a.png"):
+        assert f"picture {path} is outside of {rows}" in refusal(path, rows)
+    assert read("fine.png", rows) == b"inside"
+    linked = rows.parent / "linked"
+    linked.symlink_to(rows)
+    assert read("a.png", linked) == b"beside"
+
+
+def test_what_is_no_readable_file_is_refused_with_its_path(rows: Path, monkeypatch):
+    """A pipe would wait for a writer for ever, and a device would never end."""
+    os.mkfifo(rows / "pipe.png")
+    (rows / "loop.png").symlink_to("loop.png")
+    assert f"picture {rows}/gone.png cannot be read (No such file or directory)" in refusal("gone.png", rows)
+    assert "cannot be read (Is a directory)" in refusal("images", rows)
+    assert "cannot be read (Too many levels of symbolic links)" in refusal("loop.png", rows)
+    assert "cannot be read (File name too long)" in refusal("a" * 300, rows)
+    assert "picture pipe.png is no regular file" in refusal("pipe.png", rows)
+    assert "picture /dev/zero is no regular file" in refusal("/dev/zero", rows)
+    assert "NUL" in refusal("a\0.png", rows) and "surrogate" in refusal("\ud800.png", rows)
+    assert "~ is not expanded" in refusal("~/a.png", rows)
+    monkeypatch.setattr(picture_files, "MAX_PICTURE_BYTES", 5)
+    assert "picture a.png has more than" in refusal("a.png", rows)
+
+
+def test_rows_on_the_hub_have_no_files_beside_them():
+    assert "picture images/a.png is beside a file on the hub" in refusal("images/a.png", None)
+
+
+def test_the_directory_is_that_of_the_row_s_file(rows: Path, tmp_path: Path, monkeypatch):
+    """In a temporary experiment the rows are in a copy of the checkout, and ignored pictures only in the checkout."""
+    write_rows(rows / "train.jsonl", [{}])
+    [file] = data_files(lock_of(source(rows / "train.jsonl")))
+    assert picture_directory(file) == rows
+    copy = tmp_path / "copy"
+    (copy / "rows").mkdir(parents=True)
+    (copy / "rows/train.jsonl").write_bytes((rows / "train.jsonl").read_bytes())
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path))
+    monkeypatch.chdir(copy)
+    entry = {**source(Path("rows/train.jsonl")), "source": "rows/train.jsonl"}
+    [file] = data_files(lock_of(entry))
+    assert file.path == Path("rows/train.jsonl")
+    directory = picture_directory(file)
+    assert directory is not None and directory.samefile(rows)
