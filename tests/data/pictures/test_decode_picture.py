@@ -77,7 +77,9 @@ def test_a_jpeg_of_several_pictures_gives_the_first():
 
 def test_cmyk_jpeg_is_not_inverted():
     """Adobe's CMYK files have inverted channels: their pictures look like negatives."""
-    for found, wanted in zip(corners(saved(drawn().convert("CMYK"), "JPEG", quality=95)), (BLUE, RED, RED), strict=True):
+    for found, wanted in zip(
+        corners(saved(drawn().convert("CMYK"), "JPEG", quality=95)), (BLUE, RED, RED), strict=True
+    ):
         assert np.abs(np.subtract(found, wanted)).max() < 12
 
 
@@ -102,7 +104,7 @@ def sixteen_bits(values: np.ndarray, colour: int) -> bytes:
 
 def test_sixteen_bits_are_scaled_and_not_clipped():
     """Pillow's own conversion made every grey above 255 of 65,535 white."""
-    values = np.arange(0, 65536, 257, np.uint16).reshape(16, 16)
+    values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     wanted = np.arange(256).reshape(16, 16)
     for data in (sixteen_bits(values, 0), saved(Image.fromarray(values), "PNG")):
         found = np.asarray(decode_picture(data, "a.png"))
