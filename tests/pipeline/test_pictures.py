@@ -1,0 +1,52 @@
+"""DVC notices every change of a picture that rows name, and reruns what reads it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.pipeline.clone import Clone, stages_run
+from tests.workspace import write_rows
+
+STAGES = ("pin_data", "tokenize")
+
+
+def draw(path: Path, colour: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), colour).save(path)
+
+
+@pytest.mark.slow
+def test_an_edited_added_or_removed_picture_reruns_pin_data_and_tokenize(clone: Clone, tmp_path: Path):
+    """Training would go on with the tokens of pictures that are gone."""
+    text = [json.loads(line) for line in (clone.root / "data/raw/sample.jsonl").read_text().splitlines()[:20]]
+    images = [
+        {
+            "messages": [{"role": "user", "content": f"<image>{k}"}, {"role": "assistant", "content": "A"}],
+            "images": [name],
+        }
+        for k, name in enumerate(("images/a.png", "images/deep/b.png", str(tmp_path / "other/c.png")))
+    ]
+    rows = write_rows(tmp_path / "rows/train.jsonl", text + images)
+    for name in ("rows/images/a.png", "rows/images/deep/b.png", "rows/images/unused.png", "other/c.png"):
+        draw(tmp_path / name, "red")
+    # The tiny model takes no pictures, so its rows are skipped: what matters here is what reruns.
+    clone.set_params(data__source=str(rows), data__on_bad_row="skip")
+    clone.dvc("repro", *STAGES)
+    clone.dvc("repro", *STAGES)  # The first run changed the links, which are dependencies.
+    assert stages_run(clone.dvc("repro", *STAGES)) == []
+    for name in ("rows/images/a.png", "rows/images/deep/b.png", "other/c.png"):
+        draw(tmp_path / name, "blue")
+        assert stages_run(clone.dvc("repro", *STAGES)) == list(STAGES), name
+    (tmp_path / "rows/images/deep/b.png").unlink()
+    assert stages_run(clone.dvc("repro", *STAGES)) == list(STAGES)
+    draw(tmp_path / "rows/images/deep/b.png", "green")
+    assert stages_run(clone.dvc("repro", *STAGES)) == list(STAGES)
+    draw(tmp_path / "rows/images/unused.png", "blue")
+    assert stages_run(clone.dvc("repro", *STAGES)) == ["pin_data"]  # No row has it.
+    assert clone.json("locks/data.json")["sources"][0]["pictures"]["files"] == 3
+    assert os.readlink(clone.root / "locks/watched-data-1") == str(tmp_path / "other")
+    assert os.readlink(clone.root / "locks/watched-data-2") == str(tmp_path / "rows/images")
+    clone.run("git", "clean", "-fdq", "locks")
