@@ -1,5 +1,6 @@
 """The pictures that the rows of a source name by path, for pinning: found without the rows' format."""
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -37,17 +38,16 @@ def named_pictures(
     if column is None and not any(map(_may_name_pictures, files)):
         return {}
     directories = [picture_directory(file) for file in files]
+    within = [PurePath(file["path"]).parent for file in source["files"]]
     found: dict[str, Path] = {}
     for file, row in _rows(lock, column is None):
         row = without(row, ignore_columns or ())
         if column is not None:
             row = {**row, PICTURE_COLUMNS[0]: row.get(column)}
         for picture in _pictures(row):
-            if picture.path is None or picture.data is not None:
-                continue
-            within = PurePath(source["files"][file]["path"]).parent
-            with suppress(RowFault):
-                found[(within / picture.path).as_posix()] = picture_path(picture, directories[file])
+            if picture.path is not None and picture.data is None:
+                with suppress(RowFault):
+                    found[os.path.join(within[file], picture.path)] = picture_path(picture, directories[file])
     return found
 
 

@@ -56,7 +56,7 @@ def picture_path(given: GivenPicture, directory: Path | None) -> Path:
         raise RowFault(f"picture {given.path!r} has a NUL or a lone surrogate in its path; correct it")
     if given.path.startswith("~"):
         raise RowFault(f"picture {given.path}: ~ is not expanded; write the full path")
-    if Path(given.path).is_absolute():
+    if os.path.isabs(given.path):
         return Path(given.path)
     if directory is None:
         raise RowFault(
@@ -64,8 +64,8 @@ def picture_path(given: GivenPicture, directory: Path | None) -> Path:
             "data set, and name its files"
         )
     # realpath, unlike resolve, accepts loops of links; opening the file then reports them.
-    inside = Path(os.path.realpath(directory))
-    if not Path(os.path.realpath(inside / given.path)).is_relative_to(inside):
+    inside = os.path.realpath(directory)
+    if not os.path.realpath(os.path.join(inside, given.path)).startswith(os.path.join(inside, "")):
         raise RowFault(
             f"picture {given.path} is outside of {directory}, the directory of its row's file; write its absolute "
             "path, or copy it there"
