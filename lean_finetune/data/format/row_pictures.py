@@ -201,10 +201,7 @@ def _of_text(text: str, where: str) -> GivenPicture:
             raise RowFault(f"{where} must be a data: URI with base64, got {show(text)}; change it")
         return GivenPicture(path=None, data=_decoded(content, where))
     if text[: len(_FILE_URI)].lower() == _FILE_URI:
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise RowFault(f"{where} must name a file of this machine as file:///path, got {show(text)}; change it")
-        text = unquote(parts.path)
+        text = _path_of_uri(text, where)
     elif _URL.match(text):
         raise RowFault(f"{where} is a URL, and pictures are not fetched: {show(text)}; download it and name the file")
     if len(text) > _PATH_CHARACTERS:
@@ -212,6 +209,17 @@ def _of_text(text: str, where: str) -> GivenPicture:
             f"{where} is too long for a path ({len(text):,} characters); write base64 as data:image/png;base64,..."
         )
     return GivenPicture(path=text, data=None)
+
+
+def _path_of_uri(uri: str, where: str) -> str:
+    """The absolute path of a file: URI of this machine."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # A bracket without its pair, as of an IPv6 address.
+        parts = None
+    if parts is None or parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise RowFault(f"{where} must name a file of this machine as file:///path, got {show(uri)}; change it")
+    return unquote(parts.path)
 
 
 def _decoded(text: str, where: str) -> bytes:

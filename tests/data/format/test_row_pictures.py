@@ -248,6 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "http in column": (asked("<image>Q", images=["a", "http://a.b/c.png"]), "'images' 2 is a URL"),
     "s3": (asked("Q", image="s3://a/b.png"), "'image' is a URL"),
     "other machine": (asked("Q", image="file://server/a.png"), "must name a file of this machine as file:///path"),
+    "broken file uri": (asked("Q", image="file://[a/b.png"), "must name a file of this machine as file:///path"),
     "relative file uri": (asked("Q", image="file:a.png"), "must name a file of this machine as file:///path"),
     "uri without base64": (asked("Q", image="data:image/svg+xml,<svg/>"), "must be a data: URI with base64"),
     "bad base64": (asked({"type": "image", "base64": "!!!"}), "messages 1 is not base64"),
