@@ -33,6 +33,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.picture_parts import WithPictures, parts_beside_text, takes_pictures, vision_parts
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #
@@ -87,21 +88,12 @@ def _no_timm_models() -> Iterator[None]:
 
 def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """Remove the parts that text never reaches; yield their names and numbers of parameters."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is not None and head in decoder.modules():  # Refused by `refuse_other_heads`.
-        return
-    ends = [part for part in (decoder, head) if part is not None]
-    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    on_path = {"", *(name[: match.start()] for name in names for match in re.finditer(r"\.", name))}
-    for path in sorted(on_path):
-        owner = model.get_submodule(path)
-        others: list[tuple[str, Any]] = [*owner.named_children(), *owner.named_parameters(recurse=False)]
-        for name, part in others:
-            full_name = f"{path}.{name}".removeprefix(".")
-            if full_name not in names and full_name not in on_path:
-                setattr(owner, name, None)
-                yield full_name, _size(part)
-    yield from _leave_out_nested(model)
+    for owner, name, full_name, part in list(parts_beside_text(model)):
+        setattr(owner, name, None)
+        yield full_name, _size(part)
+    decoder = model.get_decoder()
+    if decoder is None or model.get_output_embeddings() not in decoder.modules():
+        yield from _leave_out_nested(model)
 
 
 def _leave_out_nested(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
@@ -375,14 +367,15 @@ def start_score(model: PreTrainedModel, seed: int) -> None:
 
 
 def causal_class(config: PretrainedConfig) -> Any:
-    """The class of a config's language model, of a multimodal one without its other parts, or of its reward model."""
+    """The class of a config's language model or reward model; of a multimodal one with the parts that it needs."""
     if (scoring := scoring_class(config)) is not None:
         replace_code(scoring)
         return _subclass(scoring, (ScoredModel,))
     multimodal = is_multimodal(config)
     kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
     replace_code(kind)
-    ours = (LanguagePart,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
+    parts = WithPictures if takes_pictures(config) else LanguagePart
+    ours = (parts,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
     return _subclass(kind, ours) if ours else kind
 
 
@@ -422,8 +415,13 @@ def refuse_other_heads(model: PreTrainedModel) -> None:
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     parts = [part for part in (decoder, head) if part is not None]
+    beside = vision_parts(model)
     seen = {id(parameter) for part in parts for parameter in part.parameters()}
-    between = sorted(name for name, parameter in model.named_parameters() if id(parameter) not in seen)
+    between = sorted(
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in seen and not (beside and name.startswith(beside))
+    )
     name = model.config.model_type
     if head is None or decoder is None or head in decoder.modules():
         raise UserError(f"model.name: {name} has no decoder apart from its head; choose another model")

@@ -39,6 +39,7 @@ from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.picture_parts import freeze_pictures
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 from lean_finetune.pinning.config_file import json_object
@@ -79,6 +80,7 @@ def load_model(
     else:
         prepare_routers(model, train.router)
     switch_off_dropout(model, train)
+    freeze_pictures(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
@@ -237,6 +239,7 @@ def uninitialized_model(
         if train.method == "full":
             prepare_routers(model, train.router)
     switch_off_dropout(model, train)
+    freeze_pictures(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)

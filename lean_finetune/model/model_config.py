@@ -12,6 +12,7 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
+from lean_finetune.model.picture_parts import with_pictures
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}
@@ -57,8 +58,10 @@ UNREADABLE = (
 """Exceptions of transformers for a faulty config.json."""
 
 
-def read_config(directory: Path, *, scores: bool = False) -> PretrainedConfig:
-    """The model's config, checked against what the training step supports; with `scores` that of a reward model.
+def read_config(directory: Path, *, scores: bool = False, pictures: bool = False) -> PretrainedConfig:
+    """The model's config, checked against what the training step supports.
+
+    With `scores` that of a reward model, with `pictures` that of a model with its parts for pictures.
 
     Raises:
         UserError: it is unreadable, needs remote code, or is not a supported causal language model; or transformers
@@ -67,6 +70,8 @@ def read_config(directory: Path, *, scores: bool = False) -> PretrainedConfig:
     config = _parsed(directory)
     if fault := next(_faults(config, directory), None):
         raise UserError(f"model.name: {fault}")
+    if pictures:
+        return with_pictures(config)
     if not scores:
         return config
     if is_multimodal(config):

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
+from lean_finetune.plan.row_pictures import RowPictures, Sizes
 
 # Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
 READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
@@ -105,6 +106,8 @@ class MicroBatch:
     """Whether the rows are packed into one sequence, each attending to itself."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are; of labelled rows, they are those with the labels, of even numbers."""
+    pictures: tuple[Sizes, ...] = ()
+    """The sizes of the pictures of each row; empty if no row has one."""
 
     @property
     def padded_tokens(self) -> int:
@@ -136,6 +139,8 @@ class Plan:
     """Whether each micro-batch is one sequence of packed rows."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
+    pictures: RowPictures | None = None
+    """Of all training rows; None if they are text alone. Not part of the file."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -213,15 +218,18 @@ class Plan:
             ranks=1,
             flat=self.flat,
             kind=self.kind,
+            pictures=self.pictures,
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Micro-batch `number` of the run; its rows are a view."""
+        rows = self.rows[self.bounds[number] : self.bounds[number + 1]]
         return MicroBatch(
             **{name: int(getattr(self, name)[number]) for name in SCALARS},
-            rows=self.rows[self.bounds[number] : self.bounds[number + 1]],
+            rows=rows,
             flat=self.flat,
             kind=self.kind,
+            pictures=() if self.pictures is None else self.pictures.of_rows(rows),
         )
 
 
@@ -333,7 +341,7 @@ def _check(path: Path, plan: Plan) -> None:
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
 # window the length (its mask is length × length), and with layers that work in chunks of a row (Mamba 2) rows and
-# length, since each row is padded to full chunks. So the candidates are micro-batches that no other exceeds in all
+# length, since each row is padded to full chunks, and with the patches of pictures. So the candidates are micro-batches that no other exceeds in all
 # figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
@@ -347,7 +355,7 @@ ATTENTION_TILE_TOKENS = 128
 def memory_figures(
     plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False
 ) -> np.ndarray:
-    """The figures of each micro-batch that memory grows with: padded, supervised, and tiled tokens, length, and rows.
+    """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), length, rows, patches.
 
     `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each packed row,
     rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined
@@ -363,6 +371,8 @@ def memory_figures(
         figures.append(plan.length)
     if chunked:
         figures.append(plan.sizes)
+    if plan.pictures is not None:
+        figures.append(sums_between(plan.pictures.patches[plan.rows], plan.bounds))
     return np.stack(figures, axis=1)
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import damaged, open_batches, read_column
+from lean_finetune.plan.row_pictures import LIMITS, PATCHES, PICTURE_SIZES, PICTURE_TYPES, RowPictures
 
 if TYPE_CHECKING:
     from lean_finetune.config.data_schema import Source
@@ -106,6 +107,26 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
             "run `dvc repro`"
         )
     return index
+
+
+def read_pictures(index: Path) -> RowPictures | None:
+    """The pictures of an index of rows; None if its rows are text alone. Raises UserError if it is damaged."""
+    batches = open_batches(index, {})
+    if not batches or PATCHES not in batches[0].schema.names:
+        return None
+    batches = open_batches(index, PICTURE_TYPES)
+    metadata = batches[0].schema.metadata or {}
+    limits = (metadata.get(name.encode(), b"").decode() for name in LIMITS)
+    max_pixels, min_pixels = (int(limit) if limit else None for limit in limits)
+    lists = [batch.column(PICTURE_SIZES) for batch in batches]
+    counts = np.concatenate([np.diff(one.offsets.to_numpy()) for one in lists]) // 2
+    return RowPictures(
+        sizes=np.concatenate([one.flatten().to_numpy() for one in lists]).reshape(-1, 2),
+        bounds=np.append(0, np.cumsum(counts, dtype=np.int64)),
+        patches=read_column(batches, PATCHES, np.int32),
+        max_pixels=max_pixels,
+        min_pixels=min_pixels,
+    )
 
 
 # The rows of each optimizer step: a function of seed, epoch, tokens per step, row lengths and weights alone.

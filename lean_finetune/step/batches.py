@@ -16,6 +16,8 @@ from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
 from lean_finetune.plan.bucketed import split_micro_batches
+from lean_finetune.plan.row_pictures import Sizes
+from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
 
 # Shape legend: B rows of the micro-batch (1 if they are packed), T padded length in tokens, N supervised positions.
@@ -76,6 +78,8 @@ class Batch:
     """Padding for a process without work."""
     answers: Answers | None = None
     """What objectives of preferences need; None for others."""
+    pictures: PictureTensors | None = None
+    """The model's arguments for the pictures of the rows; None if no row has one."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -88,6 +92,8 @@ class Batch:
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
             answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
+            pictures=self.pictures
+            and {name: value.to(device, non_blocking=pinned) for name, value in self.pictures.items()},
         )
 
 
@@ -118,6 +124,8 @@ class BatchShape:
     """Tokens of each packed row, padding included; None if rows are padded one by one."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
+    pictures: tuple[Sizes, ...] = ()
+    """Height and width in pixels of each picture of each row; empty if no row has one."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -129,6 +137,7 @@ class BatchShape:
             supervised=micro_batch.supervised,
             packed_lengths=joined,
             kind=micro_batch.kind,
+            pictures=micro_batch.pictures,
         )
 
 
@@ -332,10 +341,16 @@ def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
     )
 
 
-def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -> Batch:
+def empty_batch(
+    shape: BatchShape,
+    device: torch.device | str,
+    parts: int = 1,
+    given: tuple[torch.Tensor, PictureTensors] | None = None,
+) -> Batch:
     """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode.
 
     With several `parts`, the batch of a process that has one part of the tokens, with as many trained ones as possible.
+    `given` are token ids, and the model's arguments for pictures.
     """
     length = -(-shape.length // parts)
 
@@ -350,12 +365,13 @@ def empty_batch(shape: BatchShape, device: torch.device | str, parts: int = 1) -
     elif parts > 1:
         positions_BT = empty(1, length)
     return Batch(
-        input_ids_BT=empty(shape.rows, length),
+        input_ids_BT=empty(shape.rows, length) if given is None else given[0],
         targets_BT=empty(shape.rows, length),
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
         answers=None if shape.kind is RowKind.ANSWER else empty_answers(shape, device),
+        pictures=None if given is None else given[1],
     )
 
 

@@ -20,7 +20,7 @@ from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
-from lean_finetune.step.batches import IGNORED, Batch, pack_rows
+from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss
 from lean_finetune.step.parallel_model import OtherStage
 from lean_finetune.step.preference_loss import PreferenceLoss
@@ -48,12 +48,13 @@ def decoder_hidden(
     packed_rows: PackedRows | None = None,
     positions_BT: torch.Tensor | None = None,
     exchange: TokenExchange | None = None,
+    pictures: PictureTensors | None = None,
 ) -> torch.Tensor:
     """The last hidden states (B, T, D), computed without a mask and without a KV cache.
 
     With an `exchange`, for this process's part of the rows' tokens, which are at `positions_BT`.
     """
-    return _decoder_output(lm, input_ids_BT, packed_rows, positions_BT, exchange).last_hidden_state
+    return _decoder_output(lm, input_ids_BT, packed_rows, positions_BT, exchange, pictures).last_hidden_state
 
 
 def _decoder_output(
@@ -62,22 +63,26 @@ def _decoder_output(
     packed_rows: PackedRows | None,
     positions_BT: torch.Tensor | None,
     exchange: TokenExchange | None,
+    pictures: PictureTensors | None,
     **more: bool,
 ) -> Any:
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
+
+    With `pictures`, of the complete model without its head.
 
     Raises:
         UserError: the family's code takes no positions, or does not pass the packed rows, or the exchange of divided
             ones, on to its attention.
     """
-    decoder, name = lm.get_decoder(), lm.config.model_type
+    decoder = lm.get_decoder() if pictures is None else lm.base_model
+    name = lm.config.model_type
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if exchange is not None and not takes_positions:
         raise tokens_seen_outside_attention(name)
     if packed_rows is not None and not takes_positions:
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
     with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
-        output = decoder(input_ids=input_ids_BT, use_cache=False, **arguments, **more)
+        output = decoder(input_ids=input_ids_BT, use_cache=False, **{**(pictures or {}), **arguments}, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
     return output
@@ -110,7 +115,7 @@ def summed_loss(
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
-        output = _decoder_output(lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, **more)
+        output = _decoder_output(lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more)
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
@@ -182,7 +187,7 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, pictures=batch.pictures).flatten(0, 1)
     return Head.of(lm).losses(hidden_MD, batch.supervised_index_N, _trained_tokens(batch), chunk)
 
 
@@ -196,7 +201,7 @@ def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     index_N, T = batch.supervised_index_N, batch.input_ids_BT.shape[1]
     row_N = index_N // T
     is_last_N = torch.cat([row_N[1:] != row_N[:-1], row_N.new_ones(1, dtype=torch.bool)])
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, pictures=batch.pictures).flatten(0, 1)
     figures_N = torch.zeros(len(index_N), device=hidden_MD.device)
     figures_N[is_last_N] = -_scored(lm, hidden_MD[index_N[is_last_N] + 1])
     return figures_N
@@ -205,7 +210,7 @@ def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
 def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, pictures=batch.pictures).flatten(0, 1)
     hidden_ND = hidden_MD.index_select(0, batch.supervised_index_N)
     for hidden, targets in zip(hidden_ND.split(chunk), _trained_tokens(batch).split(chunk), strict=True):
         yield head_logits(lm, hidden), targets

@@ -18,6 +18,7 @@ from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_u
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
+from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.setting import Setting
@@ -40,6 +41,8 @@ class TracedModel:
     config: PretrainedConfig
     setting: Setting
     target: Target
+    pictures: KnownPictures | None = None
+    """Makes the arguments for pictures; None for rows of text."""
 
     def with_setting(self, setting: Setting) -> "TracedModel":
         """The same model on the same device, trained otherwise."""
@@ -169,7 +172,7 @@ def _trace_steps(
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         refuse_untraceable(model.config),
-        CachedFakeMode(),
+        CachedFakeMode() if model.pictures is None else KnownValuesMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
@@ -182,7 +185,7 @@ def _run_steps(
     parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps, skip: bool
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
-    setting, target = model.setting, model.target
+    setting, target, pictures = model.setting, model.target, model.pictures
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
     train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
     optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)
@@ -210,7 +213,7 @@ def _run_steps(
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU, parts)
+            yield empty_batch(shape, CPU, parts, pictures and pictures.of(shape))
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.

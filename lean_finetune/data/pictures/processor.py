@@ -1,0 +1,178 @@
+"""The image processor of a model: pixel values, and the text that stands for a picture.
+
+transformers' processor is the authority for both. It runs on Pillow and NumPy, so that pixel values are the same on
+every machine, with or without torchvision.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.format.format_base import RowFault
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PIXEL_LIMITS = ("shortest_edge", "longest_edge")
+"""Keys of a processor's size, of which some families count the pixels of a picture."""
+
+
+class Size(NamedTuple):
+    """Pixels of a picture, which decide how many tokens and patches it has."""
+
+    height: int
+    width: int
+
+
+class PictureProcessor:
+    """Turns pictures into the arguments of a model, and their placeholders into the tokens that they fill."""
+
+    def __init__(self, directory: Path, *, max_pixels: int | None = None, min_pixels: int | None = None):
+        """Load the processor of a model's directory.
+
+        Args:
+            directory: has the processor's and the tokenizer's files.
+            max_pixels: larger pictures are made smaller; None: the processor's own limit.
+            min_pixels: smaller pictures are made larger; None: the processor's own limit.
+
+        Raises:
+            UserError: the model has no processor of images, or a limit has no effect with it.
+        """
+        self._processor = _load(directory)
+        self._limit(max_pixels, min_pixels)
+        self.image_token: str = self._processor.image_token
+        """The text of a placeholder in the chat template's rendering."""
+        self.fill_token: str = self._processor.image_token
+        """The token that stands for a part of a picture, whose embedding its pixels replace."""
+
+    def _limit(self, max_pixels: int | None, min_pixels: int | None) -> None:
+        """Set the limits of a picture's pixels."""
+        given = {"data.image_max_pixels": max_pixels, "data.image_min_pixels": min_pixels}
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is None:
+            return
+        images = self._processor.image_processor
+        size = dict(images.size or {})
+        if not hasattr(images, "merge_size") or not all(size.get(key) for key in PIXEL_LIMITS):
+            raise UserError(
+                f"{name}: {type(images).__name__} resizes pictures to sizes of its own, so a limit of pixels has no "
+                f"effect; got {given[name]}; leave it blank"
+            )
+        low, high = min_pixels or size[PIXEL_LIMITS[0]], max_pixels or size[PIXEL_LIMITS[1]]
+        if low > high:
+            raise UserError(
+                f"{name}: the fewest pixels must not be over the most; got {low} and {high}; change one of them"
+            )
+        images.size = type(images.size)(**{**size, PIXEL_LIMITS[0]: low, PIXEL_LIMITS[1]: high})
+
+    def arguments(self, pictures: Sequence[Sequence["Image"]]) -> dict[str, Any]:
+        """The model's arguments for the pictures of several rows, such as pixel_values, as the processor returns them.
+
+        Raises:
+            RowFault: the processor refuses a picture.
+        """
+        rows = [list(row) for row in pictures]
+        try:
+            made = self._processor.image_processor(self._nested(rows), return_tensors="pt")
+        except ValueError as error:
+            raise RowFault(f"the image processor refuses a picture ({error}); change or remove it") from None
+        # Without copies: tensors of numpy's memory.
+        return {name: value for name, value in made.items() if name not in UNUSED}
+
+    def _nested(self, rows: list[list["Image"]]) -> Any:
+        """Pictures as the processor takes them: some families need to know those of each row."""
+        nests = type(self._processor.image_processor).__name__.startswith(NESTED)
+        return rows if nests else [picture for row in rows for picture in row]
+
+    @cache  # noqa: B019 - the processor lives as long as the process
+    def expansion(self, size: Size) -> str:
+        """The text that replaces the placeholder of a picture of this size.
+
+        Raises:
+            RowFault: the processor refuses such a picture.
+        """
+        made = self._made(size)
+        return str(self._processor.replace_image_token(made, 0))
+
+    @cache  # noqa: B019
+    def patches(self, size: Size) -> int:
+        """Patches of a picture of this size in the vision tower."""
+        return patches_of(self.arguments([[blank(size)]]), self._patch_pixels)
+
+    @property
+    def _patch_pixels(self) -> int:
+        """Pixels of a patch where the model itself divides a picture."""
+        return PATCH_PIXELS
+
+    def _made(self, size: Size) -> Any:
+        try:
+            return self._processor.image_processor(self._nested([[blank(size)]]), return_tensors="pt")
+        except ValueError as error:
+            raise RowFault(f"the image processor refuses a picture of {size.width} x {size.height} ({error})") from None
+
+
+def _load(directory: Path) -> Any:
+    """The processor of a model, without its part for videos, which needs torchvision."""
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    family = "a model"
+    try:
+        family = AutoConfig.from_pretrained(str(directory), local_files_only=True).model_type
+        if family not in FAMILIES:
+            raise UserError(
+                f"model.name: rows with images are not offered for {family}; choose a model of one of these families: "
+                f"{', '.join(FAMILIES)}; or name their column in data.ignore_columns to train the text alone"
+            )
+        known = processor_class_from_name(FAMILIES[family])
+        kind: Any = type(known.__name__, (_WithoutVideos, known), {"__module__": known.__module__})
+        return kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"model.name: the image processor of {family} in {directory} cannot be read ({first}); add its files, such "
+            "as preprocessor_config.json"
+        ) from None
+
+
+class _WithoutVideos:
+    """Mixed into a family's processor: it has no part for videos."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        """The parts of the processor, in the order of its constructor's arguments."""
+        return [name for name in super().get_attributes() if name != "video_processor"]  # type: ignore[misc]
+
+
+FAMILIES = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
+"""Families that are trained with pictures, and their processors."""
+UNUSED = ("num_image_tokens", "rows", "cols", "num_crops", "num_patches")
+"""What a processor returns for texts alone, and no model takes."""
+NESTED = ("Idefics", "SmolVLM")
+"""Starts of the names of processors that take the pictures of each row as a list."""
+PATCH_PIXELS = 14 * 14
+"""Pixels of a patch for the count where pixel values are pictures: the usual patch of towers is 14 x 14."""
+
+
+def patches_of(arguments: dict[str, Any], patch_pixels: int) -> int:
+    """Patches of the pictures in a model's arguments: of those that are divided, else their pixels by a patch's."""
+    grid = arguments.get("image_grid_thw")
+    if grid is not None:
+        return int(grid.prod(-1).sum())
+    pixels = arguments["pixel_values"]
+    return int(np.prod(pixels.shape) // pixels.shape[-3] // patch_pixels)
+
+
+def blank(size: Size) -> "Image":
+    """A black picture."""
+    from PIL import Image
+
+    return Image.new("RGB", (size.width, size.height))

@@ -1,0 +1,142 @@
+"""A fake mode that knows the values of small integers, which decide how image towers divide their patches.
+
+A tower reads the sizes of its pictures: it splits patches into windows and pictures, and repeats positions. So tensors
+of integers that follow from those sizes keep a real copy beside the fake one, and an operation on such tensors alone
+runs on the copies too. Other tensors stay without values.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_any, tree_iter, tree_map
+
+from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
+from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
+
+aten = torch.ops.aten
+VALUE = "known_value"
+"""Attribute of a fake tensor with its real copy."""
+EXACT = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+"""Types whose values are kept."""
+MOST_BYTES = 1 << 26
+"""Larger results keep no values."""
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+"""Operations whose second argument are indices, which may be masks."""
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class KnownValuesMode(CachedFakeMode):
+    """Fake tensors, of which those of integers may have values."""
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor with the values of a real one."""
+        fake = self.from_tensor(tensor)
+        setattr(fake, VALUE, tensor)
+        return fake
+
+    def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
+        """As of any fake mode, for operations whose results have no values."""
+        if not _makes_tensor(args, kwargs) and not tree_any(_is_known, (args, kwargs)):
+            return super().known_result(func, args, kwargs)
+        return MISSING
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
+        """The result of one operation, with values if all tensors that it reads have them."""
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        known = [each for each in tensors if _is_known(each)]
+        if func in INDEXED and not _is_known(args[0]):
+            args = (args[0], self._as_numbers(args[1]), *args[2:])
+        elif tensors and len(known) < len(tensors):
+            if known and func._schema.is_mutable and any(each is args[0] for each in known):
+                raise NotImplementedError(f"{func} writes values that are not known into a tensor of known ones")
+        elif known or (not tensors and _is_deterministic(func)):
+            return self._with_values(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _with_values(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
+        """The result of an operation that reads known values alone."""
+        written = {id(each): each for each in tree_iter((args, kwargs)) if _is_known(each)}
+        with unset_fake_temporarily():
+            copies = {id(each): _value(each) for each in written.values()}
+            real_args, real_kwargs = tree_map(lambda each: copies.get(id(each), each), (args, kwargs))
+            real = func(*real_args, **real_kwargs)
+        if _depends_on_values(func):
+            return tree_map(lambda each: self.known(each) if isinstance(each, torch.Tensor) else each, real)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for made, value in zip(tree_iter(out), tree_iter(real), strict=True):
+            if type(made) is FakeTensor and value.dtype in EXACT and value.nbytes <= MOST_BYTES:
+                setattr(made, VALUE, value)
+        return out
+
+    def _as_numbers(self, indices: Sequence[Any]) -> list[Any]:
+        """Indices with masks of known values as the positions where they are true: their number decides shapes."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, FakeTensor) or not _is_known(index) or index.dtype != torch.bool:
+                found.append(index)
+                continue
+            with unset_fake_temporarily():
+                places = getattr(index, VALUE).nonzero().unbind(1)
+            found += [self.known(place.contiguous()) for place in places]
+        return found
+
+
+class KnownPictures:
+    """Makes a traced micro-batch's token ids and its arguments for pictures: integers with values, others without."""
+
+    def __init__(self, inputs: PictureInputs):
+        """`inputs` makes the real ones."""
+        self._inputs = inputs
+        self._made: dict[tuple[Any, ...], dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
+
+    def of(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
+        """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""
+        if not shape.pictures:
+            return None
+        key = shape.rows, shape.length, shape.pictures
+        if key not in self._made:
+            with unset_fake_temporarily():
+                ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
+                made = {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
+            # The pixels themselves are not kept.
+            self._made[key] = {
+                name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
+                for name, value in made.items()
+            }
+        tensors: PictureTensors = {}
+        for name, (size, dtype, value) in self._made[key].items():
+            tensors[name] = torch.empty(size, dtype=dtype)
+            if value is not None:
+                setattr(tensors[name], VALUE, value)
+        return tensors.pop(""), tensors
+
+
+def _is_known(value: Any) -> bool:
+    return _value(value) is not None
+
+
+def _value(value: Any) -> torch.Tensor | None:
+    """The values of a tensor, which a real one of integers has itself; None for any other."""
+    if type(value) is FakeTensor:
+        return getattr(value, VALUE, None)
+    is_real = type(value) is torch.Tensor and value.dtype in EXACT and value.device.type != "meta"
+    return value if is_real else None
+
+
+def _makes_tensor(args: Sequence, kwargs: Mapping) -> bool:
+    """Whether no argument is a tensor."""
+    return not tree_any(lambda each: isinstance(each, torch.Tensor), (args, kwargs))
+
+
+def _is_deterministic(func: Any) -> bool:
+    """Whether the values of an operation without tensors follow from its arguments: `arange`, not `rand` or `empty`."""
+    return RANDOM not in func.tags and "empty" not in func._schema.name
+
+
+def _depends_on_values(func: Any) -> bool:
+    """Whether the values of the arguments decide the shape of the result, or the result is a number."""
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))

@@ -1,0 +1,41 @@
+"""The pictures of training rows: their sizes, and the patches that a vision tower makes of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+PICTURE_SIZES, PATCHES = "picture_sizes", "patches"
+"""Columns of an index of rows with pictures."""
+LIMITS = ("image_max_pixels", "image_min_pixels")
+"""Metadata of such an index: the limits with which pictures were resized, as in section `data`."""
+PICTURE_TYPES = {PICTURE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),)}
+
+Sizes = tuple[tuple[int, int], ...]
+"""(height, width) in pixels of each picture of a row."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPictures:
+    """The pictures of every row of one split."""
+
+    sizes: np.ndarray
+    """int32, shape (pictures, 2): height and width of all pictures, in the order of rows."""
+    bounds: np.ndarray
+    """int64, shape (rows + 1,): row r has pictures bounds[r] to bounds[r + 1]."""
+    patches: np.ndarray
+    """int32, shape (rows,): patches of all pictures of a row; 0 for a row of text."""
+    max_pixels: int | None
+    """data.image_max_pixels of the tokens."""
+    min_pixels: int | None
+    """data.image_min_pixels of the tokens."""
+
+    def of(self, row: int) -> Sizes:
+        """The sizes of a row's pictures."""
+        first, last = self.bounds.item(row), self.bounds.item(row + 1)
+        return tuple((height, width) for height, width in self.sizes[first:last].tolist())
+
+    def of_rows(self, rows: np.ndarray) -> tuple[Sizes, ...]:
+        """The sizes of the pictures of each of several rows; empty if none has one."""
+        sizes = tuple(map(self.of, rows.tolist()))
+        return sizes if any(sizes) else ()

@@ -1,0 +1,82 @@
+"""What a micro-batch with pictures gives to the model besides tokens: pixels, grids and positions.
+
+Shape legend: B rows of the micro-batch, T padded length in tokens.
+"""
+
+from collections.abc import Sequence
+from inspect import isfunction, signature
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, PretrainedConfig
+
+from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PictureTensors = dict[str, torch.Tensor]
+"""Arguments of the model by name: pixel_values and others of its family, and position_ids if pictures change them."""
+
+
+class PictureInputs:
+    """Makes the arguments of a model for the pictures of its rows."""
+
+    def __init__(self, processor: PictureProcessor, config: PretrainedConfig):
+        """`processor` and `config` are the model's own."""
+        self._processor, self._config = processor, config
+        self._image_token_id: int = config.image_token_id
+        self._model: Any = AutoModel._model_mapping[type(config)]
+
+    def tensors(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
+        """The arguments for rows of token ids, int64, and the pictures of each row, in RGB.
+
+        Raises:
+            RowFault: the processor refuses a picture.
+        """
+        made = self._processor.arguments(pictures)
+        if hasattr(self._model, "get_rope_index"):
+            made["position_ids"] = self._positions(ids_BT, made)
+        return made
+
+    def of_shapes(self, ids_BT: torch.Tensor, sizes: Sequence[Sequence[tuple[int, int]]]) -> PictureTensors:
+        """The arguments for black pictures of these sizes, whose tokens are put into `ids_BT` in place."""
+        ids = ids_BT.numpy()
+        for row, of_row in enumerate(sizes):
+            place = 0
+            for size in of_row:
+                count = self.tokens(Size(*size))
+                ids[row, place : place + count] = self._image_token_id
+                place += count + 1  # Another token parts two pictures, as in every family's text.
+        return self.tensors(ids_BT, [[blank(Size(*size)) for size in of_row] for of_row in sizes])
+
+    def tokens(self, size: Size) -> int:
+        """Tokens that a picture of this size fills, of those that its pixels replace."""
+        return self._processor.expansion(size).count(self._processor.fill_token)
+
+    def _positions(self, ids_BT: torch.Tensor, made: PictureTensors) -> torch.Tensor:
+        """Positions of tokens in time, height and width, int64 (3, B, T), as the family's own code computes them."""
+        owner: Any = _Functions(self._model, self._config)
+        wanted = signature(self._model.get_rope_index).parameters
+        arguments = {
+            "input_ids": ids_BT,
+            "mm_token_type_ids": (ids_BT == self._image_token_id).int(),
+            "image_grid_thw": made["image_grid_thw"],
+        }
+        positions_3BT: torch.Tensor
+        positions_3BT, _ = owner.get_rope_index(**{name: arguments[name] for name in arguments if name in wanted})
+        # numpy's memory, as that of the other tensors of a batch: see `batches`.
+        return torch.from_numpy(np.ascontiguousarray(positions_3BT.numpy()))
+
+
+class _Functions:
+    """The functions of a model's class, without a model: they read its config alone."""
+
+    def __init__(self, kind: type, config: PretrainedConfig):
+        self.config, self._kind = config, kind
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._kind, name)
+        return MethodType(value, self) if isfunction(value) else value
