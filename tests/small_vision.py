@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def vision_model(directory: Path, family: str = "qwen2_5_vl", *, seed: int = 0, **text: Any) -> Path:
     """Write a small model of a family that takes images; `text` are sizes of its language model."""
     words = tokenizer()
-    config, images = {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](words, text)
+    config, images = FAMILIES[family](words, text)
     torch.manual_seed(seed)
     kind: Any = AutoModelForMultimodalLM._model_mapping[type(config)]
     model = kind._from_config(config, dtype=torch.float32)
@@ -98,3 +98,6 @@ def _qwen3_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any
     )
     return config, Qwen2VLImageProcessorPil(patch_size=16)
 
+
+FAMILIES: dict[str, Any] = {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}
+"""Config and image processor of a small model, by family."""

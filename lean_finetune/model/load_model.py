@@ -58,19 +58,26 @@ LOG = transformers_logging.get_logger(__name__)
 
 
 def load_model(
-    directory: Path, train: Train, device: torch.device, seed: int = 0, adapter: Path | None = None
+    directory: Path,
+    train: Train,
+    device: torch.device,
+    seed: int = 0,
+    adapter: Path | None = None,
+    *,
+    pictures: bool = False,
 ) -> nn.Module:
     """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
 
-    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on.
+    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on. With `pictures` the model has
+    its parts for pictures.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory, scores=train.scores)
+    config = read_config(directory, scores=train.scores, pictures=pictures)
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
-    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed)
+    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed, pictures=pictures)
     adapted: nn.Module = model
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
@@ -95,8 +102,11 @@ def load_base(
     *,
     scores: bool = False,
     seed: int = 0,
+    pictures: bool = False,
 ) -> PreTrainedModel:
     """The base model, or with `scores` a reward model, whose new head starts from `seed`.
+
+    With `pictures` it has its parts for pictures.
 
     Weights are read one at a time; each is converted and quantised before the next is read.
     Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
@@ -104,7 +114,7 @@ def load_base(
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory, scores=scores)
+    config = read_config(directory, scores=scores, pictures=pictures)
     config_of_weights = quantisation(weights, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
@@ -99,7 +100,7 @@ class KnownPictures:
             return None
         key = shape.rows, shape.length, shape.pictures
         if key not in self._made:
-            with unset_fake_temporarily():
+            with _disable_current_modes():  # The trace would count these tensors.
                 ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
                 made = {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
             # The pixels themselves are not kept.

@@ -1,0 +1,81 @@
+"""The predicted memory of rows with pictures against PyTorch's own count of every allocation."""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.specs import Trainer, padded, random_batch
+from lean_finetune.data.pictures.processor import PictureProcessor
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
+from lean_finetune.memory.trace.known_values import KnownPictures
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.step.batches import Batch, BatchShape
+from lean_finetune.step.picture_inputs import PictureInputs
+from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.memory.common import CPU_TARGET, setting_of
+from tests.memory.predict.test_measured import TOLERATED_BYTES, TOLERATED_SHARE
+from tests.small_vision import FAMILIES, vision_model
+
+CPU = torch.device("cpu")
+# A picture, two pictures, none; then a step without pictures, and one with a large one.
+STEPS: TracedSteps = (
+    (
+        replace(padded(3, 160, 200), pictures=(((100, 200),), ((60, 60), (112, 56)), ())),
+        replace(padded(2, 128, 100), pictures=(((120, 90),), ())),
+    ),
+    (padded(3, 96, 150),),
+    (replace(padded(1, 200, 60), pictures=(((280, 280),),)),),
+)
+CASES: list[tuple[str, dict[str, Any]]] = [("qwen2_5_vl", {"method": "lora", "grad_ckpt": True})]
+SLOW = [
+    (family, {"method": method, "grad_ckpt": grad_ckpt})
+    for family in FAMILIES
+    for method in ("full", "lora", "qlora", "int8_lora")
+    for grad_ckpt in (False, True)
+]
+
+
+def batch_of(inputs: PictureInputs, shape: BatchShape) -> Batch:
+    """A random batch with black pictures; its tensors are counted by the meter, as those of a trace are."""
+    batch = random_batch(shape, 256)
+    if not shape.pictures:
+        return batch
+    ids_BT = batch.input_ids_BT
+    made = inputs.of_shapes(ids_BT, shape.pictures)
+    return replace(batch, pictures={name: value.clone() for name, value in made.items()})
+
+
+def counted(directory: Path, changes: Mapping[str, Any], inputs: PictureInputs) -> dict[str, int]:
+    """The peak of each phase of a real run."""
+    gc.collect()
+    setting = setting_of(**changes)
+    meter = make_meter(CPU)
+    with meter.window("run"):
+        with meter.phase("load"):
+            model = load_model(directory, setting.train, CPU, pictures=True)
+            trainer = Trainer.of(model, setting, CPU, scratch=directory, lr=1e-3, weight_decay=0.01)
+        for shapes in STEPS:
+            trainer.step((batch_of(inputs, shape) for shape in shapes), 300, meter.phase, iter(()))
+    return dict(meter.result().peak_bytes_by_phase)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_the_prediction_equals_what_the_allocator_counted(tmp_path, family, changes):
+    directory = vision_model(tmp_path / family, family)
+    config = read_config(directory, pictures=True)
+    inputs = PictureInputs(PictureProcessor(directory), config)
+    inputs.of_shapes(torch.zeros(1, 200, dtype=torch.int64), [[(60, 60)]])  # Caches of the processor.
+    predicted = predict(TracedModel(config, setting_of(**changes), CPU_TARGET, KnownPictures(inputs)), STEPS)
+    measured = counted(directory, changes, inputs)
+    for phase, peak in predicted.by_phase.items():
+        difference = abs(peak.bytes - measured[phase])
+        assert difference <= max(TOLERATED_SHARE * measured[phase], TOLERATED_BYTES), (phase, peak, measured)
