@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForMultimodalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TINY = Path(__file__).parents[1] / "lean_finetune" / "tiny"
@@ -31,9 +31,9 @@ TEXT = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """The shipped tokenizer with tokens for pictures."""
-    made = AutoTokenizer.from_pretrained(TINY)
+    made: Any = AutoTokenizer.from_pretrained(TINY)
     made.add_special_tokens({"additional_special_tokens": list(MARKS)})
     made.chat_template = TEMPLATE
     return made
@@ -53,17 +53,17 @@ def vision_model(directory: Path, family: str = "qwen2_5_vl", *, seed: int = 0, 
     return directory
 
 
-def _ids(words: PreTrainedTokenizerFast) -> dict[str, int]:
+def _ids(words: Any) -> dict[str, Any]:
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     return dict(zip(names, words.convert_tokens_to_ids(list(MARKS)), strict=True))
 
 
-def _text(words: PreTrainedTokenizerFast, text: dict[str, Any], kind: str) -> dict[str, Any]:
+def _text(words: Any, text: dict[str, Any], kind: str) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     return {**TEXT, "model_type": kind, "vocab_size": len(words), "rope_parameters": rope, **text}
 
 
-def _qwen2_5_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
+def _qwen2_5_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import Qwen2_5_VLConfig
 
     vision = {
@@ -76,7 +76,7 @@ def _qwen2_5_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[A
     return config, Qwen2VLImageProcessorPil()
 
 
-def _qwen2_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
+def _qwen2_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import Qwen2VLConfig
 
     vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14}
@@ -86,7 +86,7 @@ def _qwen2_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any
     return config, Qwen2VLImageProcessorPil()
 
 
-def _qwen3_vl(words: PreTrainedTokenizerFast, text: dict[str, Any]) -> tuple[Any, Any]:
+def _qwen3_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import Qwen3VLConfig
 
     vision = {

@@ -274,6 +274,8 @@ class Bucket(Section):
     """Pad rows of similar length to each other | pack rows without padding | a fixed number of unsorted rows."""
     max_tokens: PositiveInt
     """Tokens in one micro-batch, with padding. Activations and logits grow in proportion to it."""
+    max_patches: PositiveInt | None
+    """Patches of images in one micro-batch; a vision tower's activations grow with them. None: no limit."""
     pad_multiple: PositiveInt
     """Round padded lengths (packed: packed lengths) up to a multiple of this many tokens."""
     constant_shape: bool

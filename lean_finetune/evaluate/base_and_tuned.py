@@ -26,8 +26,10 @@ from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
+from lean_finetune.step.batches import Batch, with_pictures
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import negative_scores, token_losses
+from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 
@@ -59,6 +61,21 @@ class EvaluationRows:
         if self.pairs is not None:
             return self.pairs.rejected.tolist()
         return [] if self.labels is None else self.labels.others
+
+    @property
+    def pictures(self) -> bool:
+        """Whether rows have pictures."""
+        return self.rows.picture_inputs is not None
+
+    def complete(self, batch: Batch, rows: np.ndarray) -> Batch:
+        """A batch of these rows with their pictures."""
+        return with_pictures(batch, self.rows, rows)
+
+    def show(self, ids_BT: torch.Tensor, hashes: Sequence[Sequence[bytes]]) -> PictureTensors:
+        """The model's arguments in generation for padded tokens and the pictures of each row."""
+        assert self.rows.picture_inputs is not None, "the model takes no pictures"
+        pictures = [[self.rows.picture_files.open(one) for one in of_row] for of_row in hashes]
+        return self.rows.picture_inputs.for_generation(ids_BT, pictures)
 
     @property
     def scored(self) -> bool:
@@ -105,14 +122,16 @@ def evaluate_models(
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
-        for name, model in _models(base, tuned, weights, device, merged, adapter, evaluated.scored):
+        parts = {"scores": evaluated.scored, "pictures": evaluated.pictures}
+        for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
             of_tokens = negative_scores if evaluated.scored else token_losses
-            shared_rows = {**shared, "progress": loss_title, "of_tokens": of_tokens}
+            shared_rows = {**shared, "progress": loss_title, "of_tokens": of_tokens, "complete": evaluated.complete}
             losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared_rows)
-            answers = greedy_answers(model, weights, prompts, stops=stops, **shared, progress=answers_title)
+            decoding = {**shared, "stops": stops, "progress": answers_title, "show": evaluated.show}
+            answers = greedy_answers(model, weights, prompts, **decoding)
             if not np.isfinite(losses).all():
                 raise UserError(
                     f"{rows.path}: loss of the {name} model must be finite; it is not for row "
@@ -150,17 +169,20 @@ def _models(
     device: torch.device,
     merged: bool,
     adapter: Path | None,
-    scored: bool,
+    parts: Mapping[str, bool],
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start."""
+    """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
+
+    `parts` are those that the models have beside their language models, as of `load_base`.
+    """
     attention = generation_attention(read_config(base))
     if weights.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
-            yield name, load_base(directory, weights, device, attention, scores=scored).eval()
+            yield name, load_base(directory, weights, device, attention, **parts).eval()
         return
     if adapter is not None:
-        yield "base", load_adapter(load_base(base, weights, device, attention), adapter, weights).eval()
-    adapted = load_adapter(load_base(base, weights, device, attention, scores=scored), tuned, weights).eval()
+        yield "base", load_adapter(load_base(base, weights, device, attention, **parts), adapter, weights).eval()
+    adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
     if adapter is None:
         with adapted.disable_adapter():
             yield "base", adapted
@@ -168,7 +190,7 @@ def _models(
     if merged:
         del adapted
         plain = weights.model_copy(update={"method": "full"})
-        yield MERGED, load_base(tuned / MERGED, plain, device, attention, scores=scored).eval()
+        yield MERGED, load_base(tuned / MERGED, plain, device, attention, **parts).eval()
 
 
 # Compute the metrics of each model, and the lines of generations.jsonl.

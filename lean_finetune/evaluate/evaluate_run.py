@@ -34,6 +34,7 @@ from lean_finetune.objectives.objective import PairObjective, RowKind
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 
@@ -132,6 +133,8 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
     rows, undesirable = TokenRows(tokens, "heldout"), list[int]()
+    if rows.pictures is not None:
+        rows.picture_inputs = read_picture_inputs(base, read_config(base, pictures=True), rows.pictures)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
         if rows.desirable is not None:

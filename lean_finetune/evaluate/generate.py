@@ -20,6 +20,7 @@ from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, RowTokens, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import causal_lm, token_losses
+from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
 
 # Compute the held-out loss of each row, so that one pass gives the total and every length bucket.
@@ -61,18 +62,21 @@ def row_sums(
     device: torch.device,
     progress: str | None = None,
     of_tokens: Callable[[nn.Module, Batch, int], torch.Tensor] = token_losses,
+    complete: Callable[[Batch, np.ndarray], Batch] = lambda batch, rows: batch,
 ) -> np.ndarray:
     """Return the sum of the trained tokens' cross-entropy in each row of `numbers`, in this order, float64.
 
     `gather` returns tokens and trained spans of rows, `lengths` are the tokens of all rows, and `progress` is the title
     of a progress bar. `of_tokens` may return other figures of a batch, of shape (N, …); its last argument is
-    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time.
+    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time. `complete` adds the pictures of
+    rows to a batch.
     """
     sums: dict[int, list[float] | float] = {}
     with progress_bar(total=len(numbers), desc=progress, unit=" rows", disable=progress is None) as bar:
         for batch_numbers in batch_rows(lengths, numbers, limits.max_tokens):
             length = int(lengths[batch_numbers[0]])
-            batch = collate(gather(np.array(batch_numbers)), length, pad_id)
+            rows = np.array(batch_numbers)
+            batch = complete(collate(gather(rows), length, pad_id), rows)
             with torch.no_grad(), autocast(weights, device.type):
                 figures_N = of_tokens(model, batch.to(device), limits.logits_chunk).double().cpu()
             sums_B = torch.zeros((len(batch_numbers), *figures_N.shape[1:]), dtype=torch.float64)
@@ -86,6 +90,8 @@ def row_sums(
 #
 # Shapes: B prompts, T tokens to which prompts are padded on the left.
 
+ShowPictures = Callable[[torch.Tensor, Sequence[Sequence[bytes]]], PictureTensors]
+"""The model's arguments in generation for padded tokens (B, T), and the hashes of each prompt's pictures."""
 NO_FAMILY = "all"
 """Family of rows without one."""
 
@@ -99,6 +105,8 @@ class Prompt:
     """Tokens before the row's last trained span."""
     answer_ids: list[int]
     """Tokens of that span."""
+    pictures: tuple[bytes, ...] = ()
+    """The hashes of the row's pictures, whose tokens are in `ids`."""
 
 
 def choose_prompts(
@@ -129,7 +137,8 @@ def choose_prompts(
         if prompt_too_long or end == max_length or answer_tokens > max_new_tokens:
             too_long += 1
             continue
-        digest = hashlib.sha256(ids[:start].astype("<i4").tobytes()).digest()
+        shown = b"".join(rows.picture_hashes(row))  # The same question about another picture is another prompt.
+        digest = hashlib.sha256(ids[:start].astype("<i4").tobytes() + shown).digest()
         families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
     rounds = zip_longest(
         *([(name, found[digest]) for digest in sorted(found)] for name, found in sorted(families.items()))
@@ -139,7 +148,8 @@ def choose_prompts(
     for family, row in chosen:
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
-        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end]))
+        pictures = tuple(rows.picture_hashes(row))
+        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], pictures=pictures))
     return prompts, too_long
 
 
@@ -171,10 +181,12 @@ def greedy_answers(
     pad_id: int,
     device: torch.device,
     progress: str | None = None,
+    show: ShowPictures | None = None,
 ) -> list[list[int]]:
     """Return the greedy answer to each prompt, without its stop token and up to `limits.max_new_tokens`.
 
-    Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar.
+    Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar, and `show`
+    opens their pictures.
     """
     set_decoding(model, stops=stops, max_new_tokens=limits.max_new_tokens, pad_id=pad_id)
     answers: dict[int, list[int]] = {}
@@ -183,7 +195,17 @@ def greedy_answers(
         while order:
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]
-            found = answers_of_batch(model, weights, [prompts[number].ids for number in numbers], stops, pad_id, device)
+            chosen = [prompts[number] for number in numbers]
+            shown = show if any(one.pictures for one in chosen) else None
+            found = answers_of_batch(
+                model,
+                weights,
+                [one.ids for one in chosen],
+                stops,
+                pad_id,
+                device,
+                pictures=shown and (lambda ids_BT, show=shown, of=chosen: show(ids_BT, [one.pictures for one in of])),
+            )
             answers.update(zip(numbers, found, strict=True))
             bar.update(len(numbers))
     return [answers[number] for number in range(len(prompts))]
@@ -217,8 +239,12 @@ def answers_of_batch(
     pad_id: int,
     device: torch.device,
     streamer: BaseStreamer | None = None,
+    pictures: Callable[[torch.Tensor], PictureTensors] | None = None,
 ) -> list[list[int]]:
-    """Answers without their stop tokens to prompts decoded together; `streamer` gets the tokens of a single prompt."""
+    """Answers without their stop tokens to prompts decoded together; `streamer` gets the tokens of a single prompt.
+
+    `pictures` makes the model's arguments for the prompts' pictures, from their padded tokens.
+    """
     lm: Any = causal_lm(model)
     length = max(map(len, prompts))
     ids_BT = torch.full((len(prompts), length), pad_id)
@@ -227,8 +253,9 @@ def answers_of_batch(
         start = length - len(ids)  # Padded on the left.
         ids_BT[row, start:] = torch.tensor(ids)
         mask_BT[row, start:] = 1
+    more = {} if pictures is None else {name: value.to(device) for name, value in pictures(ids_BT).items()}
     with autocast(weights, device.type):
-        output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer)
+        output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer, **more)
     answers = output[:, length:].tolist()
     ends = (next((k for k, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in answers)
     return [tokens[:end] for tokens, end in zip(answers, ends, strict=True)]

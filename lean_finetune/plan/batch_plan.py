@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -148,7 +149,7 @@ class Plan:
     @staticmethod
     def of(micro_batches: Sequence[MicroBatch], *, ranks: int = 1) -> "Plan":
         """A plan from micro-batches in execution order."""
-        scalars = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
+        scalars: dict[str, Any] = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
         sizes = [len(one.rows) for one in micro_batches]
         return Plan(
             **scalars,
@@ -163,8 +164,11 @@ class Plan:
     def joined(parts: Sequence["Plan"]) -> "Plan":
         """One plan of consecutive parts with the same layout and number of ranks."""
         sizes = np.concatenate([part.sizes for part in parts])
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in (*SCALARS, "rows")
+        }
         return Plan(
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in (*SCALARS, "rows")},
+            **columns,
             bounds=np.append(0, np.cumsum(sizes, dtype=np.int64)),
             ranks=parts[0].ranks,
             flat=parts[0].flat,
@@ -341,8 +345,8 @@ def _check(path: Path, plan: Plan) -> None:
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
 # window the length (its mask is length × length), and with layers that work in chunks of a row (Mamba 2) rows and
-# length, since each row is padded to full chunks, and with the patches of pictures. So the candidates are micro-batches that no other exceeds in all
-# figures.
+# length, since each row is padded to full chunks, and the patches of pictures. So the candidates are micro-batches
+# that no other exceeds in all figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
 # the first micro-batches of steps (one on every GPU) are compared apart from the later ones. Nothing else differs
@@ -355,7 +359,7 @@ ATTENTION_TILE_TOKENS = 128
 def memory_figures(
     plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False
 ) -> np.ndarray:
-    """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), length, rows, patches.
+    """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), rows, patches.
 
     `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each packed row,
     rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +36,8 @@ class MicroBatchSettings:
     """Mode fixed: rows of a micro-batch."""
     ranks: int
     """GPUs that share a step; each gets the same number of micro-batches."""
+    max_patches: int | None = None
+    """Most patches of pictures in a micro-batch; None: no limit."""
     kind: RowKind = RowKind.ANSWER
     """What a planned row is. The other figures are those of planned rows."""
 
@@ -61,7 +63,8 @@ class MicroBatchSettings:
     def deciding(self) -> dict[str, Any]:
         """The settings that decide the division of rows, without the number of GPUs and what they stand for."""
         by_mode = {"bucketed": ["max_tokens"], "packed": ["max_tokens", "constant_shape"], "fixed": ["fixed_rows"]}
-        return {name: getattr(self, name) for name in ("mode", "pad_multiple", *by_mode[self.mode])}
+        names = ["mode", "pad_multiple", *by_mode[self.mode], *(["max_patches"] if self.max_patches else [])]
+        return {name: getattr(self, name) for name in names}
 
 
 def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> Iterator[Plan]:
@@ -74,6 +77,7 @@ def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSet
     `max_tokens`.
     """
     _check_fits(index.lengths, settings)
+    _check_patches(index, settings)
     steps, number = iter(steps), 0
     sample = list(islice(steps, 2))
     first_tokens = None if settings.mode == "fixed" else settings.max_tokens
@@ -100,6 +104,42 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
             f"bucket.max_tokens: the longest {what} (train row {first}: {rows * length} tokens, padded {padded}) must "
             f"fit in a micro-batch; got {allowed}; raise bucket.max_tokens or lower data.max_length"
         )
+
+
+def _check_patches(index: RowIndex, settings: MicroBatchSettings) -> None:
+    """Check that the mode can have pictures, and that each row fits in bucket.max_patches."""
+    if index.pictures is None:
+        return
+    if settings.flat:
+        raise UserError(
+            "bucket.mode: rows with images cannot be packed: vision towers of their families do not know packed rows; "
+            "got packed; use bucketed"
+        )
+    row = int(index.pictures.patches.argmax())
+    most = int(index.pictures.patches[row])
+    if settings.max_patches is not None and most > settings.max_patches:
+        raise UserError(
+            f"bucket.max_patches: the images of every row must fit in a micro-batch; train row {row} has {most} "
+            f"patches; got {settings.max_patches}; raise it or lower data.image_max_pixels"
+        )
+
+
+def _within_patches(groups: np.ndarray, bounds: np.ndarray, patches: np.ndarray, most: int) -> np.ndarray:
+    """Groups divided so that none has more than `most` patches; `patches` are those of each row.
+
+    Groups are numbered from 0 within each step, whose rows start at `bounds`; rows keep their order within a group.
+    """
+    divided = np.empty_like(groups)
+    for start, end in pairwise(bounds.tolist()):
+        parts: dict[int, tuple[int, int]] = {}  # By group: the part that is being filled, and its patches.
+        count = 0
+        for row in range(start, end):
+            part, filled = parts.get(int(groups[row]), (-1, most))
+            if part < 0 or filled + int(patches[row]) > most:
+                part, filled, count = count, 0, count + 1
+            parts[int(groups[row])] = part, filled + int(patches[row])
+            divided[row] = part
+    return divided
 
 
 def _needed_tokens(sample: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> int:
@@ -143,6 +183,8 @@ def _block_plan(
         groups = _groups(lengths, block.bounds, settings)
     else:
         groups = _first_groups(lengths, settings, first_tokens)
+    if index.pictures is not None and settings.max_patches is not None:
+        groups = _within_patches(groups, block.bounds, index.pictures.patches[rows], settings.max_patches)
     return _distribute(rows, lengths, groups, block, index, settings, first_step=first_step)
 
 

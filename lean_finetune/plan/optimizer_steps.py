@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.index_columns import LIMITS, PATCHES, PICTURE_SIZES
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import damaged, open_batches, read_column
-from lean_finetune.plan.row_pictures import LIMITS, PATCHES, PICTURE_SIZES, PICTURE_TYPES, RowPictures
+from lean_finetune.plan.row_pictures import PICTURE_TYPES, RowPictures
 
 if TYPE_CHECKING:
     from lean_finetune.config.data_schema import Source
@@ -41,6 +42,8 @@ class RowIndex:
     """Mean number of uses of a row per epoch, by source."""
     tokens: np.ndarray | None = None
     """Tokens that count towards a step, int32; None: `lengths`."""
+    pictures: RowPictures | None = None
+    """The pictures of the rows; None if they are text alone."""
 
     @property
     def step_tokens(self) -> np.ndarray:
@@ -92,7 +95,14 @@ def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
     batches = open_batches(path, COLUMNS)
     columns = [read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()]
     lengths, supervised, sources, dropped = columns
-    index = RowIndex(lengths=lengths, supervised=supervised, sources=sources, dropped=dropped, weights=tuple(weights))
+    index = RowIndex(
+        lengths=lengths,
+        supervised=supervised,
+        sources=sources,
+        dropped=dropped,
+        weights=tuple(weights),
+        pictures=read_pictures(path),
+    )
     if index.dropped.all():
         raise UserError(f"{path}: has no training row; delete it, check data.source and run `dvc repro`")
     wrong = np.flatnonzero((index.supervised < 1) | (index.supervised >= index.lengths))
@@ -120,6 +130,8 @@ def read_pictures(index: Path) -> RowPictures | None:
     max_pixels, min_pixels = (int(limit) if limit else None for limit in limits)
     lists = [batch.column(PICTURE_SIZES) for batch in batches]
     counts = np.concatenate([np.diff(one.offsets.to_numpy()) for one in lists]) // 2
+    if not counts.any():
+        return None
     return RowPictures(
         sizes=np.concatenate([one.flatten().to_numpy() for one in lists]).reshape(-1, 2),
         bounds=np.append(0, np.cumsum(counts, dtype=np.int64)),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -55,7 +55,7 @@ class PlanSettings:
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""
-        return Plan.joined(list(self.parts(index)))
+        return replace(Plan.joined(list(self.parts(index))), pictures=index.pictures)
 
 
 # Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps.

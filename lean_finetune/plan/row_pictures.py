@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-PICTURE_SIZES, PATCHES = "picture_sizes", "patches"
-"""Columns of an index of rows with pictures."""
-LIMITS = ("image_max_pixels", "image_min_pixels")
-"""Metadata of such an index: the limits with which pictures were resized, as in section `data`."""
+from lean_finetune.data.pictures.index_columns import PATCHES, PICTURE_SIZES
+
 PICTURE_TYPES = {PICTURE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),)}
 
 Sizes = tuple[tuple[int, int], ...]

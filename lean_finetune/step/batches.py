@@ -292,7 +292,22 @@ def read_batch(
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
     if micro_batch.kind is not RowKind.ANSWER:
         batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
+    batch = with_pictures(batch, tokens, rows, pin_memory=pin_memory)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
+
+
+def with_pictures(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
+    """A batch of these rows with the model's arguments for their pictures, if they have any.
+
+    Raises:
+        UserError: a picture is missing or damaged.
+    """
+    if tokens.pictures is None or not any(hashes := [tokens.picture_hashes(row) for row in rows.tolist()]):
+        return batch
+    assert tokens.picture_inputs is not None, "the model takes no pictures"
+    pictures = [[tokens.picture_files.open(one) for one in of_row] for of_row in hashes]
+    made = tokens.picture_inputs.tensors(batch.input_ids_BT, pictures)
+    return replace(batch, pictures={name: value.pin_memory() for name, value in made.items()} if pin_memory else made)
 
 
 def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:

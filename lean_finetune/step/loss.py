@@ -115,7 +115,9 @@ def summed_loss(
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
-        output = _decoder_output(lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more)
+        output = _decoder_output(
+            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more
+        )
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.

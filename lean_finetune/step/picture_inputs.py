@@ -5,6 +5,7 @@ Shape legend: B rows of the micro-batch, T padded length in tokens.
 
 from collections.abc import Sequence
 from inspect import isfunction, signature
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModel, PretrainedConfig
 
 from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank
+from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,6 +42,17 @@ class PictureInputs:
         if hasattr(self._model, "get_rope_index"):
             made["position_ids"] = self._positions(ids_BT, made)
         return made
+
+    def for_generation(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
+        """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
+        made: PictureTensors = self._processor.arguments(pictures)
+        return {**made, **self._kinds(ids_BT)}
+
+    def _kinds(self, ids_BT: torch.Tensor) -> PictureTensors:
+        """Which tokens pictures fill, for models that ask for it."""
+        if "mm_token_type_ids" not in signature(self._model.forward).parameters:
+            return {}
+        return {"mm_token_type_ids": (ids_BT == self._image_token_id).int()}
 
     def of_shapes(self, ids_BT: torch.Tensor, sizes: Sequence[Sequence[tuple[int, int]]]) -> PictureTensors:
         """The arguments for black pictures of these sizes, whose tokens are put into `ids_BT` in place."""
@@ -80,3 +93,17 @@ class _Functions:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kind, name)
         return MethodType(value, self) if isfunction(value) else value
+
+
+def read_picture_inputs(
+    directory: Path, config: PretrainedConfig, pictures: RowPictures | None
+) -> PictureInputs | None:
+    """What makes the arguments of pictures, from a model's directory; None for rows of text.
+
+    Raises:
+        UserError: the model's processor cannot be read.
+    """
+    if pictures is None:
+        return None
+    processor = PictureProcessor(directory, max_pixels=pictures.max_pixels, min_pixels=pictures.min_pixels)
+    return PictureInputs(processor, config)

@@ -13,7 +13,15 @@ from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.step.batches import Batch, TokenPart, collate, idle_batch, part_of, read_answers
+from lean_finetune.step.batches import (
+    Batch,
+    TokenPart,
+    collate,
+    idle_batch,
+    part_of,
+    read_answers,
+    with_pictures,
+)
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
@@ -118,7 +126,8 @@ def heldout_batches(
                 answers = read_answers(rows, chosen, pin_memory=pin_memory)
                 yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
             elif part is None:
-                yield collate(batch, longest, pad_id, pin_memory=pin_memory)
+                made = collate(batch, longest, pad_id, pin_memory=pin_memory)
+                yield with_pictures(made, rows, chosen, pin_memory=pin_memory)
             else:
                 yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
             start = end

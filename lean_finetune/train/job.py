@@ -4,7 +4,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from lean_finetune.step.activation_offload import ActivationOffload, make_offloa
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows
@@ -278,7 +279,9 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     lock = read_json(paths.model_lock)
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
-    config, train = read_config(directory, scores=train.scores), with_token_ids(train, lock.get("trained_tokens", []))
+    plan, rows = _read_plan(params, paths)
+    config = read_config(directory, scores=train.scores, pictures=rows.pictures is not None)
+    train = with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:
         refuse_merge(directory, train, experts=train.lora.experts == "all")
@@ -289,8 +292,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
             adapter_files = verify_adapter(lock, adapter)
-    plan, rows = _read_plan(params, paths)
     heldout = TokenRows(paths.tokens, "heldout")
+    rows.picture_inputs = heldout.picture_inputs = read_picture_inputs(directory, config, rows.pictures)
     if train.preferences is not None and train.preferences.has_reference:
         of = identity(paths.tokens, lock, params.train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
@@ -356,4 +359,4 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
             f"data/batches/plan.arrow: was made for another kind of train.objective than {params.train.objective}; run "
             "`dvc repro bucket`"
         )
-    return plan, rows
+    return replace(plan, pictures=rows.pictures), rows

@@ -228,6 +228,7 @@ class Trainer:
                 job.world,
                 job.device,
                 adapter=job.adapter,
+                pictures=job.rows.pictures is not None,
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )

@@ -198,7 +198,9 @@ def test_a_refused_run_writes_nothing(workspace):
 )
 def test_smaller_micro_batches_are_set_by_the_parameter_of_the_mode(mode, rows, tokens, label):
     """A refused run advised to lower bucket.max_tokens, which bounds nothing in mode fixed."""
-    bucket = Bucket(mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows)
+    bucket = Bucket(
+        max_patches=None, mode=mode, max_tokens=tokens, pad_multiple=8, constant_shape=False, fixed_rows=rows
+    )
     assert halving_flag(bucket, 128) == (None if label is None else f"bucket.{label}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
+from lean_finetune.data.chat.compiled_template import CompiledTemplate, content_parts, rendering
 from lean_finetune.data.chat.control_tokens import any_of
 from lean_finetune.data.format.format_base import Conversation, Message, RowFault
 
@@ -36,7 +36,7 @@ class MessageForm:
     def _changed(self, message: Message) -> Message:
         changed = dict(message)
         if self.contents_are_parts:
-            changed["content"] = [{"type": "text", "text": message["content"]}]
+            changed["content"] = content_parts(message["content"])
         if self.arguments_are_text and "tool_calls" in message:
             changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return changed

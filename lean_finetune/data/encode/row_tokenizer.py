@@ -166,6 +166,10 @@ class RowTokenizer:
             )
         return int(number)
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if it is not in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
     def texts_of(self, ids: Iterable[int]) -> list[str]:
         """The control tokens with these ids; other ids are left out."""
         added = self._tokenizer.get_added_tokens_decoder()

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.pinning.config_file import CONFIG_FILE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -95,47 +95,65 @@ class PictureProcessor:
         Raises:
             RowFault: the processor refuses such a picture.
         """
-        made = self._made(size)
-        return str(self._processor.replace_image_token(made, 0))
+        return str(self._processor.replace_image_token(self._described(size), 0))
 
     @cache  # noqa: B019
     def patches(self, size: Size) -> int:
         """Patches of a picture of this size in the vision tower."""
-        return patches_of(self.arguments([[blank(size)]]), self._patch_pixels)
+        made = self._described(size)
+        grid = made.get("image_grid_thw")
+        if grid is not None:
+            return int(grid.prod(-1).sum())
+        pixels = made["pixel_values"]
+        return int(pixels.numel() // pixels.shape[-3] // PATCH_PIXELS)
 
-    @property
-    def _patch_pixels(self) -> int:
-        """Pixels of a patch where the model itself divides a picture."""
-        return PATCH_PIXELS
-
-    def _made(self, size: Size) -> Any:
+    def _described(self, size: Size) -> Any:
+        """What the image processor makes of a picture of this size, or the part of it that follows from the size."""
+        images = self._processor.image_processor
         try:
-            return self._processor.image_processor(self._nested([[blank(size)]]), return_tensors="pt")
+            if hasattr(images, "merge_size"):  # The number of patches is known without pixels.
+                import torch
+
+                patches = images.get_number_of_image_patches(size.height, size.width, {})
+                return {"image_grid_thw": torch.tensor([[1, 1, patches]])}
+            return images(self._nested([[blank(size)]]), return_tensors="pt")
         except ValueError as error:
-            raise RowFault(f"the image processor refuses a picture of {size.width} x {size.height} ({error})") from None
+            raise RowFault(
+                f"the image processor refuses {size.width} x {size.height} pixels ({error}); change or remove it"
+            ) from None
+
+
+def picture_family(directory: Path) -> str | None:
+    """The class of the processor of a model that is trained with pictures; None for another model.
+
+    Raises UserError if a file of the processor is damaged.
+    """
+    for name in PROCESSOR_FILES:
+        if (directory / name).is_file() and (found := read_json(directory / name).get("processor_class")) is not None:
+            return str(found) if found in FAMILIES.values() else None
+    if not all((directory / name).is_file() for name in (PROCESSOR_FILES[-1], CONFIG_FILE)):
+        return None
+    return FAMILIES.get(read_json(directory / CONFIG_FILE).get("model_type"))
 
 
 def _load(directory: Path) -> Any:
     """The processor of a model, without its part for videos, which needs torchvision."""
-    from transformers import AutoConfig
     from transformers.models.auto.processing_auto import processor_class_from_name
 
-    family = "a model"
+    family = picture_family(directory)
+    if family is None:
+        raise UserError(
+            f"model.name: {directory} has no processor of pictures that is supported; choose a model of one of these "
+            f"families: {', '.join(FAMILIES)}"
+        )
     try:
-        family = AutoConfig.from_pretrained(str(directory), local_files_only=True).model_type
-        if family not in FAMILIES:
-            raise UserError(
-                f"model.name: rows with images are not offered for {family}; choose a model of one of these families: "
-                f"{', '.join(FAMILIES)}; or name their column in data.ignore_columns to train the text alone"
-            )
-        known = processor_class_from_name(FAMILIES[family])
+        known = processor_class_from_name(family)
         kind: Any = type(known.__name__, (_WithoutVideos, known), {"__module__": known.__module__})
         return kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"model.name: the image processor of {family} in {directory} cannot be read ({first}); add its files, such "
-            "as preprocessor_config.json"
+            f"model.name: the {family} in {directory} cannot be read ({first}); download or save it again"
         ) from None
 
 
@@ -154,21 +172,13 @@ FAMILIES = {
     "qwen3_vl": "Qwen3VLProcessor",
 }
 """Families that are trained with pictures, and their processors."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 UNUSED = ("num_image_tokens", "rows", "cols", "num_crops", "num_patches")
 """What a processor returns for texts alone, and no model takes."""
 NESTED = ("Idefics", "SmolVLM")
 """Starts of the names of processors that take the pictures of each row as a list."""
 PATCH_PIXELS = 14 * 14
 """Pixels of a patch for the count where pixel values are pictures: the usual patch of towers is 14 x 14."""
-
-
-def patches_of(arguments: dict[str, Any], patch_pixels: int) -> int:
-    """Patches of the pictures in a model's arguments: of those that are divided, else their pixels by a patch's."""
-    grid = arguments.get("image_grid_thw")
-    if grid is not None:
-        return int(grid.prod(-1).sum())
-    pixels = arguments["pixel_values"]
-    return int(np.prod(pixels.shape) // pixels.shape[-3] // patch_pixels)
 
 
 def blank(size: Size) -> "Image":

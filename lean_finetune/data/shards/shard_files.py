@@ -5,7 +5,7 @@ import os
 import shutil
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,8 +18,11 @@ from pydantic import TypeAdapter
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
 from lean_finetune.data.encode.row_tokenizer import Chunks
+from lean_finetune.data.pictures.index_columns import PICTURE_HASHES
+from lean_finetune.data.pictures.picture_store import PICTURES, picture_file
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
+from lean_finetune.data.shards.picture_columns import HASHES, INDEX_FIELDS, RowPicturesOf, hashes, with_pictures
 from lean_finetune.objectives.objective import RowKind
 
 LARGEST_UINT16 = (1 << 16) - 1
@@ -86,7 +89,9 @@ class SideTokens(NamedTuple):
     supervised: np.ndarray
     """int32, shape (rows,): trained tokens of each row."""
     digests: np.ndarray
-    """uint64, shape (rows,): hash of each row's ids and spans; empty unless `drop_duplicates`."""
+    """uint64, shape (rows,): hash of each row's ids, spans and pictures; empty unless `drop_duplicates`."""
+    picture_columns: tuple[pa.Array, ...] = ()
+    """The columns of the index for pictures; empty where the model takes none."""
 
 
 class BlockTokens(NamedTuple):
@@ -101,7 +106,9 @@ LABEL = "desirable"
 """Column of labelled rows: whether the answer is desirable. A mismatch has its row's."""
 
 
-def token_schema(vocab_size: int, max_length: int, files: int, *, labelled: bool = False) -> pa.Schema:
+def token_schema(
+    vocab_size: int, max_length: int, files: int, *, labelled: bool = False, pictures: bool = False
+) -> pa.Schema:
     """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits."""
     return pa.schema(
         [
@@ -111,6 +118,7 @@ def token_schema(vocab_size: int, max_length: int, files: int, *, labelled: bool
             pa.field("source_file", _narrowest(files - 1), nullable=False),
             pa.field("source_row", pa.uint32(), nullable=False),  # read_blocks refuses files with more rows.
             *([pa.field(LABEL, pa.bool_(), nullable=False)] if labelled else []),
+            *([HASHES] if pictures else []),
         ]
     )
 
@@ -127,11 +135,12 @@ def record_batch(
     source_file: int,
     source_rows: np.ndarray,
     desirable: Sequence[bool] = (),
+    pictures: RowPicturesOf = (),
 ) -> pa.RecordBatch:
     """The chunks of a block as one record batch of `token_schema`.
 
-    `chunks.starts` are indices in `ids`, int32. `families`, `source_rows`, uint32, and `desirable`, of labelled
-    rows, have one item per encoded row.
+    `chunks.starts` are indices in `ids`, int32. `families`, `source_rows`, uint32, `desirable`, of labelled rows, and
+    `pictures` have one item per encoded row.
     """
     starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
     parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -146,21 +155,26 @@ def record_batch(
     ]
     if LABEL in schema.names:
         columns.append(from_numpy(np.array(desirable, bool)[chunks.rows], pa.bool_()))
+    if PICTURE_HASHES in schema.names:
+        columns.append(hashes([pictures[row] for row in chunks.rows.tolist()]))
     return pa.record_batch(columns, schema=schema)
 
 
 def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray:
-    """64-bit hash of each row's ids and spans, uint64. Equal rows have equal hashes.
+    """64-bit hash of each row's ids, spans and pictures, uint64. Equal rows have equal hashes.
 
     Of pairs, the pair is hashed, and the row's number in it. Of labelled rows, the row and its label, not its mismatch.
     """
-    hashes = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
+    made = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
         values = to_numpy(column.flatten()).data.cast("B")
         offsets = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
-        for digest, start, end in zip(hashes, offsets, offsets[1:], strict=False):
+        for digest, start, end in zip(made, offsets, offsets[1:], strict=False):
             digest.update(values[start:end])
-    found = [digest.digest() for digest in hashes]
+    if PICTURE_HASHES in batch.schema.names:
+        for digest, pictures in zip(made, batch.column(PICTURE_HASHES).to_pylist(), strict=True):
+            digest.update(b"".join(pictures))
+    found = [digest.digest() for digest in made]
     if kind is not RowKind.ANSWER:
         seconds = found[1::2]
         if kind is RowKind.LABELLED:
@@ -292,7 +306,8 @@ def _index(tokens: SideTokens, source: int) -> pa.RecordBatch:
         from_numpy(np.full(rows.num_rows, source), pa.uint16()),
         from_numpy(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
     ]
-    return pa.record_batch(columns, schema=SHARD_INDEX)
+    schema = pa.schema([*SHARD_INDEX, *INDEX_FIELDS]) if tokens.picture_columns else SHARD_INDEX
+    return pa.record_batch([*columns, *tokens.picture_columns], schema=schema)
 
 
 # Merging of shards: token files, index files, duplicates and totals, without a Python object per row.
@@ -377,10 +392,12 @@ def merge(
     max_length: int,
     drop_duplicates: bool,
     kind: RowKind = RowKind.ANSWER,
+    picture_limits: Mapping[str, str] | None = None,
 ) -> Totals:
     """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals.
 
-    Mismatches of labelled rows are not in the totals.
+    Mismatches of labelled rows are not in the totals. `picture_limits` is the metadata of the index of rows with
+    pictures; None where the model takes none.
     """
     step = kind.token_rows // kind.unit
     no_rows = np.zeros(max_length + 1, np.int64)
@@ -397,7 +414,10 @@ def merge(
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, step)
+        schema = INDEX if picture_limits is None else with_pictures(INDEX, picture_limits)
+        _write_index(index, out / f"{side}-index.arrow", schema, totals.sides[side], side_dropped, step)
+        if picture_limits is not None:
+            _link_pictures(root / PICTURES, out / PICTURES, out / side)
         if kind is RowKind.LABELLED:
             totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
@@ -422,6 +442,18 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # Another file system, or one without links.
         shutil.copyfile(source, target)
+
+
+def _link_pictures(root: Path, out: Path, rows: Path) -> None:
+    """Link the pictures of the shards below `rows` from `root` into `out`."""
+    for path in sorted(rows.glob("*.arrow")):
+        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
+            for number in range(reader.num_record_batches):
+                for digest in set(reader.get_batch(number).column(PICTURE_HASHES).flatten().to_pylist()):
+                    target = picture_file(out, digest)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    if not target.exists():
+                        _link(picture_file(root, digest), target)
 
 
 def _index_parts(root: Path, shards: Sequence[Shard], side: str) -> Iterator[pa.Table]:
@@ -451,14 +483,19 @@ def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
 
 
 def _write_index(
-    index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None, step: int
+    index: Iterable[pa.Table],
+    path: Path,
+    schema: pa.Schema,
+    totals: list[SourceTotals],
+    dropped: np.ndarray | None,
+    step: int,
 ) -> None:
     """Write one record for each row of a side, with one record batch for each shard of `index`.
 
     Every `step`-th row counts in the totals.
     """
     start = 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows
             part_dropped = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
@@ -469,5 +506,6 @@ def _write_index(
                 rows = rows[rows % step == 0]
                 totals[source].add(columns["length"][rows], columns["supervised"][rows], part_dropped[rows])
             if part.num_rows:
-                arrays = map(from_numpy, [*columns.values(), part_dropped], INDEX.types)
-                writer.write_batch(pa.record_batch(list(arrays), schema=INDEX))
+                arrays = [*map(from_numpy, [*columns.values(), part_dropped], INDEX.types)]
+                arrays += [part[name].combine_chunks() for name in schema.names[len(INDEX) :]]
+                writer.write_batch(pa.record_batch(arrays, schema=schema))

@@ -1,11 +1,12 @@
 """Tokenizing of one block of rows, the work of a worker."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
@@ -28,9 +29,13 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
+from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
+from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
+from lean_finetune.data.shards.fill_pictures import RowPictures
 from lean_finetune.data.shards.mismatches import with_mismatches
+from lean_finetune.data.shards.picture_columns import index_columns
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
     Reject,
@@ -79,6 +84,10 @@ class TokenSettings:
     """`tokenizers` or `tiktoken`."""
     kind: RowKind = RowKind.ANSWER
     """What each row is for the objective."""
+    pictures: bool = False
+    """Whether the model takes pictures."""
+    image_max_pixels: int | None = None
+    image_min_pixels: int | None = None
 
 
 RowPlace = tuple[int, int]
@@ -98,6 +107,8 @@ class _Rows:
     heldout: list[bool] = field(default_factory=list)
     desirable: list[bool] = field(default_factory=list)
     """The labels; empty if rows have none."""
+    pictures: list[tuple[StoredPicture, ...]] = field(default_factory=list)
+    """Empty where the model takes none."""
     unread: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
@@ -133,21 +144,34 @@ class _Rows:
         self.families = [self.families[number] for number in kept]
         self.heldout = [self.heldout[number] for number in kept]
         self.desirable = [self.desirable[number] for number in kept] if self.desirable else []
+        self.pictures = [self.pictures[number] for number in kept] if self.pictures else []
 
 
 class BlockTokenizer:
     """Turns blocks into tokens. The result depends on the settings and the block alone."""
 
-    def __init__(self, settings: TokenSettings, engine: Engine | None = None):
+    def __init__(
+        self,
+        settings: TokenSettings,
+        engine: Engine | None = None,
+        store: Path | None = None,
+        directories: Sequence[Path | None] = (),
+    ):
         """Use this engine, or load that of the settings; no thread is started.
+
+        `store` is the directory for pictures, and `directories` has that of each file; None for a file on the hub.
 
         Raises UserError if the tokenizer cannot be used.
         """
-        self._settings = settings
+        self._settings, self._store, self._directories = settings, store, directories
         directory = settings.tokenizer_directory
         self.tokenizer = RowTokenizer(directory, engine or load_engine(settings.engine, directory))
         labelled = settings.kind is RowKind.LABELLED
-        self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files, labelled=labelled)
+        self._schema = token_schema(
+            *(self.tokenizer.vocab_size, settings.max_length, settings.files),
+            labelled=labelled,
+            pictures=settings.pictures,
+        )
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -162,6 +186,21 @@ class BlockTokenizer:
             settings.end_of_turn,
             self.tokenizer.texts_of(settings.stop_ids),
         )
+
+    @cached_property
+    def pictures(self) -> RowPictures:
+        """Reads the pictures of rows. Rows of text need no processor, so it is loaded on first use."""
+        settings = self._settings
+        assert self._store is not None, "rows with pictures need a directory for them"
+        processor = PictureProcessor(
+            settings.tokenizer_directory, max_pixels=settings.image_max_pixels, min_pixels=settings.image_min_pixels
+        )
+        return RowPictures(PictureStore(self._store, processor), self.tokenizer)
+
+    def in_store(self, store: Path) -> "BlockTokenizer":
+        """The same, with the pictures below `store`."""
+        self._store = store
+        return self
 
     def __call__(self, block: RowBlock) -> BlockTokens:
         """The tokens of a block.
@@ -179,6 +218,8 @@ class BlockTokenizer:
         self._count_limited(chunks, rows, encoded)
         if rows.kind is RowKind.PAIR:
             chunks = self._complete_pairs(chunks, rows, encoded)
+        if any(rows.pictures):
+            chunks = self._complete_pictures(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
@@ -193,6 +234,8 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
         rows = _Rows(block=block, kind=self._settings.kind)
         source = self._settings.sources[block.source]
+        if self._settings.pictures and (b"image" in block.payload or "images" in source.columns):
+            _ = self.pictures  # Before memory is limited: it imports transformers.
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
         with work_limits(size_bytes, seconds) as restart:
@@ -238,6 +281,10 @@ class BlockTokenizer:
 
         before = changes()
         segments = [self._segments(part) for part in parts]
+        pictures: tuple[StoredPicture, ...] = ()
+        if isinstance(example, Conversation) and example.pictures:
+            pictures = self.pictures.stored(example.pictures, self._directories[rows.block.file])
+            segments = [self.pictures.filled(segments[0], pictures)]
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
         for part in parts:
@@ -253,6 +300,7 @@ class BlockTokenizer:
         rows.families += [family] * len(parts)
         rows.heldout += [heldout] * len(parts)
         rows.desirable += [example.desirable] if isinstance(example, Labelled) else []
+        rows.pictures += [pictures] * len(parts) if settings.pictures else []
 
     def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
@@ -332,11 +380,24 @@ class BlockTokenizer:
             rows.reject("no_answer_rows", place, f"both answers of the pair are the same within {limit}")
         return chunks.select(~np.repeat(np.array(same, bool), 2))
 
+    def _complete_pictures(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
+        """The chunks of rows whose pictures are not cut."""
+        cut = self.pictures.cut(chunks, encoded)
+        for number in dict.fromkeys(chunks.rows[cut].tolist()):
+            limit = f"data.max_length={self._settings.max_length}"
+            rows.reject("no_answer_rows", rows.places[number], f"a picture of it is cut, or lies behind, {limit}")
+        return chunks.select(~cut)
+
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
         if rows.kind is RowKind.LABELLED:
             chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
-        batch = record_batch(self._schema, chunks, ids, rows.families, rows.block.file, numbers, rows.desirable)
+        described = (rows.families, rows.block.file, numbers, rows.desirable, rows.pictures)
+        batch = record_batch(self._schema, chunks, ids, *described)
         digest = digests(batch, rows.kind) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
-        return SideTokens(batch, chunks.supervised.astype(np.int32), digest)
+        columns: tuple[pa.Array, ...] = ()
+        if self._settings.pictures:
+            own = [rows.pictures[row] for row in chunks.rows.tolist()]
+            columns = index_columns(own, self.pictures.patches if any(own) else None)
+        return SideTokens(batch, chunks.supervised.astype(np.int32), digest, columns)

@@ -26,13 +26,14 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
+from lean_finetune.data.pictures.processor import picture_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.locate import NO_FILES, FileVersions, is_heldout_source, template_file
+from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_heldout_source, template_file
 
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""
@@ -43,7 +44,7 @@ SAMPLED_ROWS_PER_SOURCE = 128
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
 SAME_SETTINGS = {
     *("template_date", "train_on", "end_of_turn", "max_length", "over_length", "on_bad_row", "drop_duplicates"),
-    *("heldout_fraction", "heldout_seed"),
+    *("heldout_fraction", "heldout_seed", "image_max_pixels", "image_min_pixels"),
 }
 """Parameters of section `data` that are fields of TokenSettings."""
 
@@ -68,6 +69,8 @@ class TokenizeJob:
     """See `token_inputs`."""
     tokenizer_files: FileVersions = NO_FILES
     """The pinned files that workers read again."""
+    directories: tuple[Path | None, ...] = ()
+    """The directory of each file, in which rows name pictures; None for a file on the hub. By RowBlock.file."""
 
     @property
     def key(self) -> str:
@@ -107,7 +110,8 @@ def prepare_job(
     """
     return_freed_memory()
     names = file_names(data_lock)
-    inspected = [_inspect(data, data_lock, index, kind) for index in range(len(data_lock["sources"]))]
+    pictures = kind is RowKind.ANSWER and picture_family(directory) is not None
+    inspected = [_inspect(data, data_lock, index, kind, pictures) for index in range(len(data_lock["sources"]))]
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -122,9 +126,12 @@ def prepare_job(
         stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
         kind=kind,
+        pictures=pictures,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
-    tokenizer = BlockTokenizer(settings, chosen.engine)
+    paths = [file.path for file in data_files(data_lock)]
+    directories = tuple(None if path is None else path.parent for path in paths)
+    tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
         data_lock=data_lock,
         settings=settings,
@@ -135,6 +142,7 @@ def prepare_job(
         template=tokenizer.template if any(one.has_conversations for one in inspected) else None,
         file_names=names,
         inputs=token_inputs(data_lock, tokenizer_lock, settings, data.max_rows),
+        directories=directories,
     )
 
 
@@ -190,7 +198,7 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind) -> _InspectedSource:
+def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, pictures: bool) -> _InspectedSource:
     """Read the first rows of a source."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
@@ -211,7 +219,7 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind) -> 
         check_columns(columns, wanted, kind)
         reason = "params.yaml says so"
     source_format = SourceFormat(
-        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind
+        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind, pictures=pictures
     )
     return _InspectedSource(
         source_format=source_format,

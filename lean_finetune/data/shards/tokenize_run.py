@@ -27,8 +27,10 @@ from lean_finetune.core.atomic_files import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress import progress_bar
+from lean_finetune.data.pictures.picture_store import PICTURES
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
+from lean_finetune.data.shards.picture_columns import limits_metadata
 from lean_finetune.data.shards.shard_files import (
     MAX_UNREAD_COLUMNS,
     Shard,
@@ -83,7 +85,10 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        totals = merge(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind)
+        limits = limits_metadata(settings.image_max_pixels, settings.image_min_pixels) if settings.pictures else None
+        totals = merge(
+            *(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind), limits
+        )
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
         longest = max(train.longest, heldout.longest)
@@ -296,10 +301,11 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
     """`make_shards` with a pool of workers, a progress bar, and a refusal of the first bad row."""
     data_bytes = job.data_lock["bytes"]
     workers = max(1, min(run.data_workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
-    make_tokenizer = partial(BlockTokenizer, job.settings)
+    store = root / PICTURES
+    make_tokenizer = partial(BlockTokenizer, job.settings, store=store, directories=job.directories)
     # The pool first: the thread of a progress bar would make forks unsafe.
     with (
-        open_pool(job.tokenizer, make_tokenizer, workers, run.data_pool) as tokenize,
+        open_pool(job.tokenizer.in_store(store), make_tokenizer, workers, run.data_pool) as tokenize,
         progress_bar(total=data_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not run.progress) as bar,
     ):
 

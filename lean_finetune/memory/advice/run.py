@@ -31,6 +31,7 @@ from lean_finetune.memory.predict.traced_step import (
 )
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.memory.trace.gradients_alone import first_before
+from lean_finetune.memory.trace.known_values import KnownPictures
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
@@ -49,12 +50,19 @@ from lean_finetune.model.precision import resolved
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.adapter_source import find_adapter
-from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model, find_tokenizer
+from lean_finetune.pinning.locate import (
+    adapter_directory,
+    config_directory,
+    find_model,
+    find_tokenizer,
+    tokenizer_directory,
+)
 from lean_finetune.pinning.model_source import trained_ids
 from lean_finetune.plan.batch_plan import Plan, read_plan
-from lean_finetune.plan.optimizer_steps import RowIndex, read_index
+from lean_finetune.plan.optimizer_steps import RowIndex, read_index, read_pictures
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
+from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -111,6 +119,8 @@ class Run:
     """run.nodes where a figure may depend on it: no stage tracks that parameter."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why `gpu` and `precision` were chosen."""
+    pictures: KnownPictures | None = None
+    """Makes the model's arguments of pictures; None for rows of text."""
 
     @cached_property
     def target(self) -> Target:
@@ -120,7 +130,7 @@ class Run:
     @property
     def model(self) -> TracedModel:
         """What is traced."""
-        return TracedModel(self.config, self.setting, self.target)
+        return TracedModel(self.config, self.setting, self.target, self.pictures)
 
     @property
     def usable_bytes(self) -> int:
@@ -451,10 +461,12 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, device_reason = resolve_gpu(p.hardware.gpu)
-    plan, lengths = read_plan(plan_path), read_lengths(index)
+    plan, lengths, pictures = read_plan(plan_path), read_lengths(index), read_pictures(index)
     refuse_other_tokens(plan, lengths)
+    plan = replace(plan, pictures=pictures)
     lock = read_json(model_lock)
-    config = read_config(config_directory(lock), scores=p.train.scores)
+    config = read_config(config_directory(lock), scores=p.train.scores, pictures=pictures is not None)
+    inputs = None if pictures is None else read_picture_inputs(tokenizer_directory(lock), config, pictures)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
     setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
     setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
@@ -474,5 +486,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
+        pictures=None if inputs is None else KnownPictures(inputs),
     )
     return run.with_plan(planned)

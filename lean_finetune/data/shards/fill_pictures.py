@@ -1,0 +1,64 @@
+"""The pictures of a row while it is tokenized: read, stored, and their tokens put into its text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lean_finetune.data.chat.control_tokens import TextSegment
+from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer
+from lean_finetune.data.encode.whole_row_encoder import EncodedRows
+from lean_finetune.data.format.format_base import GivenPicture, RowFault
+from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
+from lean_finetune.data.pictures.processor import Size
+
+
+class RowPictures:
+    """Reads the pictures of rows, and fills their places."""
+
+    def __init__(self, store: PictureStore, tokenizer: RowTokenizer):
+        """`tokenizer` is the model's."""
+        self._store, self._processor = store, store.processor
+        number = tokenizer.id_of(self._processor.fill_token)
+        assert number is not None, "a processor's image token is in its vocabulary"
+        self._fill_id = number
+
+    def stored(self, given: Sequence[GivenPicture], directory: Path | None) -> tuple[StoredPicture, ...]:
+        """The pictures of a row, whose file is in `directory`. Raises RowFault, see `PictureStore.add`."""
+        return tuple(self._store.add(one, directory) for one in given)
+
+    def patches(self, size: Size) -> int:
+        """Patches of a picture of this size."""
+        return self._processor.patches(size)
+
+    def filled(self, segments: Sequence[TextSegment], pictures: Sequence[StoredPicture]) -> list[TextSegment]:
+        """The segments of a row with the tokens of each picture in its place; they are never trained.
+
+        Raises RowFault if the chat template shows another number of pictures.
+        """
+        mark = self._processor.image_token
+        shown = sum(segment.text.count(mark) for segment in segments)
+        if shown != len(pictures):
+            raise RowFault(
+                f"the chat template shows {shown} of the row's {len(pictures)} pictures; set data.chat_template to "
+                f"one that writes {mark} for each, such as the model's own"
+            )
+        expansions = iter([self._processor.expansion(one.size) for one in pictures])
+        filled: list[TextSegment] = []
+        for text, trained in segments:
+            first, *others = text.split(mark)
+            if not trained:
+                parts = [first, *(part for other in others for part in (next(expansions), other))]
+                filled.append(TextSegment("".join(parts), False))
+                continue
+            filled.append(TextSegment(first, True))
+            for other in others:
+                filled += [TextSegment(next(expansions), False), TextSegment(other, True)]
+        return [segment for segment in filled if segment.text]
+
+    def cut(self, chunks: Chunks, encoded: EncodedRows) -> np.ndarray:
+        """Whether each chunk lacks tokens of its row's pictures, bool of shape (chunks,)."""
+        fills = np.append(0, np.cumsum(encoded.ids == self._fill_id))
+        left = fills[chunks.starts + chunks.lengths] - fills[chunks.starts]
+        wanted = fills[encoded.offsets[1:]] - fills[encoded.offsets[:-1]]
+        return np.asarray(left != wanted[chunks.rows])
