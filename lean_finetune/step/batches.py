@@ -92,9 +92,14 @@ class Batch:
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
             answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
-            pictures=self.pictures
-            and {name: value.to(device, non_blocking=pinned) for name, value in self.pictures.items()},
+            pictures=self.pictures and {name: _moved(value, device) for name, value in self.pictures.items()},
         )
+
+
+def _moved(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of pictures on the device: on a CPU too a new one, since its memory meter must count the pixels."""
+    moved = value.to(device, non_blocking=value.is_pinned())
+    return moved.clone() if moved is value else moved
 
 
 @dataclass(frozen=True, kw_only=True)
