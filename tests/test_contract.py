@@ -27,7 +27,6 @@ UNPINNED = {
     "cuda_memory/page/snapshot_page.py",
     "lean_finetune/__main__.py",
     "lean_finetune/cli.py",
-    "lean_finetune/data/pictures/decode_picture.py",  # Until tokenize imports it.
     "lean_finetune/fit_params.yaml",
     "lean_finetune/memory/advice/as_tool.py",
     "lean_finetune/memory/advice/length_staircase.py",

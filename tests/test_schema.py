@@ -32,7 +32,7 @@ def refusal(flags: str) -> str:
     [
         ("train.grad_chpt=true", r"train.grad_chpt: unknown parameter; did you mean train.grad_ckpt\?"),
         ("train.lora.rnk=3", r"train.lora.rnk: unknown parameter; did you mean train.lora.rank\?"),
-        ("bucket.int=3", "bucket.int: unknown parameter; known: mode, max_tokens, pad_multiple"),
+        ("bucket.int=3", "bucket.int: unknown parameter; known: mode, max_tokens, max_patches, pad_multiple"),
         ("train.lr='1e-5'", "train.lr: must be a valid number or 'auto'; got \"1e-5\""),
         ("train.lr=.nan", "train.lr: "),
         ("train.grad_ckpt=1", "train.grad_ckpt: .*boolean; got 1"),

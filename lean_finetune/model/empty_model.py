@@ -33,7 +33,8 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
-from lean_finetune.model.picture_parts import WithPictures, parts_beside_text, takes_pictures, vision_parts
+from lean_finetune.model.pictures.picture_config import takes_pictures
+from lean_finetune.model.pictures.picture_parts import WithPictures, parts_beside_text, vision_parts
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #

@@ -39,7 +39,7 @@ from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.picture_parts import freeze_pictures
+from lean_finetune.model.pictures.picture_parts import freeze_pictures
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 from lean_finetune.pinning.config_file import json_object

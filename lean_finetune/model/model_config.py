@@ -12,7 +12,7 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
-from lean_finetune.model.picture_parts import with_pictures
+from lean_finetune.model.pictures.picture_config import with_pictures
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}

@@ -149,7 +149,9 @@ class Plan:
     @staticmethod
     def of(micro_batches: Sequence[MicroBatch], *, ranks: int = 1) -> "Plan":
         """A plan from micro-batches in execution order."""
-        scalars: dict[str, Any] = {name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS}
+        scalars: dict[str, Any] = {
+            name: np.array([getattr(one, name) for one in micro_batches], np.int32) for name in SCALARS
+        }
         sizes = [len(one.rows) for one in micro_batches]
         return Plan(
             **scalars,

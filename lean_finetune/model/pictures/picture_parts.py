@@ -1,6 +1,5 @@
 """The parts of a multimodal model beside its decoder and head, and a model that keeps those for pictures."""
 
-import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,26 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.schema import Train
 
-TAKES_PICTURES = "_takes_pictures"
-"""Attribute of the config of a model that is built with its parts for pictures."""
-VISION_PARTS = tuple(
-    f"model.{name}" for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
-)
-"""Names of the parts for pictures in transformers' classes."""
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
-
-
-def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of a model that takes pictures: built with its vision tower and projector."""
-    config = copy.deepcopy(config)
-    setattr(config, TAKES_PICTURES, True)
-    return config
-
-
-def takes_pictures(config: PretrainedConfig) -> bool:
-    """Whether a model of this config has its vision tower and projector."""
-    return bool(getattr(config, TAKES_PICTURES, False))
 
 
 def parts_beside_text(model: PreTrainedModel) -> Iterator[tuple[Any, str, str, Any]]:
