@@ -5,11 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click import Command
 
 from lean_finetune.evaluate import reference_run
 from lean_finetune.step.token_rows import TokenRows
+from stages.bucket import main as bucket
+from stages.estimate import main as estimate
+from stages.evaluate import main as evaluate
 from stages.reference import main as reference
-from tests.workspace import invoke
+from stages.train import main as train
+from tests.workspace import error, invoke, lay_out, write_verdict
 
 PAIRS = {"train__objective": "dpo"}
 
@@ -60,6 +65,35 @@ def test_rows_of_the_other_kind_are_refused_with_the_objective_to_set(run, tmp_p
         assert f"rows.jsonl:1: {message}" in run(written(tmp_path / "rows.jsonl", [row]), **PAIRS).output
     wrong = run(source, data__format="alpaca", **PAIRS)
     assert "data.format: train.objective trains preference pairs; got alpaca; use alpaca_preference" in wrong.output
+
+
+def test_rows_of_another_objective_are_refused_by_each_stage_that_reads_them(run, tmp_path):
+    """`dvc repro -s bucket` after a change of train.objective planned both answers of a pair as examples, silently."""
+    source = written(tmp_path / "rows.jsonl", [pair(f"Is {number} a number?") for number in range(20)])
+    rows = [{"prompt": f"{number}?", "completion": "Yes."} for number in range(20)]
+    pairs, answers = "preference pairs", "rows of one answer"
+    labelled = f"{answers} with a label"
+    assert run(source, **PAIRS).exit_code == 0
+
+    def refused(stage: Command, objective: str, found: str, wanted: str, split: str = "train") -> None:
+        lay_out(tmp_path, train__objective=objective)
+        assert error(invoke(stage)) == (
+            f"data/tokens/{split}-index.arrow: its rows are {found}, and train.objective trains {wanted}; run `dvc "
+            "repro tokenize`"
+        )
+
+    refused(bucket, "sft", pairs, answers)
+    refused(reference, "kto", pairs, labelled)
+    assert not Path("data/batches").exists() and not Path("data/reference").exists()
+    lay_out(tmp_path, **PAIRS)
+    assert invoke(bucket).exit_code == 0 and invoke(reference).exit_code == 0
+    write_verdict(tmp_path)
+    refused(train, "sft", pairs, answers)
+    refused(evaluate, "kto", pairs, labelled, "heldout")
+    lay_out(tmp_path)
+    assert error(invoke(estimate)).startswith(f"data/batches/plan.arrow: its rows are {pairs}, and train.objective")
+    assert run(written(tmp_path / "rows.jsonl", rows)).exit_code == 0
+    refused(bucket, "dpo", answers, pairs)
 
 
 def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, monkeypatch):

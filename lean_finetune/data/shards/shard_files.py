@@ -382,7 +382,6 @@ def merge(
 
     Mismatches of labelled rows are not in the totals.
     """
-    step = kind.token_rows // kind.unit
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
         sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
@@ -397,7 +396,7 @@ def merge(
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, step)
+        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind)
         if kind is RowKind.LABELLED:
             totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
@@ -451,14 +450,15 @@ def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
 
 
 def _write_index(
-    index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None, step: int
+    index: Iterable[pa.Table], path: Path, totals: list[SourceTotals], dropped: np.ndarray | None, kind: RowKind
 ) -> None:
     """Write one record for each row of a side, with one record batch for each shard of `index`.
 
-    Every `step`-th row counts in the totals.
+    Trained rows count in the totals.
     """
-    start = 0
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, INDEX, options=INDEX_OPTIONS) as writer:
+    start, step = 0, kind.token_rows // kind.unit
+    schema = INDEX.with_metadata(kind.metadata or None)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows
             part_dropped = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
@@ -470,4 +470,4 @@ def _write_index(
                 totals[source].add(columns["length"][rows], columns["supervised"][rows], part_dropped[rows])
             if part.num_rows:
                 arrays = map(from_numpy, [*columns.values(), part_dropped], INDEX.types)
-                writer.write_batch(pa.record_batch(list(arrays), schema=INDEX))
+                writer.write_batch(pa.record_batch(list(arrays), schema=schema))

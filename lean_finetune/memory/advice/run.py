@@ -51,7 +51,7 @@ from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.adapter_source import find_adapter
 from lean_finetune.pinning.locate import adapter_directory, config_directory, find_model, find_tokenizer
 from lean_finetune.pinning.model_source import trained_ids
-from lean_finetune.plan.batch_plan import Plan, read_plan
+from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
@@ -453,6 +453,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     device, device_reason = resolve_gpu(p.hardware.gpu)
     plan, lengths = read_plan(plan_path), read_lengths(index)
     refuse_other_tokens(plan, lengths)
+    refuse_other_objective(plan, p.train.row_kind)
     lock = read_json(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
