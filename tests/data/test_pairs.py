@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from stages.train import main as train
 from tests.workspace import error, invoke, lay_out, write_verdict
 
 PAIRS = {"train__objective": "dpo"}
+NO_HELDOUT = {"data__heldout_fraction": 0, "train__heldout_every_steps": None, "evaluate__generate_rows": 0}
 
 
 def pair(question: str, chosen: str = "Yes, that is so.", rejected: str = "No.") -> dict[str, str]:
@@ -48,6 +50,35 @@ def test_pairs_are_two_rows_that_are_kept_or_left_out_together(run, tmp_path):
             prompt = int(tokens.spans(chosen)[0, 0])
             assert np.array_equal(tokens.ids(chosen)[:prompt], tokens.ids(rejected)[:prompt])
             assert tokens.spans(rejected)[0, 0] == prompt and tokens.supervised[chosen] > tokens.supervised[rejected]
+
+
+def test_last_answers_after_different_turns_are_refused_with_their_line(run, tmp_path):
+    question, more = ({"role": "user", "content": text} for text in ("Is 1 a number?", "Sure?"))
+
+    def answers(*texts: str) -> list[dict[str, str]]:
+        turns = [{"role": "assistant", "content": text} for text in texts]
+        return [turn for one in turns for turn in (one, more)][:-1]
+
+    def row(*rejected: str) -> dict[str, Any]:
+        return {"prompt": [question], "chosen": answers("Yes.", "Very."), "rejected": answers(*rejected)}
+
+    same, other = row("Yes.", "No."), row("No.", "No.")
+    source = written(tmp_path / "rows.jsonl", [same, same, other])
+    message = error(run(source, data__train_on="last_assistant", **PAIRS, **NO_HELDOUT))
+    assert message.startswith(f"{source}:3: data.train_on=last_assistant compares the last answers")
+    for train_on, rows, spans in (("last_assistant", [same, same], 1), ("assistant", [same, other], 2)):
+        assert run(written(source, rows), data__train_on=train_on, **PAIRS, **NO_HELDOUT).exit_code == 0
+        tokens = TokenRows(Path("data/tokens"), "train")
+        assert [len(tokens.spans(number)) for number in range(4)] == [spans] * 4
+
+
+def test_answers_that_are_equal_as_tokens_are_a_fault_of_their_row(run, tmp_path):
+    """A lone surrogate becomes U+FFFD; the message said that data.max_length cut the difference off."""
+    rows = [pair("Why?"), pair("How?", "Yes \ud800.", "Yes \udc80."), pair("Long?", "a" * 999, "a" * 999 + "b")]
+    source = written(tmp_path / "rows.jsonl", rows)
+    assert error(run(source, data__max_length=64, **PAIRS, **NO_HELDOUT)) == (
+        f"{source}:2: both answers of the pair are the same as tokens, so there is no preference; remove the row"
+    )
 
 
 def test_a_side_without_pairs_counts_pairs(run, tmp_path):
