@@ -159,7 +159,7 @@ def _models(
             yield name, load_base(directory, weights, device, attention, scores=scored).eval()
         return
     if adapter is not None:
-        yield "base", load_adapter(load_base(base, weights, device, attention), adapter, weights).eval()
+        yield "base", load_adapter(load_base(base, weights, device, attention, scores=scored), adapter, weights).eval()
     adapted = load_adapter(load_base(base, weights, device, attention, scores=scored), tuned, weights).eval()
     if adapter is None:
         with adapted.disable_adapter():
