@@ -40,6 +40,14 @@ def refusal(flags: str) -> str:
         ("train.max_grad_norm=x", 'train.max_grad_norm: .*number; got "x"'),
         ("train.lora.targets=[]", "train.lora.targets: .*at least 1"),
         ("train.lora.targets=[1]", "train.lora.targets.0: .*string; got 1"),
+        *(
+            (
+                f"train.lora.trainable_tokens=[7, {value}]",
+                f"train.lora.trainable_tokens.1: must be the text of a token, or its id "
+                f"from 0 to 2147483647; got {value};",
+            )
+            for value in (-1, 1.5, "true", '""', 2**31)
+        ),
         ("train.lora=3", "train.lora: must be a section with its own keys; got 3"),
         ("data.max_rows=0", "data.max_rows: .*greater than or equal to 1; got 0"),
         ("hardware.num_gpus=65537", "hardware.num_gpus: .*less than or equal to 65536; got 65537"),

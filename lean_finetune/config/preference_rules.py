@@ -35,9 +35,6 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
     )
 
 
-UNTRIED = "was not tried with reward models"
-
-
 NO_EFFECT_ON_SCORES = {"train.loss_chunk": None, "evaluate.generate_rows": 0}
 """Settings of logits and of generated text, which a reward model does not have, and their values without an effect."""
 
@@ -90,11 +87,12 @@ PREFERENCE_RULES = [
         "set it to 1",
     ),
     Rule("train.objective", lambda p: p.train.scores and bool(_set_without_logits(p)), _without_logits_message),
-    _scores_exclude("hardware.num_gpus", lambda p: p.hardware.num_gpus > 1, UNTRIED, "set it to 1"),
-    _scores_exclude("train.lora.modules_to_save", lambda p: bool(p.train.lora.modules_to_save), UNTRIED, "use []"),
-    _scores_exclude("train.lora.trainable_tokens", lambda p: bool(p.train.lora.trainable_tokens), UNTRIED, "use []"),
-    _scores_exclude("train.router_aux_loss", lambda p: p.train.router_aux_loss > 0.0, UNTRIED, "set it to 0.0"),
-    _scores_exclude("model.adapter", lambda p: p.model.adapter is not None, UNTRIED, "set it to null"),
+    _scores_exclude(
+        "train.router_aux_loss",
+        lambda p: p.train.router_aux_loss > 0.0,
+        "was not tried with reward models",
+        "set it to 0.0",
+    ),
     _scores_exclude("evaluate.tasks", lambda p: bool(p.evaluate.tasks), "a reward model writes no text", "use []"),
     Rule(
         "train.lora.dropout",

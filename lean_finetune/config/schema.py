@@ -37,6 +37,7 @@ from lean_finetune.config.section import (
     Section,
     Share,
     Text,
+    Token,
 )
 from lean_finetune.objectives.objective import Objective, RowKind
 from lean_finetune.objectives.registry import OBJECTIVES
@@ -102,7 +103,7 @@ class Lora(Section):
     """Rank of the experts' adapters, with experts=all. Their scale is that of the other adapters."""
     modules_to_save: list[Text]
     """Names of the embedding and of the head, of which copies are trained and saved with the adapters."""
-    trainable_tokens: list[Text | Annotated[int, Field(ge=0)]]
+    trainable_tokens: list[Token]
     """Tokens, or their ids, whose rows of the embedding and of the head are trained. New ones get rows."""
 
     def __hash__(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
@@ -13,6 +13,9 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.registry import OBJECTIVES
 
+MOST_IDS = 2**31
+"""Token ids are below it."""
+
 
 def _iso_date(value: Any) -> str:
     """A date as YYYY-MM-DD. YAML reads a date without quotes as a date object."""
@@ -20,6 +23,13 @@ def _iso_date(value: Any) -> str:
         return (value if isinstance(value, date) else date.fromisoformat(value)).strftime("%Y-%m-%d")
     except (TypeError, ValueError):
         raise PydanticCustomError("date", "must be a date as YYYY-MM-DD") from None
+
+
+def _token(value: Any) -> str | int:
+    """A token's text, or its id."""
+    if (isinstance(value, str) and value) or (type(value) is int and 0 <= value < MOST_IDS):
+        return value
+    raise PydanticCustomError("token", f"must be the text of a token, or its id from 0 to {MOST_IDS - 1}")
 
 
 def _key_of(known: Mapping[str, Any]) -> AfterValidator:
@@ -35,6 +45,7 @@ def _key_of(known: Mapping[str, Any]) -> AfterValidator:
 
 
 Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[str | int, PlainValidator(_token)]
 IsoDate = Annotated[str, BeforeValidator(_iso_date)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]

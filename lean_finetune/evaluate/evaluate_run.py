@@ -132,7 +132,7 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
-    rows, undesirable = TokenRows(tokens, "heldout"), list[int]()
+    rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
     if rows.pictures is not None:
         rows.picture_inputs = read_picture_inputs(base, read_config(base, pictures=True), rows.pictures)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.

@@ -46,7 +46,7 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     weights, lock = resolved(p, precision), read_json(model_lock)
     base, adapter = model_directory(lock), adapter_directory(lock)
     files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
-    splits = {split: TokenRows(tokens, split) for split in SPLITS}
+    splits = {split: TokenRows(tokens, split, p.train.row_kind) for split in SPLITS}
     of = identity(tokens, lock, p.train)
     key = sha256_json({"of": of, "precision": precision, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits) as logps:

@@ -28,7 +28,7 @@ from lean_finetune.model.adapter_init import (
     on_original_weights,
     refuse_start,
 )
-from lean_finetune.model.empty_model import left_out, meta_model, pattern_of
+from lean_finetune.model.empty_model import ScoredModel, left_out, meta_model, pattern_of, token_layers
 from lean_finetune.model.experts.expert_adapters import (
     ExpertAdapter,
     GroupedAdapter,
@@ -137,14 +137,16 @@ def refuse_modules(model: PreTrainedModel, train: Train) -> None:
     if not names:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    known = [path.rpartition(".")[2] for path, module in modules.items() if module is embedding or module is head]
+    layers, modules = token_layers(model), dict(model.named_modules())
+    known = [path.rpartition(".")[2] for path, module in modules.items() if module in layers]
     for name in names:
         named = [module for path, module in modules.items() if path == name or path.endswith(f".{name}")]
-        if len(named) != 1 or (named[0] is not embedding and named[0] is not head):
+        if len(named) != 1 or named[0] not in layers:
+            kind = "the embedding or the head"
+            if train.scores:
+                kind = "the embedding (a reward model's head is trained anyway)"
             raise UserError(
-                f"train.lora.modules_to_save: must name the embedding or the head, {' or '.join(known)}; got {name}; "
-                "leave it out"
+                f"train.lora.modules_to_save: must name {kind}, {' or '.join(known)}; got {name}; leave it out"
             )
         if name in train.lora.targets:
             raise UserError(
@@ -167,6 +169,8 @@ def linear_names(model: PreTrainedModel) -> set[str]:
 
 # Add LoRA adapters to a model, save them and load them, with peft.
 
+SCORES = "SEQ_CLS"
+"""What adapter_config.json calls the adapter of a reward model."""
 MOST_REASON = 300
 """Characters that are shown of another library's error."""
 ADAPTER_NAMES = (
@@ -206,10 +210,10 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         exclude_modules=pattern_of(left_out(model)),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
-        modules_to_save=train.lora.modules_to_save or None,
+        modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.
         trainable_token_indices=token_indices(model, train),
         # peft then trains the head of a reward model in full, and saves it with the adapter.
-        task_type="SEQ_CLS" if train.scores else "CAUSAL_LM",
+        task_type=SCORES if train.scores else "CAUSAL_LM",
     )
     if train.lora.experts == "all":
         target_experts(config, model, train.lora.expert_rank)
@@ -316,7 +320,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     """
     try:
         with _without_peft_warnings(), names_as_given():
-            config = saved_config(directory)
+            config = _without_head(saved_config(directory), model)
             add_rows(model, saved_token_ids(vars(config)))
             adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, UserWarning) as error:
@@ -329,6 +333,18 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, weights)
     return adapted
+
+
+def _without_head(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
+    """The config of an adapter without the language model's head, if the model is a reward model, which has none."""
+    if not isinstance(model, ScoredModel) or config.task_type == SCORES:
+        return config
+    present = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    config.task_type = None  # peft would call functions of a language model.
+    config.modules_to_save = [name for name in config.modules_to_save or () if name in present] or None
+    if isinstance(rows := config.trainable_token_indices, dict):
+        config.trainable_token_indices = {name: ids for name, ids in rows.items() if name in present}
+    return config
 
 
 def refuse_not_finite(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -12,17 +12,20 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.adapter_init import PEFT_PREFIX
-from lean_finetune.model.adapters import add_adapters, refuse_not_finite
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.adapters import SCORES, add_adapters, refuse_not_finite
+from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
+T = TypeVar("T")
 LORA = ".lora_"
 MERGE_FIRST = "merge it into its base with peft, and name the result in model.name"
 CHANGED_BASES = ("corda", "loftq", "olora", "pissa")
 """Starts of peft that change the frozen weights, which the base's files then do not have."""
+HEADS_OF_SCORES = ("classifier", "score")
+"""Heads that PEFT saves with the adapter of a reward model, whatever it is told to save."""
 UNUSED = ("bias", "layer_replication", "layers_to_transform", "lora_bias", "use_qalora")
 """Keys of adapter_config.json that no parameter here expresses."""
 
@@ -36,12 +39,12 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
         UserError: its kind, rank, scale, targets or shapes differ, or its file lacks tensors.
     """
     adapter = read_adapter(directory)
-    _refuse_kind(directory, adapter)
-    _refuse_values(directory, _values_of(adapter), train)
+    _refuse_kind(directory, adapter, train)
     model = meta_model(config)
+    _refuse_values(directory, _values_of(adapter, model), train)
     modules = dict(model.named_modules())
-    wanted = {name: tuple(tensor.shape) for name, tensor in saved_names(_on_meta(model, train)).items()}
-    found = adapter_tensors(directory)
+    wanted = {name: tuple(tensor.shape) for name, tensor in start_names(_on_meta(model, train), adapter).items()}
+    found = without_other_head(adapter_tensors(directory), config)
     _refuse_layers(
         directory, adapter, train, {_layer(name) for name in found}, {_layer(name) for name in wanted}, modules
     )
@@ -63,9 +66,15 @@ def _on_meta(model: Any, train: Train) -> PeftModel:
         return add_adapters(model, train, seed=None)
 
 
-def _refuse_kind(directory: Path, adapter: Mapping[str, Any]) -> None:
-    """Refuse what no parameter of params.yaml says."""
+def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> None:
+    """Refuse what no parameter of params.yaml says, and a reward model's adapter for another objective."""
     path = directory / ADAPTER_CONFIG
+    if adapter.get("task_type") == SCORES and not train.scores:
+        raise fault(
+            path,
+            f"is that of a reward model, and train.objective is {train.objective}",
+            "set train.objective=reward, or name another adapter",
+        )
     start = str(adapter.get("init_lora_weights")).lower()
     if start.startswith(CHANGED_BASES):
         raise fault(path, f"has init_lora_weights={shortened(start)}, which changed its base", MERGE_FIRST)
@@ -82,16 +91,18 @@ def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
     return [name for name in adapter.get("target_parameters") or () if not name.endswith(".weight")]
 
 
-def _values_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `train.lora` that an adapter was made with, by key."""
-    experts = _expert_targets(adapter)
+def _values_of(adapter: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains."""
+    experts, copies = _expert_targets(adapter), set(adapter.get("modules_to_save") or ())
+    if isinstance(model, ScoredModel):
+        copies -= {*HEADS_OF_SCORES, language_head(model.config)}
     values: dict[str, Any] = {
         "rank": adapter["r"],
         "alpha": adapter["lora_alpha"],
         "rslora": bool(adapter.get("use_rslora")),
         "dora": bool(adapter.get("use_dora")),
         "experts": "all" if experts else "none",
-        "modules_to_save": sorted(adapter.get("modules_to_save") or []),
+        "modules_to_save": sorted(copies),
         "trainable_tokens": saved_token_ids(adapter),
     }
     if experts:
@@ -167,6 +178,22 @@ def _shown(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
+def start_names(model: PeftModel, adapter: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The trained tensors that an adapter has to have, by their names there: all but a reward model's new head."""
+    names = saved_names(model)
+    if adapter.get("task_type") != SCORES and isinstance(model.get_base_model(), ScoredModel):
+        names.pop(f"{PEFT_PREFIX}{SCORE}.weight")
+    return names
+
+
+def without_other_head(tensors: Mapping[str, T], config: PretrainedConfig) -> dict[str, T]:
+    """The tensors of an adapter's file but those of a language model's head, which a reward model has not."""
+    if scoring_class(config) is None:
+        return dict(tensors)
+    head = f"{PEFT_PREFIX}{language_head(config)}."
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+
+
 def saved_names(model: PeftModel) -> dict[str, torch.Tensor]:
     """The trained tensors by their names in a saved adapter; they share memory with the model's."""
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -182,8 +209,8 @@ def load_start(model: PeftModel, directory: Path) -> None:
         UserError: the file lacks one, or has one of another shape (see `refuse_other_adapter`) or with NaN.
     """
     path = directory / ADAPTER_WEIGHTS
-    stored = stored_tensors(path)
-    wanted = saved_names(model)
+    stored = without_other_head(stored_tensors(path), model.get_base_model().config)
+    wanted = start_names(model, read_adapter(directory))
     if stored.keys() != wanted.keys():
         raise fault(path, f"has other tensors than the model: {sorted(stored.keys() ^ wanted.keys())[0]}")
     for name, tensor in wanted.items():

@@ -330,6 +330,28 @@ class ScoredModel:
         """The head."""
         return self.score  # type: ignore[attr-defined]
 
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        """Set the head; called where tokens are added."""
+        self.score = head
+
+    def _get_resized_lm_head(self, head: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The head as it is: it has no output for a new token."""
+        return head
+
+
+def token_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers with a row for each token: the embedding, and the head of a language model."""
+    head = None if isinstance(model, ScoredModel) else model.get_output_embeddings()
+    return [layer for layer in (model.get_input_embeddings(), head) if layer is not None]
+
+
+def language_head(config: PretrainedConfig) -> str:
+    """The name of the language model's head, for the config of a reward model too."""
+    plain = copy.copy(config)
+    plain.architectures = None
+    model = meta_model(plain)
+    return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+
 
 def scoring_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of a reward model of the family.

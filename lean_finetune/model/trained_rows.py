@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapter_init import ADAPTER
+from lean_finetune.model.empty_model import token_layers
 
 MEAN_ROWS = 4096
 """Rows whose fp32 copies exist at a time while their mean is computed."""
@@ -72,11 +73,11 @@ def add_rows(model: PreTrainedModel, ids: Iterable[int]) -> None:
     if (needed := max(ids, default=-1) + 1) <= before:
         return
     model.resize_token_embeddings(needed, mean_resizing=False)
-    layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights: dict[int, Any] = {id(layer.weight): layer.weight for layer in layers if layer is not None}
+    layers: list[Any] = token_layers(model)
+    weights: dict[int, Any] = {id(layer.weight): layer.weight for layer in layers}
     for weight in weights.values():
         weight[before:] = mean_row(weight[:before]).to(weight.dtype)
-    if (bias := getattr(layers[1], "bias", None)) is not None:
+    if (bias := getattr(layers[-1], "bias", None)) is not None:
         bias[before:] = 0
 
 
@@ -90,8 +91,8 @@ def token_indices(model: PreTrainedModel, train: Train) -> dict[str, list[int]] 
     """PEFT's trainable_token_indices: rows of the embedding, and of a head with its own weight; None without any."""
     if not train.lora.trainable_tokens:
         return None
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+    embedding, *head = token_layers(model)
+    layers = [embedding, *(one for one in head if one.weight is not embedding.weight)]
     names = {path.rpartition(".")[2]: module for path, module in model.named_modules() if module in layers}
     return dict.fromkeys(names, token_ids(train))
 

@@ -24,6 +24,17 @@ class RowKind(StrEnum):
     prompt with another row's answer: a mismatch, by which the divergence from the reference is estimated."""
 
     @property
+    def text(self) -> str:
+        """How messages call such rows."""
+        texts = {RowKind.PAIR: "preference pairs", RowKind.LABELLED: "rows of one answer with a label"}
+        return texts.get(self, "rows of one answer")
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of Arrow files of such rows; answers have none."""
+        return {} if self is RowKind.ANSWER else {"kind": self.value}
+
+    @property
     def unit(self) -> int:
         """Trained rows of tokens that stay together in a micro-batch."""
         return 2 if self is RowKind.PAIR else 1

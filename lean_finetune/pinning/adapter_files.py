@@ -31,7 +31,7 @@ class AdapterConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     peft_type: Literal["LORA"] = "LORA"
-    task_type: Literal["CAUSAL_LM"] | None = None
+    task_type: Literal["CAUSAL_LM", "SEQ_CLS"] | None = None
     base_model_name_or_path: str = Field(min_length=1)
     revision: str | None = Field(default=None, pattern=rf"^{REVISION.pattern}$")
     r: int = Field(ge=1)

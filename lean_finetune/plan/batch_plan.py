@@ -61,6 +61,23 @@ def _check_column(path: Path, name: str, column: pa.Array) -> None:
         raise damaged(path, f"column {name} must not hold nulls")
 
 
+def kind_of(path: Path, batches: list[pa.RecordBatch]) -> RowKind:
+    """What the rows of a file are, by `RowKind.metadata`; raises UserError for an unknown kind."""
+    metadata = (batches[0].schema.metadata if batches else None) or {}
+    kind = metadata.get(b"kind", RowKind.ANSWER.value.encode()).decode(errors="replace")
+    if kind not in list(RowKind):
+        raise damaged(path, f"kind {kind!r} is unknown")
+    return RowKind(kind)
+
+
+def refuse_other_rows(path: Path, batches: list[pa.RecordBatch], kind: RowKind) -> None:
+    """Raise UserError if the rows of a file of stage tokenize are of another kind; a file without rows has none."""
+    if batches and (found := kind_of(path, batches)) is not kind:
+        raise UserError(
+            f"{path}: its rows are {found.text}, and train.objective trains {kind.text}; run `dvc repro tokenize`"
+        )
+
+
 def damaged(path: Path, rule: str) -> UserError:
     """The error for a file that the pipeline cannot have written."""
     return UserError(f"{path}: {rule}; delete it and run `dvc repro`")
@@ -266,9 +283,7 @@ def write_plan(path: Path, parts: Iterable[Plan], *, settings_hash: str = "") ->
     stream = iter(parts)
     first = next(stream)
     metadata = {"layout": FLAT if first.flat else PADDED, "ranks": str(first.ranks), "cut": settings_hash}
-    if first.kind is not RowKind.ANSWER:
-        metadata["kind"] = first.kind.value
-    schema = SCHEMA.with_metadata(metadata)
+    schema = SCHEMA.with_metadata(metadata | first.kind.metadata)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for part in chain([first], stream):
             columns = {name: pa.array(getattr(part, name), pa.int32()) for name in SCALARS}
@@ -289,10 +304,8 @@ def read_plan(path: Path) -> Plan:
     layout, ranks = (metadata.get(key, b"").decode(errors="replace") for key in (b"layout", b"ranks"))
     if layout not in (PADDED, FLAT) or not (ranks.isascii() and ranks.isdigit() and 0 < int(ranks) < 2**31):
         raise damaged(path, f"layout {layout!r} of {ranks!r} ranks is unknown")
-    kind = metadata.get(b"kind", RowKind.ANSWER.value.encode()).decode(errors="replace")
-    if kind not in list(RowKind):
-        raise damaged(path, f"kind {kind!r} is unknown")
-    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT, RowKind(kind)) for batch in batches])
+    kind = kind_of(path, batches)
+    plan = Plan.joined([_part(batch, int(ranks), layout == FLAT, kind) for batch in batches])
     _check(path, plan)
     return plan
 
@@ -308,6 +321,15 @@ def _part(batch: pa.RecordBatch, ranks: int, flat: bool, kind: RowKind) -> Plan:
         flat=flat,
         kind=kind,
     )
+
+
+def refuse_other_objective(plan: Plan, kind: RowKind) -> None:
+    """Raise UserError for a plan of another kind of rows."""
+    if plan.kind is not kind:
+        raise UserError(
+            f"data/batches/plan.arrow: its rows are {plan.kind.text}, and train.objective trains {kind.text}; run `dvc "
+            "repro bucket`"
+        )
 
 
 def plan_settings_hash(path: Path) -> str:

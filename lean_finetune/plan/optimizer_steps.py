@@ -12,7 +12,7 @@ import pyarrow as pa
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.index_columns import LIMITS, PATCHES, PICTURE_SIZES
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.batch_plan import damaged, open_batches, read_column
+from lean_finetune.plan.batch_plan import damaged, open_batches, read_column, refuse_other_rows
 from lean_finetune.plan.row_pictures import PICTURE_TYPES, RowPictures
 
 if TYPE_CHECKING:
@@ -86,13 +86,15 @@ def source_weights(source: "str | Sequence[Source]") -> tuple[float, ...]:
     return (1.0,) if isinstance(source, str) else tuple(one.weight for one in source)
 
 
-def read_index(path: Path, weights: Sequence[float]) -> RowIndex:
+def read_index(path: Path, weights: Sequence[float], kind: RowKind | None = None) -> RowIndex:
     """Read train-index.arrow.
 
-    Raises UserError if the file is missing or damaged, is empty, or has a row without supervised tokens or of an
-    unknown source.
+    Raises UserError if the file is missing or damaged, is empty, or has a row without supervised tokens, of an unknown
+    source, or of another `kind` if that is given.
     """
     batches = open_batches(path, COLUMNS)
+    if kind is not None:
+        refuse_other_rows(path, batches, kind)
     columns = [read_column(batches, name, types[0].to_pandas_dtype()) for name, types in COLUMNS.items()]
     lengths, supervised, sources, dropped = columns
     index = RowIndex(

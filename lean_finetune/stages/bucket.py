@@ -28,7 +28,7 @@ def main(index_path: Path, out: Path) -> None:
     """
     p = read_params()
     run = PlanSettings.from_params(p)
-    index = read_index(index_path, run.weights)
+    index = read_index(index_path, run.weights, run.kind)
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)
         write_plan(aside / "plan.arrow", parts, settings_hash=sha256_json(run.micro_batches.deciding))

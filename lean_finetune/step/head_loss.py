@@ -59,7 +59,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Head":
         """The head of a model."""
-        layer, vocabulary = _used_layer(model.get_output_embeddings()), unpadded_vocabulary(model.config)
+        layer, vocabulary = used_layer(model.get_output_embeddings()), unpadded_vocabulary(model.config)
         shard: VocabularyShard | None = getattr(layer, "vocabulary_shard", None)
         return cls(
             layer=layer,
@@ -155,7 +155,7 @@ class Head:
         return values
 
 
-def _used_layer(head: nn.Module) -> nn.Module:
+def used_layer(head: nn.Module) -> nn.Module:
     """The layer that computes: of a head that peft trains in full, its copy if adapters are on."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters

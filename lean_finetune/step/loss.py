@@ -21,7 +21,7 @@ from lean_finetune.model.experts.experts_forward import balancing_loss
 from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
-from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss
+from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
 from lean_finetune.step.parallel_model import OtherStage
 from lean_finetune.step.preference_loss import PreferenceLoss
 
@@ -146,9 +146,9 @@ def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> t
 
 def _scored(lm: PreTrainedModel, hidden_RD: torch.Tensor) -> torch.Tensor:
     """The output of a reward model's head, fp32 (R,)."""
-    head: Any = lm.get_output_embeddings()
+    head: Any = used_layer(lm.get_output_embeddings())
     with torch.autocast(hidden_RD.device.type, enabled=False):  # In the type of the head: it is small.
-        scores: torch.Tensor = head(hidden_RD.to(next(head.parameters()).dtype)).float().squeeze(1)
+        scores: torch.Tensor = head(hidden_RD.to(head.weight.dtype)).float().squeeze(1)
     return scores
 
 

@@ -12,7 +12,8 @@ from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.index_columns import PICTURE_HASHES
 from lean_finetune.data.pictures.picture_store import PictureFiles
-from lean_finetune.plan.batch_plan import open_batches, read_column
+from lean_finetune.objectives.objective import RowKind
+from lean_finetune.plan.batch_plan import open_batches, read_column, refuse_other_rows
 from lean_finetune.plan.optimizer_steps import read_pictures
 
 if TYPE_CHECKING:
@@ -51,15 +52,17 @@ class TokenRows:
     so the time to open does not grow with the tokens.
     """
 
-    def __init__(self, directory: Path, split: Split):
+    def __init__(self, directory: Path, split: Split, kind: RowKind | None = None):
         """Map the shards `directory/split/*.arrow` and `directory/split-index.arrow`.
 
         Raises:
-            UserError: a file is missing, damaged or of another schema, shards and index do not belong together, or
-                there is no training row. A held-out split may be empty.
+            UserError: a file is missing, damaged or of another schema, shards and index do not belong together, there
+                is no training row, or rows are of another `kind` if that is given. A held-out split may be empty.
         """
-        self.path = directory / split
-        index = open_batches(directory / f"{split}-index.arrow", INDEX_TYPES)
+        self.path, index_path = directory / split, directory / f"{split}-index.arrow"
+        index = open_batches(index_path, INDEX_TYPES)
+        if kind is not None:
+            refuse_other_rows(index_path, index, kind)
         self.lengths = read_column(index, "length", np.int32)
         """Tokens of every row, int32."""
         self.supervised = read_column(index, "supervised", np.int32)

@@ -37,7 +37,7 @@ from lean_finetune.pinning.locate import (
     model_directory,
     verify_files,
 )
-from lean_finetune.plan.batch_plan import Plan, read_plan, worst_steps
+from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, refuse_other_ranks, refuse_other_tokens, token_part
 from lean_finetune.step.offload.disk_weights import DiskPlace
@@ -292,7 +292,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         with remedies_of_node(world):
             base_files = verify_files(directory, lock["files"])
             adapter_files = verify_adapter(lock, adapter)
-    heldout = TokenRows(paths.tokens, "heldout")
+    heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
     rows.picture_inputs = heldout.picture_inputs = read_picture_inputs(directory, config, rows.pictures)
     if train.preferences is not None and train.preferences.has_reference:
         of = identity(paths.tokens, lock, params.train)
@@ -352,11 +352,7 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     """Read the plan and its rows; refuse a plan for other rows or another number of GPUs."""
     plan = read_plan(paths.plan)
     refuse_other_ranks(plan, params.layout.data)
-    rows = TokenRows(paths.tokens, "train")
+    rows = TokenRows(paths.tokens, "train", params.train.row_kind)
     refuse_other_tokens(plan, rows.lengths)
-    if plan.kind is not params.train.row_kind:
-        raise UserError(
-            f"data/batches/plan.arrow: was made for another kind of train.objective than {params.train.objective}; run "
-            "`dvc repro bucket`"
-        )
+    refuse_other_objective(plan, params.train.row_kind)
     return replace(plan, pictures=rows.pictures), rows

@@ -93,6 +93,10 @@ def test_an_adapter_that_goes_on_and_modules_to_save_are_read(tmp_path: Path):
     assert found.values["model.adapter"] == f"{tmp_path}/sft"
     assert found.values["train.lora.modules_to_save"] == ["embed_tokens", "lm_head"]
     assert any("the reference is the adapter's start here" in line for line in found.differs)
+    scored = read(
+        tmp_path, LLAMA_FACTORY.replace("stage: sft", "stage: rm") + "additional_target: embed_tokens,score\n"
+    )
+    assert scored.values["train.lora.modules_to_save"] == ["embed_tokens"]  # The head is trained anyway.
     absent = read(tmp_path, AXOLOTL + "lora_model_dir: gone\nlora_modules_to_save: [lm_head]\n")
     assert "model.adapter" not in absent.values and absent.values["train.lora.modules_to_save"] == ["lm_head"]
     assert "adapter gone is no directory here: set model.adapter to it" in absent.differs

@@ -2,16 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from click import Command
 
 from lean_finetune.evaluate import reference_run
 from lean_finetune.step.token_rows import TokenRows
+from stages.bucket import main as bucket
+from stages.estimate import main as estimate
+from stages.evaluate import main as evaluate
 from stages.reference import main as reference
-from tests.workspace import invoke
+from stages.train import main as train
+from tests.workspace import error, invoke, lay_out, write_verdict
 
 PAIRS = {"train__objective": "dpo"}
+NO_HELDOUT = {"data__heldout_fraction": 0, "train__heldout_every_steps": None, "evaluate__generate_rows": 0}
 
 
 def pair(question: str, chosen: str = "Yes, that is so.", rejected: str = "No.") -> dict[str, str]:
@@ -45,6 +52,35 @@ def test_pairs_are_two_rows_that_are_kept_or_left_out_together(run, tmp_path):
             assert tokens.spans(rejected)[0, 0] == prompt and tokens.supervised[chosen] > tokens.supervised[rejected]
 
 
+def test_last_answers_after_different_turns_are_refused_with_their_line(run, tmp_path):
+    question, more = ({"role": "user", "content": text} for text in ("Is 1 a number?", "Sure?"))
+
+    def answers(*texts: str) -> list[dict[str, str]]:
+        turns = [{"role": "assistant", "content": text} for text in texts]
+        return [turn for one in turns for turn in (one, more)][:-1]
+
+    def row(*rejected: str) -> dict[str, Any]:
+        return {"prompt": [question], "chosen": answers("Yes.", "Very."), "rejected": answers(*rejected)}
+
+    same, other = row("Yes.", "No."), row("No.", "No.")
+    source = written(tmp_path / "rows.jsonl", [same, same, other])
+    message = error(run(source, data__train_on="last_assistant", **PAIRS, **NO_HELDOUT))
+    assert message.startswith(f"{source}:3: data.train_on=last_assistant compares the last answers")
+    for train_on, rows, spans in (("last_assistant", [same, same], 1), ("assistant", [same, other], 2)):
+        assert run(written(source, rows), data__train_on=train_on, **PAIRS, **NO_HELDOUT).exit_code == 0
+        tokens = TokenRows(Path("data/tokens"), "train")
+        assert [len(tokens.spans(number)) for number in range(4)] == [spans] * 4
+
+
+def test_answers_that_are_equal_as_tokens_are_a_fault_of_their_row(run, tmp_path):
+    """A lone surrogate becomes U+FFFD; the message said that data.max_length cut the difference off."""
+    rows = [pair("Why?"), pair("How?", "Yes \ud800.", "Yes \udc80."), pair("Long?", "a" * 999, "a" * 999 + "b")]
+    source = written(tmp_path / "rows.jsonl", rows)
+    assert error(run(source, data__max_length=64, **PAIRS, **NO_HELDOUT)) == (
+        f"{source}:2: both answers of the pair are the same as tokens, so there is no preference; remove the row"
+    )
+
+
 def test_a_side_without_pairs_counts_pairs(run, tmp_path):
     message = run(written(tmp_path / "rows.jsonl", [pair("Why?")]), **PAIRS).output
     assert "leaves no row to evaluate on (1 usable row; rows" in message or "to train on (1 usable row; rows" in message
@@ -60,6 +96,35 @@ def test_rows_of_the_other_kind_are_refused_with_the_objective_to_set(run, tmp_p
         assert f"rows.jsonl:1: {message}" in run(written(tmp_path / "rows.jsonl", [row]), **PAIRS).output
     wrong = run(source, data__format="alpaca", **PAIRS)
     assert "data.format: train.objective trains preference pairs; got alpaca; use alpaca_preference" in wrong.output
+
+
+def test_rows_of_another_objective_are_refused_by_each_stage_that_reads_them(run, tmp_path):
+    """`dvc repro -s bucket` after a change of train.objective planned both answers of a pair as examples, silently."""
+    source = written(tmp_path / "rows.jsonl", [pair(f"Is {number} a number?") for number in range(20)])
+    rows = [{"prompt": f"{number}?", "completion": "Yes."} for number in range(20)]
+    pairs, answers = "preference pairs", "rows of one answer"
+    labelled = f"{answers} with a label"
+    assert run(source, **PAIRS).exit_code == 0
+
+    def refused(stage: Command, objective: str, found: str, wanted: str, split: str = "train") -> None:
+        lay_out(tmp_path, train__objective=objective)
+        assert error(invoke(stage)) == (
+            f"data/tokens/{split}-index.arrow: its rows are {found}, and train.objective trains {wanted}; run `dvc "
+            "repro tokenize`"
+        )
+
+    refused(bucket, "sft", pairs, answers)
+    refused(reference, "kto", pairs, labelled)
+    assert not Path("data/batches").exists() and not Path("data/reference").exists()
+    lay_out(tmp_path, **PAIRS)
+    assert invoke(bucket).exit_code == 0 and invoke(reference).exit_code == 0
+    write_verdict(tmp_path)
+    refused(train, "sft", pairs, answers)
+    refused(evaluate, "kto", pairs, labelled, "heldout")
+    lay_out(tmp_path)
+    assert error(invoke(estimate)).startswith(f"data/batches/plan.arrow: its rows are {pairs}, and train.objective")
+    assert run(written(tmp_path / "rows.jsonl", rows)).exit_code == 0
+    refused(bucket, "dpo", answers, pairs)
 
 
 def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Preferences: a step has the same loss, gradients, rewards and order in any micro-batches and on several processes."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group
 from tests.distributed.test_parity import EXACT, check, plain_of
+from tests.small_model import moved_adapter, spec_of
 from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
@@ -52,6 +54,35 @@ def check_preferences(group: Group, single: Single, case: Case) -> None:
 def test_two_processes_prefer_what_one_prefers(small_llama, pair: Group, single: Single, name, mode, method, division):
     """A mean over a process's own pairs, a coefficient of a micro-batch, or a divergence of one process's answers."""
     check_preferences(pair, single, case_of(small_llama, name, mode, method, division))
+
+
+COPY, ROWS = {"lora_modules_to_save": ["embed_tokens"]}, {"lora_trainable_tokens": [3, 9]}
+REWARD: list[tuple[str, str, dict[str, Any]]] = [
+    ("new", "zero3", COPY),
+    ("reward", "ddp", ROWS),
+    *product(("new",), ("zero1", "zero2"), ({}, {"method": "full"})),
+    *product(("new", "reward"), ("ddp", "zero1", "zero2", "zero3"), ({"method": "qlora"} | COPY, ROWS)),
+    *product(("sft",), ("ddp", "zero1", "zero2", "zero3"), ({"method": "qlora"}, ROWS)),
+]
+
+
+@pytest.mark.parametrize(
+    ("start", "mode", "model"), [*REWARD[:2], *(slow(*one) for one in REWARD[2:] if one not in REWARD[:2])]
+)
+def test_two_processes_train_the_reward_model_of_one(small_llama, tmp_path, pair, single, start, mode, model):
+    """A head or an embedding of one process's rows, or an adapter that the second process does not go on from."""
+    case = case_of(small_llama, "reward", mode, "lora", "padded")
+    case = replace(case, model={**case.model, **model})
+    if start != "new":  # The objective of an adapter that goes on.
+        spec = spec_of(**{**case.model, "objective": start, "loss_chunk": None})
+        case = replace(case, adapter=str(moved_adapter(small_llama, tmp_path / "start", spec)))
+    check_preferences(pair, single, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_groups_of_processes_train_the_reward_model_of_one(small_llama, four: Group, single: Single, method):
+    check_preferences(four, single, replace(case_of(small_llama, "reward", "hsdp", method, "padded"), group_gpus=2))
 
 
 @pytest.mark.slow

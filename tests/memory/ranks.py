@@ -24,6 +24,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
@@ -146,6 +147,7 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
     """Load and train under the CPU's meter, as train does; peaks by phase."""
     part = token_part(setting.layout, world.rank)
     train, scratch = setting.train, Path(tempfile.gettempdir())
+    preferences = StepPreferences.of_any_rows(train)
     offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
     gc.collect()
@@ -177,6 +179,8 @@ def count(world: World, directory: Path, setting: Setting, steps: TracedSteps) -
                     offload=offload,
                     parallel=parallel,
                     micro_batches=len(shapes) + idle,
+                    preferences=preferences,
+                    mismatched=batches() if preferences is not None and preferences.has_mismatches else (),
                 )
     return dict(meter.result().peak_bytes_by_phase)
 

@@ -16,6 +16,8 @@ NAMED_BY_PATH = re.compile(r"(?i)(?<![a-z])(dpo|orpo|kto|cpo|simpo)(?![a-z])")
 PATH_PARTS = 3
 """Parts of a path in which the name of a trainer is looked for."""
 SECTION = "train.preference."
+HEADS = ("classifier", "lm_head", "score", "v_head")
+"""Heads of language models and of other tools' reward models."""
 
 
 def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> None:
@@ -44,6 +46,8 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     values["train.objective"] = name
     if objective.scored:  # A reward model has no logits, and writes no text.
         values |= {"train.loss_chunk": None, "evaluate.generate_rows": 0}
+        if copies := values.get("train.lora.modules_to_save"):  # The head is trained in full anyway.
+            values["train.lora.modules_to_save"] = [name for name in copies if name not in HEADS]
     _leave_out({"data.train_on"}, converted, "of a pair, the answers are trained")
     if values.get("train.lora.dropout"):
         values["train.lora.dropout"] = 0.0

@@ -475,12 +475,8 @@ def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANS
         )
 
 
-KIND_TEXTS = {
-    RowKind.ANSWER: ("rows of one answer", "sft"),
-    RowKind.PAIR: ("preference pairs", "dpo"),
-    RowKind.LABELLED: ("rows of one answer with a label", "kto"),
-}
-"""How messages call a kind of rows, and an objective that trains it."""
+USUAL_OBJECTIVE = {RowKind.ANSWER: "sft", RowKind.PAIR: "dpo", RowKind.LABELLED: "kto"}
+"""An objective that trains a kind of rows, for messages."""
 
 
 def check_kind(name: str, kind: RowKind) -> None:
@@ -488,8 +484,8 @@ def check_kind(name: str, kind: RowKind) -> None:
     suitable = formats_of(kind)
     if name in suitable:
         return
-    other = KIND_TEXTS[FORMATS[name].kind][1]
+    other = USUAL_OBJECTIVE[FORMATS[name].kind]
     raise UserError(
-        f"data.format: train.objective trains {KIND_TEXTS[kind][0]}; got {name}; use {' or '.join(suitable)}, or "
+        f"data.format: train.objective trains {kind.text}; got {name}; use {' or '.join(suitable)}, or "
         f"train.objective={other}"
     )

@@ -7,6 +7,7 @@ from os.path import commonprefix
 from typing import Any
 
 from lean_finetune.data.format.format_base import (
+    Conversation,
     Pair,
     PlainText,
     RowFault,
@@ -151,6 +152,20 @@ def _pair_after(row: Mapping[str, Any], before: Turns, key: str) -> Pair:
             raise RowFault(f"{key!r} ends with an assistant turn, which {answer!r} cannot follow; remove it")
         examples.append(conversation(row, answered(before, turns), key))
     return _pair(*examples)
+
+
+def check_last_turns(pair: Pair) -> None:
+    """Refuse a pair of which the last turns alone are trained, and follow other turns: they have no common prompt."""
+    before = [
+        one.messages[: max(one.trained_turns(), default=0)]
+        for one in (pair.chosen, pair.rejected)
+        if isinstance(one, Conversation)
+    ]
+    if before and before[0] != before[1]:
+        raise RowFault(
+            "data.train_on=last_assistant compares the last answers of 'chosen' and 'rejected', and the turns before "
+            "them differ; use data.train_on=assistant, or remove the row"
+        )
 
 
 def _begins_with_prompt(answer: Any) -> bool:

@@ -39,4 +39,4 @@ def limits_metadata(max_pixels: int | None, min_pixels: int | None) -> dict[str,
 
 def with_pictures(index: pa.Schema, limits: Mapping[str, str]) -> pa.Schema:
     """The schema of an index of rows with pictures, resized within `limits` (see `limits_metadata`)."""
-    return pa.schema([*index, *INDEX_FIELDS], metadata=dict(limits))
+    return pa.schema([*index, *INDEX_FIELDS], metadata={**(index.metadata or {}), **limits})

@@ -399,7 +399,6 @@ def merge(
     Mismatches of labelled rows are not in the totals. `picture_limits` is the metadata of the index of rows with
     pictures; None where the model takes none.
     """
-    step = kind.token_rows // kind.unit
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
         sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
@@ -414,8 +413,7 @@ def merge(
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        schema = INDEX if picture_limits is None else with_pictures(INDEX, picture_limits)
-        _write_index(index, out / f"{side}-index.arrow", schema, totals.sides[side], side_dropped, step)
+        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, picture_limits)
         if picture_limits is not None:
             _link_pictures(root / PICTURES, out / PICTURES, out / side)
         if kind is RowKind.LABELLED:
@@ -485,16 +483,19 @@ def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
 def _write_index(
     index: Iterable[pa.Table],
     path: Path,
-    schema: pa.Schema,
     totals: list[SourceTotals],
     dropped: np.ndarray | None,
-    step: int,
+    kind: RowKind,
+    picture_limits: Mapping[str, str] | None,
 ) -> None:
     """Write one record for each row of a side, with one record batch for each shard of `index`.
 
-    Every `step`-th row counts in the totals.
+    Trained rows count in the totals.
     """
-    start = 0
+    start, step = 0, kind.token_rows // kind.unit
+    schema = INDEX.with_metadata(kind.metadata or None)
+    if picture_limits is not None:
+        schema = with_pictures(schema, picture_limits)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows

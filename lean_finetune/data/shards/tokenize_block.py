@@ -15,11 +15,11 @@ from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer, limit_lengths
 from lean_finetune.data.encode.tokenizer_engine import Engine, load_engine
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
-from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import (
     Conversation,
     EmptyAnswer,
     Labelled,
+    Pair,
     PlainText,
     RowFault,
     SourceFormat,
@@ -27,6 +27,7 @@ from lean_finetune.data.format.format_base import (
     parts_of,
 )
 from lean_finetune.data.format.messages import unknown_keys
+from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
 from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
@@ -117,7 +118,8 @@ class _Rows:
         """Add `number` to a count, for the row at a place."""
         if number:
             self.tally.counts[self.block.source][name] += number
-            self.tally.first.setdefault(name, (self.block.file, place[1]))
+            here = self.block.file, place[1]
+            self.tally.first[name] = min(here, self.tally.first.get(name, here))
 
     def reject(self, name: str, place: RowPlace, reason: str) -> None:
         """Count and list a row that is not used."""
@@ -268,6 +270,8 @@ class BlockTokenizer:
         row = without(raw.value, self._settings.ignore_columns)
         unread = unread_columns(row, source)
         example = parse_row(row, source)
+        if isinstance(example, Pair) and self._settings.train_on == "last_assistant":
+            check_last_turns(example)
         if example.has_empty_answer():
             raise EmptyAnswer("an answer in it is empty")
         family = row_family(row, source)
@@ -373,12 +377,14 @@ class BlockTokenizer:
         chunks = chunks.select(both)
         ends = (chunks.starts + chunks.lengths).tolist()
         parts = [encoded.ids[start:end] for start, end in zip(chunks.starts.tolist(), ends, strict=True)]
-        same = [np.array_equal(one, other) for one, other in zip(parts[::2], parts[1::2], strict=True)]
-        for number in np.flatnonzero(same).tolist():
-            place = rows.places[chunks.rows[2 * number]]
-            limit = f"data.max_length={self._settings.max_length}"
-            rows.reject("no_answer_rows", place, f"both answers of the pair are the same within {limit}")
-        return chunks.select(~np.repeat(np.array(same, bool), 2))
+        same = np.array([np.array_equal(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)], bool)
+        for number in chunks.rows[::2][same].tolist():
+            if {number, number + 1} & set(chunks.truncated.tolist()):
+                name, where = "no_answer_rows", f"within data.max_length={self._settings.max_length}"
+            else:  # A template may remove spaces, and a lone surrogate is no character.
+                name, where = "bad_rows", "as tokens, so there is no preference; remove the row"
+            rows.reject(name, rows.places[number], f"both answers of the pair are the same {where}")
+        return chunks.select(~np.repeat(same, 2))
 
     def _complete_pictures(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
         """The chunks of rows whose pictures are not cut."""

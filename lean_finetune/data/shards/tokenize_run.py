@@ -313,8 +313,10 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
             rows = tokens = 0
             for block, made in tokenize(blocks):
                 if job.settings.on_bad_row == "fail" and "bad_rows" in made.tally.first:
-                    bad = made.tally.rejects[-1]  # No row behind it was read.
-                    raise UserError(f"{job.file_names[bad.file]}:{bad.line}: {bad.reason}")
+                    file, line = made.tally.first["bad_rows"]
+                    rejects = made.tally.rejects
+                    reason = next(one.reason for one in rejects if (one.file, one.line) == (file, line))
+                    raise UserError(f"{job.file_names[file]}:{line}: {reason}")
                 rows += made.tally.counts[block.source]["rows"]
                 tokens += sum(len(side.rows.column("input_ids").flatten()) for side in (made.train, made.heldout))
                 if seconds := bar.format_dict["elapsed"]:

@@ -58,7 +58,7 @@ from lean_finetune.pinning.locate import (
     tokenizer_directory,
 )
 from lean_finetune.pinning.model_source import trained_ids
-from lean_finetune.plan.batch_plan import Plan, read_plan
+from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index, read_pictures
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 from lean_finetune.step.batches import BatchShape, refuse_other_tokens
@@ -463,6 +463,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     device, device_reason = resolve_gpu(p.hardware.gpu)
     plan, lengths, pictures = read_plan(plan_path), read_lengths(index), read_pictures(index)
     refuse_other_tokens(plan, lengths)
+    refuse_other_objective(plan, p.train.row_kind)
     plan = replace(plan, pictures=pictures)
     lock = read_json(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores, pictures=pictures is not None)

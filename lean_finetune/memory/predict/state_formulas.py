@@ -17,7 +17,7 @@ from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
-from lean_finetune.model.empty_model import SCORE, kept_in_fp32, meta_model
+from lean_finetune.model.empty_model import SCORE, kept_in_fp32, meta_model, token_layers
 from lean_finetune.model.experts.experts_forward import (
     expert_modules,
     expert_parameters,
@@ -255,7 +255,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     adaptable = {id(layer.weight) for layer in (adaptable_layers(model) if adapts_by_name(model) else layers)}
     experts = {id(getattr(m, name)): m for _, m in expert_modules(model) for name in expert_parameters(m)}
     routers = {id(parameter) for parameter in router_parameters(model).values()}
-    of_tokens = {id(layer.weight) for layer in (model.get_input_embeddings(), head) if layer is not None}
+    of_tokens = {id(layer.weight) for layer in token_layers(model)}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     parameters = tuple(
         ParameterShape(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import lean_finetune.data.format.pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, RowFault, SourceFormat, detect_format
+from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.objectives.objective import RowKind
 
@@ -85,6 +85,17 @@ OTHER = {"role": "user", "content": "3+3?"}
 def test_what_is_no_pair_is_refused(row, fault):
     with pytest.raises(RowFault, match=fault):
         parsed(row)
+
+
+def test_last_turns_are_compared_after_equal_turns():
+    """data.train_on=last_assistant: log-probabilities of answers to different questions."""
+    more = {"role": "user", "content": "Sure?"}
+    check_last_turns(parsed({"prompt": [QUESTION], "chosen": [GOOD, more, GOOD], "rejected": [GOOD, more, BAD, more]}))
+    check_last_turns(parsed({"prompt": "2+2=", "chosen": "4", "rejected": "5"}))
+    for chosen, rejected in (([GOOD, more, GOOD], [BAD, more, BAD]), ([GOOD, more, GOOD], [BAD])):
+        pair = parsed({"prompt": [QUESTION], "chosen": chosen, "rejected": rejected})
+        with pytest.raises(RowFault, match="compares the last answers of 'chosen' and 'rejected', and"):
+            check_last_turns(pair)
 
 
 def test_supervised_fine_tuning_says_what_trains_pairs():

@@ -20,6 +20,7 @@ FAST: list[tuple[str, str, dict[str, Any]]] = [
     ("dpo", "padded", {"method": "lora", "grad_ckpt": True}),
     ("kto", "padded", {"method": "full", "loss_chunk": None}),
     ("kto", "joined", {"method": "qlora", "grad_ckpt": True}),
+    ("reward", "padded", {"method": "lora", "precision": "bf16"}),
 ]
 SLOW = [
     (name, layout, {"method": method, "grad_ckpt": grad_ckpt})
@@ -29,15 +30,20 @@ SLOW = [
 ]
 
 
+def of_kind(name: str, steps: TracedSteps) -> TracedSteps:
+    """Micro-batches of an objective's rows."""
+    objective = OBJECTIVES[name]
+    if objective is None:
+        return steps
+    return tuple(tuple(replace(shape, kind=objective.kind) for shape in step) for step in steps)
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "changes"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
 def test_the_prediction_equals_what_the_allocator_counted(small_llama, name, layout, changes):
     """A step that is traced unlike it is trained: with references, or answers that pass without gradients."""
-    objective = OBJECTIVES[name]
-    assert objective is not None
-    steps = tuple(tuple(replace(shape, kind=objective.kind) for shape in step) for step in LAYOUTS[layout])
-    check(small_llama, setting_of(objective=name, **changes), steps)
+    check(small_llama, setting_of(objective=name, **changes), of_kind(name, LAYOUTS[layout]))
 
 
 def deep_of(name: str, *, flat: bool) -> tuple[TracedModel, TracedSteps]:

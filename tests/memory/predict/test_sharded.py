@@ -16,8 +16,10 @@ from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.memory.common import CPU_TARGET, ONEDNN_SCRATCH_BYTES, llama
+from tests.memory.predict.test_preferences import of_kind
 from tests.memory.ranks import IN_FLIGHT, STEPS, do_peaks, do_peaks_by_rank, pipeline_setting, shared_setting
 from tests.small_model import save_small_llama
+from tests.step.common import slow
 
 TOLERATED_SHARE, TOLERATED_BYTES = 1e-3, 1536
 MODES = ("ddp", "zero1", "zero2", "zero3")
@@ -40,8 +42,9 @@ def four() -> Iterator[Group]:
 def check(group: Group, size: int, directory: Path, mode: str, steps: str, **changes: Any) -> None:
     """Every phase of the step, within the bound of one process."""
     setting = shared_setting(mode, size, steps, **changes)
-    predicted = predict(TracedModel(read_config(directory), setting, CPU_TARGET), STEPS[steps])
-    counted = group.ask(do_peaks, directory, setting, STEPS[steps])
+    shapes, config = of_kind(setting.train.objective, STEPS[steps]), read_config(directory, scores=setting.train.scores)
+    predicted = predict(TracedModel(config, setting, CPU_TARGET), shapes)
+    counted = group.ask(do_peaks, directory, setting, shapes)
     for phase, peak in predicted.by_phase.items():
         allowed = max(TOLERATED_SHARE * counted[phase], TOLERATED_BYTES)
         assert abs(peak.bytes - counted[phase]) <= allowed, (phase, peak.bytes - counted[phase], peak)
@@ -103,6 +106,26 @@ def test_compressed_activations_are_predicted_as_processes_count_them(small_llam
 def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mode, changes):
     """Scales of packed experts, which every process has, counted as shards."""
     check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
+
+
+COPY, ROWS = {"lora_modules_to_save": ["embed_tokens"]}, {"lora_trainable_tokens": [9, 3]}
+PREFERENCES: list[tuple[str, str, dict[str, Any]]] = [
+    ("reward", "zero3", {"method": "lora", **COPY}),
+    *(("dpo", mode, {"method": "qlora", "grad_ckpt": True}) for mode in ("ddp", "zero3")),
+    *((name, mode, {"method": "full"}) for name, mode in product(("dpo", "kto", "reward"), ("ddp", "zero3"))),
+    *(("reward", mode, {"method": "lora"}) for mode in ("zero1", "zero2")),
+    *(("reward", mode, {"method": "qlora", **more}) for mode, more in product(("ddp", "zero3"), (COPY, ROWS))),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "mode", "changes"), [PREFERENCES[0], *(slow(*case) for case in PREFERENCES[1:])], ids=str
+)
+def test_preferences_are_predicted_as_processes_count_them(small_llama, pair: Group, name, mode, changes):
+    """Scores, mismatched answers or a copy of the embedding that a process is not predicted to have."""
+    for steps in ("one turn", "two turns"):
+        check(pair, 2, small_llama, mode, steps, objective=name, **changes)
 
 
 PIPELINE_CHANGES: list[dict[str, Any]] = [
