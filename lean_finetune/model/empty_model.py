@@ -33,6 +33,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.packed_layers import of_packed_rows
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #
@@ -393,9 +394,9 @@ def _subclass(kind: type[PreTrainedModel], ours: tuple[type, ...]) -> Any:
 
 
 def replace_code(kind: type) -> None:
-    """Make the code of a family of models use `REPLACED`, and no kernels of other packages.
+    """Make the code of a family of models use `REPLACED`, take packed rows, and call no kernels of other packages.
 
-    transformers calls those of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
+    transformers calls kernels of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
     cannot be traced, and they take other memory.
     """
     for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")}:
@@ -403,8 +404,9 @@ def replace_code(kind: type) -> None:
         for key, value in list(vars(code).items()):
             if key in REPLACED:
                 setattr(code, key, REPLACED[key])
-            elif isfunction(value) and value.__code__.co_filename == hub_kernels.__file__:
-                setattr(code, key, getattr(value, "__wrapped__", value))
+            elif isfunction(value):
+                of_hub = value.__code__.co_filename == hub_kernels.__file__
+                setattr(code, key, of_packed_rows(key, getattr(value, "__wrapped__", value) if of_hub else value))
 
 
 def causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:

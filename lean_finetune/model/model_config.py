@@ -12,6 +12,7 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
+from lean_finetune.model.packed_layers import FAMILIES as PACKABLE
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}
@@ -305,10 +306,10 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    if kinds := other_layers(config):
+    if (kinds := other_layers(config)) and config.model_type not in PACKABLE:
         raise UserError(
-            f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
-            f"{', '.join(kinds)}; set bucket.mode=bucketed"
+            f"bucket.mode: packed needs layers that see a row's bounds; those of {config.model_type} of type "
+            f"{', '.join(kinds)} do not; set bucket.mode=bucketed"
         )
     if computes_own_attention(config):  # A token would see the rows before its own.
         raise rows_see_each_other(config.model_type)
