@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +41,8 @@ from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.model_config import (
     attention_window,
+    chunk_tokens,
     max_positions,
-    other_layers,
     read_config,
     refuse_context_parallel,
 )
@@ -285,10 +286,10 @@ class Run:
 
     def _planned_steps(self, planned: PlannedRows) -> TracedSteps:
         """The micro-batches of a plan that can set the peak."""
-        kinds = {
+        kinds: dict[str, Any] = {
             "tiled": self.device.kind == "cuda",
             "windowed": materializes_scores(self.config, self.setting.train.attention) or self._beyond_window,
-            "chunked": bool(other_layers(self.config)),
+            "chunk": chunk_tokens(self.config),
         }
         if (stages := self.setting.layout.pipeline) > 1:
             return steps_in_flight(planned.plan, planned.lengths, stages, **kinds)

@@ -148,7 +148,7 @@ def test_with_layers_in_chunks_more_rows_of_fewer_tokens_can_be_the_worst():
     """Mamba 2 pads rows to full chunks: five of 12 tokens need more than four of 16. A run was predicted 25 % low."""
     config = tiny_config("granitemoehybrid", mamba_chunk_size=16)
     plan = plan_of([[(1, 16, 9), (4, 16, 9), (5, 12, 9)]])
-    traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunked=True)
+    traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunk=16)
     blind = traced_steps(plan, LENGTHS, tiled=False, windowed=False)
     seen, missed = (
         predict(TracedModel(config, setting_of(method="lora"), CPU_TARGET), steps).peak.bytes

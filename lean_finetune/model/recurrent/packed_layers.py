@@ -117,7 +117,7 @@ def _convolution(convolution: Scan) -> Scan:
         packed_rows: PackedRows | None = options.pop("packed_rows", None)
         note_rows(packed_rows)
         if packed_rows is None:
-            return convolution(hidden_states, weight, *more, **options)  # type: ignore[no-any-return]
+            return convolution(hidden_states, weight, *more, **options)
         # Zeros between rows: as many as the first token of a row sees before it.
         zeros = hidden_states.new_zeros(*hidden_states.shape[:-1], weight.shape[-1] - 1)
         apart = [part for row in hidden_states.split(packed_rows.lengths, -1) for part in (row, zeros)]
