@@ -11,7 +11,7 @@ from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.model_config import refuse_packed_rows
+from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.model.recurrent.packed_layers import FAMILIES, Bands
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss
@@ -51,6 +51,7 @@ def saved(family: str, directory: Path) -> Path:
 def test_packed_rows_have_the_loss_and_the_gradients_of_separate_ones(family, tmp_path):
     """A state, or the last tokens of a row, that the next row sees; a gradient that passes back the same way."""
     model: Any = load_model(saved(family, tmp_path), spec_of(method="full"), CPU).eval()
+    refuse_packed_rows(read_config(tmp_path), max(LENGTHS))
     check_packed_rows(model, CPU)
     losses, grads = [], []
     for batches in ([packed()], [collate([row], len(row[0]), 0) for row in ROWS]):
