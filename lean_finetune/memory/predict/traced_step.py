@@ -171,7 +171,7 @@ def _trace_steps(
         refuse_untraceable(model.config),
         CachedFakeMode(),
         target.attention(),
-        without_launches(setting.train.fused_kernels, target.multiprocessors),
+        without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
         part_loop(trace, skip=skip),
     ):

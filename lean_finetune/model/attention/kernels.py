@@ -33,6 +33,15 @@ class PackedRows:
     """int32 of shape (R + 1,): the first token of each row, and T."""
     positions_BT: torch.Tensor
     """int64 of shape (1, T): each token's position in its row."""
+    _chunks: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def chunks_of(self, size: int) -> torch.Tensor:
+        """int32 of shape (chunks, 2): the row of each chunk of `size` tokens, and its number there; kept."""
+        if size not in self._chunks:
+            places = [(row, part) for row, length in enumerate(self.lengths) for part in range(-(-length // size))]
+            on_host = torch.tensor(places, dtype=torch.int32, pin_memory=self.offsets.is_cuda)
+            self._chunks[size] = on_host.to(self.offsets.device, non_blocking=True)
+        return self._chunks[size]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedRows":
         """The same rows with tensors on another device."""

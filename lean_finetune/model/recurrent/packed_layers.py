@@ -10,6 +10,7 @@ computes at once; the state passes from chunk to chunk.
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -135,6 +136,16 @@ _OF_PACKED_ROWS: dict[str, Callable[[Scan], Scan]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
 }
 """What makes functions of families' code take `packed_rows` too, by their name there."""
+
+
+def with_global(function: Any, name: str, value: Callable[..., Any]) -> FunctionType:
+    """A copy of a function that sees another value for one global name of its module."""
+    assert name in function.__code__.co_names
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, name: value}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def of_packed_rows(name: str, function: Any) -> Any:
