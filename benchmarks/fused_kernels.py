@@ -1,4 +1,4 @@
-"""Kernels of Liger-Kernel and of fla (train.fused_kernels) against a model's own code, in Triton's interpreter on a CPU.
+"""Kernels of Liger-Kernel and fla (train.fused_kernels) against a model's own code, in Triton's interpreter on a CPU.
 
 Rows: a step's loss and gradients with and without them, and the peaks of steps predicted and counted. 16-bit gradients
 are compared with those of fp32. It computes what the kernels compute, but no GPU runs them, and their speed is unknown.

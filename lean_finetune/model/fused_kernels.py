@@ -1,9 +1,11 @@
 """Kernels of other packages instead of the model's code (train.fused_kernels).
 
 `fla`: flash-linear-attention's gated delta rule (`recurrent/fla_kernels.py`). `liger`: Liger-Kernel's rotary embedding,
-RMSNorm and SwiGLU. The loss is ours. Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary
-embedding its inputs, RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the
-`FAMILIES` reads them again, except selective checkpointing, which train.fused_kernels excludes.
+RMSNorm and SwiGLU. The loss is ours.
+
+Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary embedding its inputs,
+RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the `FAMILIES` reads them
+again, except selective checkpointing, which liger excludes.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,13 @@ from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
-from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
+from lean_finetune.memory.devices import (
+    attention_on,
+    experts_on,
+    linear_attention_on,
+    precision_on,
+    resolve_gpu,
+)
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -176,6 +182,11 @@ class Run:
     def experts(self) -> str | None:
         """How the device multiplies rows by their experts; None without experts."""
         return experts_on(self.device, self.config, self.setting.train)
+
+    @property
+    def linear_attention(self) -> str | None:
+        """What computes linear attention and state-space layers; None without any."""
+        return linear_attention_on(self.device, self.config, self.setting.train)
 
     @property
     def not_loaded(self) -> str | None:

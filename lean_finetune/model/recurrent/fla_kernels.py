@@ -49,8 +49,8 @@ def refuse_family(key: str, config: PretrainedConfig) -> None:
     largest = max(text.linear_key_head_dim, text.linear_value_head_dim)
     if largest > LARGEST_HEAD:
         raise UserError(
-            f"{key}: fla's kernels take heads of up to {LARGEST_HEAD} values; {config.model_type} has linear_key_head_dim "
-            f"or linear_value_head_dim {largest}; use none"
+            f"{key}: fla's kernels take heads of up to {LARGEST_HEAD} values; {config.model_type} has heads of "
+            f"{largest}; use none"
         )
 
 
