@@ -119,7 +119,7 @@ class Rows:
         settings = PlanSettings.from_params(p)
         plan, lengths = settings.plan(read_index(path, settings.weights)), read_lengths(path)
         setting = Setting(train=p.train)
-        steps = traced_steps(plan, lengths, tiled=False, windowed=False, chunked=False)
+        steps = traced_steps(plan, lengths, tiled=False, windowed=False, chunk=0)
         peak = predict(TracedModel(read_config(MODEL), setting, CPU_TARGET), steps).peak
         return Planned(case=case, setting=setting, plan=plan, predicted_bytes=peak.bytes)
 

@@ -1,18 +1,22 @@
-"""Run Triton's kernels on a CPU: its interpreter, with what Liger-Kernel's kernels need beyond it (Triton 3.9)."""
+"""Run Triton's kernels on a CPU: its interpreter, with what kernels of other packages need beyond it (Triton 3.9)."""
 
+import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from lean_finetune.config.field_types import FusedKernels
+
 
 @contextmanager
-def interpreted_kernels() -> Iterator[None]:
-    """A context in which Liger's kernels compute on the CPU; Triton must have been imported with TRITON_INTERPRET=1.
+def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
+    """A context in which fused kernels compute on the CPU; Triton must have been imported with TRITON_INTERPRET=1.
 
-    - A number is a tensor in a kernel; the interpreter passes Python's.
+    - A number is a tensor in a kernel, and so is the variable of a loop; the interpreter passes Python's.
+    - A kernel with several configurations runs with the first: there is nothing to time.
     - bf16 is computed in fp32 and rounded to the nearest; the interpreter computes with the bits, and truncates.
     - `rsqrt` of CUDA's library has no Python code.
     - Tensors are already on the host; the interpreter's copies of their storages would live on in cycles.
@@ -46,14 +50,50 @@ def interpreted_kernels() -> Iterator[None]:
     def arguments(self: Any, args: Sequence, kwargs: Mapping) -> tuple[list, Mapping]:
         return list(args), kwargs
 
-    from liger_kernel.ops import rms_norm
-
-    if not isinstance(rms_norm._rms_norm_forward_kernel, interpreter.InterpretedFunction):
-        raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
     with (
         patch.object(interpreter, "_implicit_cvt", argument),
         patch.multiple(builder, cast_impl=cast_impl, binary_op=binary_op),
         patch.multiple(executor, _init_args_hst=arguments, _restore_args_dev=lambda *args: None),
-        patch.object(rms_norm, "rsqrt", lambda value: tl.rsqrt(value)),
+        _liger() if choice == "liger" else _fla(argument),
     ):
         yield
+
+
+@contextmanager
+def _liger() -> Iterator[None]:
+    """What Liger-Kernel needs."""
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+
+    _check(rms_norm._rms_norm_forward_kernel)
+    with patch.object(rms_norm, "rsqrt", lambda value: tl.rsqrt(value)):
+        yield
+
+
+@contextmanager
+def _fla(tensor: Callable[[int], Any]) -> Iterator[None]:
+    """What flash-linear-attention needs; `tensor` makes a number a tensor of a kernel."""
+    from fla.ops.common import chunk_delta_h
+    from fla.ops.utils.cache import CachedAutotuner
+    from triton.runtime.autotuner import Autotuner
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    def loop(*bounds: Any) -> Iterator[Any]:
+        return (tensor(number) for number in builtins.range(*map(int, bounds)))
+
+    _check(chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64.fn.fn)
+    with ExitStack() as stack:
+        for kind in (Autotuner, CachedAutotuner):
+            stack.enter_context(patch.object(kind, "run", first))
+        stack.enter_context(patch.object(chunk_delta_h, "range", loop, create=True))
+        yield
+
+
+def _check(kernel: Any) -> None:
+    """Raise if a kernel would be compiled."""
+    from triton.runtime import interpreter
+
+    if not isinstance(kernel, interpreter.InterpretedFunction):
+        raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
     # Linear attention, Mamba and convolutions.
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"linear_num_heads": 4, "linear_head_dim": 16},
     **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2},
     **{"conv_dim": 64, "block_ff_dim": 128, "use_mamba_kernels": False},
 }
@@ -43,7 +44,8 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
     "gemma3n": {
         "audio_config": {

@@ -158,6 +158,8 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     for label, text in network_lines(run):
         yield labelled(label, text)
     yield labelled("attention", run.attention)
+    if (linear := run.linear_attention) is not None:
+        yield labelled("linear attention", linear)
     load_bytes = run.load_bytes(prediction)
     if (weights := format_text(run.config)) is not None:
         yield labelled("weights", f"{weights}; loading takes {readable_size(load_bytes)} at most")
@@ -228,6 +230,7 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
             "headroom_percent": run.params.estimate.headroom_percent,
             "reason": run.reasons["gpu"],
             "attention": run.attention,
+            "linear_attention": run.linear_attention,
         },
         "model": {"name": run.params.model.name, "type": run.config.model_type},
         "precision": run.setting.train.precision,

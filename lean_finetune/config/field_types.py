@@ -12,7 +12,7 @@ CompressActivations = Literal["none", "fp8", "int8"]
 OffloadState = Literal["none", "optimizer", "parameters"]
 OffloadTo = Literal["cpu", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
-FusedKernels = Literal["none", "liger"]
+FusedKernels = Literal["none", "liger", "fla"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""

@@ -169,7 +169,8 @@ class Train(BaseWeights):
     attention: AttentionName
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
     fused_kernels: FusedKernels
-    """Code of rotary embedding, RMSNorm and SwiGLU: the model's, or Liger-Kernel's. For GPUs."""
+    """Code of rotary embedding, RMSNorm and SwiGLU (liger) or of the gated delta rule (fla): the model's, or that of a
+    package. For GPUs."""
     optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState

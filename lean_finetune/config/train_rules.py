@@ -154,13 +154,13 @@ TRAIN_RULES = [
             p.train.fused_kernels != "none"
             and (p.train.compress_activations != "none" or p.train.sequence_tiles is not None)
         ),
-        "overwrites tensors, which was not tried with train.compress_activations and sequence_tiles; got "
+        "was not tried with train.compress_activations and sequence_tiles; got "
         "{train.fused_kernels} with {train.compress_activations} and {train.sequence_tiles}; set it to none, or these "
         "to none and blank",
     ),
     Rule(
         "train.fused_kernels",
-        lambda p: p.train.fused_kernels != "none" and p.train.grad_ckpt_policy == "selective",
+        lambda p: p.train.fused_kernels == "liger" and p.train.grad_ckpt_policy == "selective",
         "overwrites outputs of matmuls with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
         "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
     ),

@@ -1,5 +1,7 @@
 """Resolve `hardware.gpu` to a device: a known GPU, a memory size such as 24GiB, or this machine's GPU or RAM."""
 
+import sys
+
 import psutil
 import torch
 from transformers import PretrainedConfig
@@ -10,10 +12,12 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.memory_limits import host_limit_bytes
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.model.attention_choice import choose_attention
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.empty_model import causal_class, meta_model
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import has_grouped_kernel
+from lean_finetune.model.model_config import other_layers
 from lean_finetune.model.precision import autocast_dtype, base_dtype, choose_precision
+from lean_finetune.model.recurrent.fla_kernels import FAMILIES as FLA_FAMILIES
 
 
 def resolve_gpu(value: str) -> tuple[Device, str]:
@@ -73,6 +77,29 @@ def experts_on(device: Device, config: PretrainedConfig, train: Train) -> str | 
     if device.kind == "cuda" and has_grouped_kernel(dtype, device.compute_capability):
         return "all in one kernel where sizes are multiples of 8; gradients of weights one after the other"
     return "one after the other: PyTorch's grouped kernel needs bf16 and compute capability 9 or 10; the same memory"
+
+
+TOKEN_MIXERS = {
+    "torch_chunk_gated_delta_rule": "gated delta rule",
+    "chunk_kimi_delta_attention": "Kimi delta attention",
+    "mamba2_chunk_scan": "Mamba 2",
+    "mamba_selective_scan": "Mamba",
+}
+"""What layers of linear attention compute, by the name of the function in a family's code."""
+
+
+def linear_attention_on(device: Device, config: PretrainedConfig, train: Train) -> str | None:
+    """What computes a model's linear attention or state-space layers on a device; None without such layers."""
+    if not {"linear_attention", "hybrid"} & {*other_layers(config)}:
+        return None
+    code = vars(sys.modules[causal_class(config).__module__])
+    mixer = next((text for name, text in TOKEN_MIXERS.items() if name in code), "the family's own")
+    if train.fused_kernels == "fla":
+        return f"{mixer} by flash-linear-attention's kernels (train.fused_kernels: fla)"
+    text = f"{mixer} in PyTorch, by no other package's kernels"
+    if device.kind == "cuda" and config.model_type in FLA_FAMILIES:
+        text += "; train.fused_kernels: fla has faster ones (docs/models.md)"
+    return text
 
 
 def precision_on(device: Device, requested: AnyPrecision) -> tuple[Precision, str]:

@@ -1,4 +1,4 @@
-"""Models without weights: the language part of a multimodal model, reward models, and scans that can be traced."""
+"""Models without weights: the language part of a multimodal model, and reward models."""
 
 import copy
 import re
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -35,6 +33,8 @@ from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.pictures.picture_config import takes_pictures
 from lean_finetune.model.pictures.picture_parts import WithPictures, parts_beside_text, vision_parts
+from lean_finetune.model.recurrent.packed_layers import of_packed_rows
+from lean_finetune.model.recurrent.selective_scan import selective_scan
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #
@@ -159,108 +159,6 @@ def stored_left_out(model: PreTrainedModel, stored: Mapping[str, FileTensor]) ->
         return {}
     known = model.state_dict()
     return {name: stored[name] for name, own in names_in_model(model, stored).items() if own not in known}
-
-
-# Mamba's selective scan in chunks of a row, in plain PyTorch, in place of transformers' loop over tokens.
-#
-# That loop keeps all states of a row for backward, and its gradients take time quadratic in the row's length. Here
-# only the states between chunks are kept, and backward computes those of a chunk again.
-#
-# Shape legend: B rows, T tokens, C tokens of a chunk, D channels, N state size.
-
-CHUNK_TOKENS = 128
-"""More tokens need more memory, fewer take more operations: a chunk has some B × C × D × N tensors in fp32."""
-
-
-def selective_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, D, T) of a selective state-space model (Gu and Dao 2023, arXiv 2312.00752), and its last state.
-
-    The arguments are those of transformers' function: hidden_states, dt and the gate z (B, D, T), A (D, N), B and C
-    (B, N, T), D and delta_bias (D). State t is exp(dt A) times state t - 1, plus dt B times the hidden state; it is
-    (B, D, N) in fp32, zero before the first token. `kwargs` choose among implementations of transformers.
-    """
-    dtype = hidden_states.dtype
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[..., None]
-    if delta_softplus:
-        dt = F.softplus(dt)
-    state = torch.zeros(*hidden_states.shape[:2], A.shape[-1], device=A.device)
-    outputs = []
-    for chunk in zip(*(tensor.split(CHUNK_TOKENS, dim=-1) for tensor in (hidden_states, dt, B, C)), strict=True):
-        output, state = checkpoint(_chunk, state, A, *chunk, use_reentrant=False, preserve_rng_state=False)
-        outputs.append(output)
-    scanned = torch.cat(outputs, dim=1).transpose(1, 2).to(dtype)
-    if D is not None:
-        scanned = scanned + hidden_states * D[:, None]
-    if z is not None:
-        scanned = scanned * F.silu(z)
-    return (scanned, state) if return_last_state else scanned
-
-
-def _chunk(
-    state_BDN: torch.Tensor,
-    A_DN: torch.Tensor,
-    hidden_BDC: torch.Tensor,
-    dt_BDC: torch.Tensor,
-    B_BNC: torch.Tensor,
-    C_BNC: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, C, D) of the tokens of a chunk, and the state after the last of them."""
-    dt_BCD = dt_BDC.transpose(1, 2).float()
-    decay_BCDN = torch.exp(dt_BCD[..., None] * A_DN)
-    added_BCDN = (dt_BCD * hidden_BDC.transpose(1, 2))[..., None] * B_BNC.transpose(1, 2)[:, :, None].float()
-    states_BCDN = _Recurrence.apply(decay_BCDN, added_BCDN, state_BDN)
-    output_BCD = (states_BCDN @ C_BNC.transpose(1, 2)[..., None].float())[..., 0]
-    return output_BCD, states_BCDN[:, -1]
-
-
-class _Recurrence(torch.autograd.Function):
-    """States of h[t] = decay[t] * h[t-1] + added[t], and their gradients, which follow the same rule backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, decay_BCDN: torch.Tensor, added_BCDN: torch.Tensor, state_BDN: torch.Tensor) -> torch.Tensor:
-        """The states (B, C, D, N) from the state before the first token."""
-        states_BCDN = added_BCDN.clone()
-        states_BCDN[:, 0].add_(decay_BCDN[:, 0] * state_BDN)
-        _accumulate(decay_BCDN.clone(), states_BCDN)
-        ctx.save_for_backward(decay_BCDN, states_BCDN, state_BDN)
-        return states_BCDN
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of the three arguments."""
-        decay_BCDN, states_BCDN, state_BDN = ctx.saved_tensors
-        # In reversed order, a token's gradient gets that of the next token times that token's decay.
-        grad_BCDN = grads[0].flip(1)
-        _accumulate(torch.cat([decay_BCDN[:, :1], decay_BCDN[:, 1:].flip(1)], dim=1), grad_BCDN)
-        grad_BCDN = grad_BCDN.flip(1)
-        before_BCDN = torch.cat([state_BDN[:, None], states_BCDN[:, :-1]], dim=1)
-        return grad_BCDN * before_BCDN, grad_BCDN, grad_BCDN[:, 0] * decay_BCDN[:, 0]
-
-
-def _accumulate(decay_BCDN: torch.Tensor, values_BCDN: torch.Tensor) -> None:
-    """Turn values into the states of the recurrence, in place; `decay_BCDN` is overwritten.
-
-    After k rounds each token has the sum over 2**k tokens (Hillis and Steele 1986). The first decay is not used.
-    """
-    step = 1
-    while step < values_BCDN.shape[1]:
-        later = decay_BCDN[:, step:]
-        values_BCDN[:, step:].add_(later * values_BCDN[:, :-step])
-        later.mul_(decay_BCDN[:, :-step].clone())
-        step *= 2
 
 
 # Build models without weights from their config.
@@ -409,9 +307,9 @@ def _subclass(kind: type[PreTrainedModel], ours: tuple[type, ...]) -> Any:
 
 
 def replace_code(kind: type) -> None:
-    """Make the code of a family of models use `REPLACED`, and no kernels of other packages.
+    """Make the code of a family of models use `REPLACED`, take packed rows, and call no kernels of other packages.
 
-    transformers calls those of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
+    transformers calls kernels of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
     cannot be traced, and they take other memory.
     """
     for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")}:
@@ -419,8 +317,9 @@ def replace_code(kind: type) -> None:
         for key, value in list(vars(code).items()):
             if key in REPLACED:
                 setattr(code, key, REPLACED[key])
-            elif isfunction(value) and value.__code__.co_filename == hub_kernels.__file__:
-                setattr(code, key, getattr(value, "__wrapped__", value))
+            elif isfunction(value):
+                of_hub = value.__code__.co_filename == hub_kernels.__file__
+                setattr(code, key, of_packed_rows(key, getattr(value, "__wrapped__", value) if of_hub else value))
 
 
 def causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:

@@ -1,14 +1,17 @@
-"""Liger-Kernel's rotary embedding, RMSNorm and SwiGLU instead of the model's (train.fused_kernels).
+"""Kernels of other packages instead of the model's code (train.fused_kernels).
 
-The loss is ours. Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary
-embedding its inputs, RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the
-`FAMILIES` reads them again, except selective checkpointing, which train.fused_kernels excludes.
+`fla`: flash-linear-attention's gated delta rule (`recurrent/fla_kernels.py`). `liger`: Liger-Kernel's rotary embedding,
+RMSNorm and SwiGLU. The loss is ours.
+
+Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary embedding its inputs,
+RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the `FAMILIES` reads them
+again, except selective checkpointing, which liger excludes.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,22 +20,50 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.field_types import FusedKernels
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.versions import install_extra
+from lean_finetune.model.recurrent import fla_kernels
+from lean_finetune.model.recurrent.packed_layers import with_global
 
 FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types with the same code as Llama in layers, norms, MLP and rotary embedding."""
 KEY = "train.fused_kernels"
 ROTARY = "apply_rotary_pos_emb"
 """The function of the rotary embedding in a family's code."""
-COUNTED = "0.8."
-"""Releases of Liger-Kernel for which traced allocations equal those measured on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """Where fused kernels come from."""
+
+    title: str
+    distribution: str
+    """Its name for pip."""
+    module: str
+    """A module that can be imported where the kernels can run."""
+    counted: str
+    """Releases for which traced allocations equal those measured on a CPU."""
+
+
+PACKAGES = {
+    "fla": Package(
+        title="flash-linear-attention", distribution="fla-core", module="fla.ops.gated_delta_rule", counted="0.6."
+    ),
+    "liger": Package(
+        title="Liger-Kernel", distribution="liger-kernel", module="liger_kernel.ops.rms_norm", counted="0.8."
+    ),
+}
+"""By the value of train.fused_kernels, which is also the name of the extra."""
+EXTRAS = {"fla": install_extra("fla"), "liger": install_extra("liger")}
+"""The command that installs each."""
 
 
 def memory_note(choice: FusedKernels) -> str | None:
     """How the predicted peak of a run with fused kernels was checked; None for other runs."""
     if choice == "none":
         return None
+    tuning = " and Triton's buffer of 256 MiB while it tunes a kernel" if choice == "fla" else ""
     return (
-        f"{KEY}: the peak follows Liger-Kernel's allocations, equal to those counted on a CPU; no GPU has measured it"
+        f"{KEY}: the peak follows {PACKAGES[choice].title}'s allocations, equal to those counted on a CPU{tuning}; no "
+        "GPU has measured it"
     )
 
 
@@ -47,19 +78,32 @@ def refuse_fused(choice: FusedKernels, device_type: str, config: PretrainedConfi
     """
     if choice == "none":
         return
+    package = PACKAGES[choice]
     if device_type == "cpu":
-        raise UserError(f"{KEY}: Liger-Kernel needs a GPU; got {choice} where training runs on the CPU; use none")
-    _refuse_family(config)
-    found = _liger_version()
-    if enforce and not found.startswith(COUNTED):
+        raise UserError(f"{KEY}: {package.title} needs a GPU; got {choice} where training runs on the CPU; use none")
+    _refuse_family(choice, config)
+    found = _version(choice)
+    if choice == "fla":
+        fla_kernels.refuse_triton(KEY)
+    if not enforce:
+        return
+    unknown = f"and estimate.enforce=true starts only runs that are predicted to fit; got {choice}"
+    if not found.startswith(package.counted):
         raise UserError(
-            f"{KEY}: the memory of liger-kernel {found} is not known, and estimate.enforce=true starts only runs that "
-            f"are predicted to fit; got {choice}; install liger-kernel {COUNTED}*, or set estimate.enforce=false"
+            f"{KEY}: the memory of {package.distribution} {found} is not known, {unknown}; install "
+            f"{package.distribution} {package.counted}*, or set estimate.enforce=false"
+        )
+    if choice == "fla" and (other := fla_kernels.uncounted_code()) is not None:
+        raise UserError(
+            f"{KEY}: the memory of {other}, which fla calls where it is installed, is not known, {unknown}; set the "
+            "environment variable FLA_DISABLE_BACKEND_DISPATCH=1, or estimate.enforce=false"
         )
 
 
-def _refuse_family(config: PretrainedConfig) -> None:
-    """Raise UserError if Liger's operations are not those of a model."""
+def _refuse_family(choice: FusedKernels, config: PretrainedConfig) -> None:
+    """Raise UserError if a package's operations are not those of a model."""
+    if choice == "fla":
+        return fla_kernels.refuse_family(KEY, config)
     activation = getattr(config, "hidden_act", None)
     if config.model_type not in FAMILIES or activation != "silu":
         raise UserError(
@@ -68,31 +112,35 @@ def _refuse_family(config: PretrainedConfig) -> None:
         )
 
 
-def _liger_version() -> str:
-    """The version of the installed Liger-Kernel.
+def _version(choice: FusedKernels) -> str:
+    """The version of the installed package.
 
     Raises:
         UserError: it cannot be imported.
     """
+    package = PACKAGES[choice]
     try:
-        import_module("liger_kernel.ops.rms_norm")
-        return version("liger-kernel")
+        import_module(package.module)
+        return version(package.distribution)
     except ImportError as error:
         raise UserError(
-            f"{KEY}: needs the package liger-kernel ({error}); got liger; run {install_extra('liger')}, or use none"
+            f"{KEY}: needs the package {package.distribution} ({error}); got {choice}; run {EXTRAS[choice]}, or use "
+            "none"
         ) from None
 
 
 def fuse_kernels(model: PreTrainedModel, choice: FusedKernels) -> None:
-    """Replace the forward methods of a model's norms, MLPs and attention layers; its tensors stay.
+    """Replace the forward methods of a model's layers; its tensors stay.
 
     Raises:
-        UserError: the model is of another family, or Liger-Kernel is missing.
+        UserError: the model is of another family, or the package is missing.
     """
     if choice == "none":
         return
-    _refuse_family(model.config)
-    _liger_version()
+    _refuse_family(choice, model.config)
+    _version(choice)
+    if choice == "fla":
+        return fla_kernels.fuse_delta_rule(model)
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -115,14 +163,4 @@ def fuse_kernels(model: PreTrainedModel, choice: FusedKernels) -> None:
         elif kind.endswith("MLP"):
             module.forward = MethodType(mlp, module)
         elif kind.endswith("Attention"):
-            module.forward = MethodType(_with_global(type(module).forward, ROTARY, rotary), module)
-
-
-def _with_global(function: Any, name: str, value: Callable[..., Any]) -> FunctionType:
-    """A copy of a function that sees another value for one global name of its module."""
-    assert name in function.__code__.co_names
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, name: value}, function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+            module.forward = MethodType(with_global(type(module).forward, ROTARY, rotary), module)

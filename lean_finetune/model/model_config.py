@@ -13,6 +13,8 @@ from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.pictures.picture_config import with_pictures
+from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
+from lean_finetune.model.recurrent.packed_layers import FAMILIES as PACKABLE
 from lean_finetune.pinning.config_file import read_config_json
 
 OWN_ATTENTION = {"falcon"}
@@ -234,8 +236,17 @@ def attention_window(config: PretrainedConfig) -> int | None:
 
 
 def other_layers(config: PretrainedConfig) -> list[str]:
-    """Types of a model's layers without attention that can be restricted to a row: Mamba, convolutions and others."""
+    """Types of a model's layers other than those with plain attention: Mamba, convolutions and others."""
     return sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - JOINABLE_LAYERS)
+
+
+def chunk_tokens(config: PretrainedConfig) -> int:
+    """Tokens of a row that layers without attention compute at once, to which they pad rows; 0 without such layers."""
+    if not other_layers(config):
+        return 0
+    text = config.get_text_config()
+    sizes = (getattr(text, name, None) for name in ("mamba_chunk_size", "chunk_size"))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), DELTA_RULE_CHUNK)
 
 
 def row_loop(config: PretrainedConfig) -> Literal["none", "parts", "tokens"]:
@@ -310,12 +321,12 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    if kinds := other_layers(config):
+    if (kinds := other_layers(config)) and config.model_type not in PACKABLE:
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"
         )
-    if computes_own_attention(config):  # A token would see the rows before its own.
+    if config.model_type not in PACKABLE and computes_own_attention(config):  # A token would see earlier rows.
         raise rows_see_each_other(config.model_type)
     if caps_scores(config):
         raise UserError(

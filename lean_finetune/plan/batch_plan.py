@@ -368,9 +368,9 @@ def _check(path: Path, plan: Plan) -> None:
 #
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
-# window the length (its mask is length × length), and with layers that work in chunks of a row (Mamba 2) rows and
-# length, since each row is padded to full chunks, and the patches of pictures. So the candidates are micro-batches
-# that no other exceeds in all figures.
+# window the length (its mask is length × length), with layers that work in chunks of a row (Mamba 2, the delta rule)
+# rows and length, since each row is padded to full chunks: packed rows are, too, and the patches of pictures. So the
+# candidates are micro-batches that no other exceeds in all figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
 # the first micro-batches of steps (one on every GPU) are compared apart from the later ones. Nothing else differs
@@ -380,38 +380,38 @@ ATTENTION_TILE_TOKENS = 128
 """FlashAttention-2's backward rounds every sequence up to a multiple of this (Dao 2023, arXiv 2307.08691)."""
 
 
-def memory_figures(
-    plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False
-) -> np.ndarray:
+def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunk: int = 0) -> np.ndarray:
     """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), rows, patches.
 
     `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each packed row,
     rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined
-    rows. With `chunked`, layers work in chunks of a row.
+    rows. `chunk`: tokens of a row that layers compute at once; 0 without such layers.
     """
     figures = [plan.padded_tokens, plan.supervised]
-    if tiled and plan.flat:
-        padding = plan.length - sums_between(lengths[plan.rows], plan.bounds)
+    padding = plan.length - sums_between(lengths[plan.rows], plan.bounds) if plan.flat else None
+    if tiled and padding is not None:
         figures.append(plan.length + (plan.sizes + -(-padding // PADDING_ROW_TOKENS)) * ATTENTION_TILE_TOKENS)
     elif tiled:
         figures.append(plan.sizes * -(-plan.length // ATTENTION_TILE_TOKENS) * ATTENTION_TILE_TOKENS)
-    if (windowed or chunked) and not plan.flat:
+    if (windowed or chunk) and not plan.flat:
         figures.append(plan.length)
-    if chunked:
+    if chunk:
         figures.append(plan.sizes)
+    if chunk and padding is not None:
+        figures.append((sums_between(-(-lengths[plan.rows] // chunk), plan.bounds) + -(-padding // chunk)) * chunk)
     if plan.pictures is not None:
         figures.append(sums_between(plan.pictures.patches[plan.rows], plan.bounds))
     return np.stack(figures, axis=1)
 
 
 def worst_micro_batches(
-    plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False
+    plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunk: int = 0
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """The Pareto fronts among the first micro-batches of the steps, and among the later ones.
 
     The first micro-batch of step 0, which the plan makes the largest, comes first. Arguments as `memory_figures`.
     """
-    figures = memory_figures(plan, lengths, tiled=tiled, windowed=windowed, chunked=chunked)
+    figures = memory_figures(plan, lengths, tiled=tiled, windowed=windowed, chunk=chunk)
     is_first = np.arange(len(plan)) - plan.step_bounds[plan.step - plan.step[0]] < plan.ranks
     first = _front(figures, np.flatnonzero(is_first))
     later = _front(figures, np.flatnonzero(~is_first))
@@ -419,9 +419,9 @@ def worst_micro_batches(
     return [plan.micro_batch(number) for number in first], [plan.micro_batch(number) for number in later]
 
 
-def worst_steps(plan: Plan, lengths: np.ndarray, *, chunked: bool = False) -> list[int]:
+def worst_steps(plan: Plan, lengths: np.ndarray, *, chunk: int = 0) -> list[int]:
     """Steps with a worst micro-batch on any device, ascending; step 0 is always among them."""
-    first, later = worst_micro_batches(plan, lengths, tiled=True, windowed=True, chunked=chunked)
+    first, later = worst_micro_batches(plan, lengths, tiled=True, windowed=True, chunk=chunk)
     return sorted({micro_batch.step for micro_batch in [*first, *later]})
 
 

@@ -18,7 +18,12 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows, TokenExchange, maskless_forward, rows_reached_attention
 from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
-from lean_finetune.model.model_config import UNPACKED, rows_see_each_other, tokens_seen_outside_attention
+from lean_finetune.model.model_config import (
+    UNPACKED,
+    has_attention,
+    rows_see_each_other,
+    tokens_seen_outside_attention,
+)
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
@@ -79,7 +84,7 @@ def _decoder_output(
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if exchange is not None and not takes_positions:
         raise tokens_seen_outside_attention(name)
-    if packed_rows is not None and not takes_positions:
+    if packed_rows is not None and not takes_positions and has_attention(lm.config):
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
     with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
         output = decoder(input_ids=input_ids_BT, use_cache=False, **{**(pictures or {}), **arguments}, **more)

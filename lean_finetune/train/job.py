@@ -26,7 +26,7 @@ from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import other_layers, read_config
+from lean_finetune.model.model_config import chunk_tokens, read_config
 from lean_finetune.model.trained_rows import with_token_ids
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import (
@@ -167,15 +167,15 @@ class TrainResult:
         return self.parallel.model
 
 
-def measured_steps(plan: Plan, lengths: np.ndarray, *, chunked: bool) -> frozenset[int]:
+def measured_steps(plan: Plan, lengths: np.ndarray, *, chunk: int) -> frozenset[int]:
     """Return the steps to measure where measuring costs time: the predicted worst ones, and controls.
 
     The controls are spread evenly over the run, regardless of size, so that a worst step that the prediction overlooks
-    may be among them. `chunked`: layers work in chunks of a row.
+    may be among them. `chunk` as in `memory_figures`.
     """
     last = len(plan.steps) - 1
     controls = {round(last * number / CONTROL_STEPS) for number in range(1, CONTROL_STEPS + 1)}
-    return frozenset({*worst_steps(plan, lengths, chunked=chunked), *controls})
+    return frozenset({*worst_steps(plan, lengths, chunk=chunk), *controls})
 
 
 # Create the training job from parameters, locks and plan, and check it against the device.
@@ -324,7 +324,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         foreach=device.type == "cuda",
         offload=make_offload(train.offload_activations, train.compress_activations, device, SCRATCH),
         disk=state_disk if train.offload_to == "disk" else None,
-        measured_steps=measured_steps(plan, rows.lengths, chunked=bool(other_layers(config))),
+        measured_steps=measured_steps(plan, rows.lengths, chunk=chunk_tokens(config)),
         loader_threads=params.run.loader_threads,
         device=device,
         progress=params.run.progress and world.is_first,

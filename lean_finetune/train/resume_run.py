@@ -70,7 +70,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     """
     values = tracked_values(params)
     cuda = device.type == "cuda"
-    kernels = ("liger-kernel",) if params.train.fused_kernels == "liger" else ()
+    kernels = {"none": (), "liger": ("liger-kernel",), "fla": ("fla-core", "triton")}[params.train.fused_kernels]
     parameters = {
         "seed": values["seed"],
         "train": {name: value for name, value in values["train"].items() if name not in WHERE_STORED},

@@ -63,7 +63,7 @@ def test_it_is_refused_where_it_cannot_run_or_its_memory_is_unknown(
     message: str | None,
 ):
     """A run that fails in its first step, or one whose verdict nobody compared."""
-    monkeypatch.setattr(fused_kernels, "_liger_version", lambda: found)
+    monkeypatch.setattr(fused_kernels, "_version", lambda choice: found)
     if message is None:
         refuse_fused("liger", device, config, enforce=enforce)
         return

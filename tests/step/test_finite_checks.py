@@ -171,8 +171,8 @@ def test_control_steps_are_measured_too():
     """Measuring only what was predicted to be the worst would agree with a prediction that overlooked the worst."""
     planned = [micro_batch(k, range(9 - k), 8, 4) for k in range(9)]
     lengths = np.full(9, 8, np.int32)
-    assert measured_steps(Plan.of(planned), lengths, chunked=False) == {0, 2, 4, 6, 8}
-    assert measured_steps(Plan.of(planned[:1]), lengths, chunked=False) == {0}
+    assert measured_steps(Plan.of(planned), lengths, chunk=0) == {0, 2, 4, 6, 8}
+    assert measured_steps(Plan.of(planned[:1]), lengths, chunk=0) == {0}
 
 
 def test_what_one_process_finds_stops_all():

@@ -191,6 +191,7 @@ def _figures(
     of_model = {
         "experts": run.experts,
         "fused_kernels": memory_note(run.params.train.fused_kernels),
+        "linear_attention": run.linear_attention,
         "not_loaded": run.not_loaded,
         "weights": format_text(run.config),
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,13 @@ from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
-from lean_finetune.memory.devices import attention_on, experts_on, precision_on, resolve_gpu
+from lean_finetune.memory.devices import (
+    attention_on,
+    experts_on,
+    linear_attention_on,
+    precision_on,
+    resolve_gpu,
+)
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -41,8 +48,8 @@ from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.model_config import (
     attention_window,
+    chunk_tokens,
     max_positions,
-    other_layers,
     read_config,
     refuse_context_parallel,
 )
@@ -187,6 +194,11 @@ class Run:
         return experts_on(self.device, self.config, self.setting.train)
 
     @property
+    def linear_attention(self) -> str | None:
+        """What computes linear attention and state-space layers; None without any."""
+        return linear_attention_on(self.device, self.config, self.setting.train)
+
+    @property
     def not_loaded(self) -> str | None:
         """Parts of a multimodal model that are neither loaded nor counted; None without any."""
         return left_out_text(meta_model(self.config))
@@ -295,10 +307,10 @@ class Run:
 
     def _planned_steps(self, planned: PlannedRows) -> TracedSteps:
         """The micro-batches of a plan that can set the peak."""
-        kinds = {
+        kinds: dict[str, Any] = {
             "tiled": self.device.kind == "cuda",
             "windowed": materializes_scores(self.config, self.setting.train.attention) or self._beyond_window,
-            "chunked": bool(other_layers(self.config)),
+            "chunk": chunk_tokens(self.config),
         }
         if (stages := self.setting.layout.pipeline) > 1:
             return steps_in_flight(planned.plan, planned.lengths, stages, **kinds)

@@ -133,11 +133,14 @@ def _compressed_activations(setting: Setting, support: Support) -> Iterable[Valu
 
 
 def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
-    """Liger's kernels where they are installed; a family that they do not support is refused when it is traced."""
+    """Kernels of the packages that are installed; a family that they do not support is refused when it is traced."""
     if setting.train.fused_kernels != "none":
         yield {"train.fused_kernels": "none"}
-    elif support.cuda and find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
-        yield {"train.fused_kernels": "liger"}
+    elif support.cuda:
+        if find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
+            yield {"train.fused_kernels": "liger"}
+        if find_spec("fla"):
+            yield {"train.fused_kernels": "fla"}
 
 
 def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:

@@ -120,7 +120,7 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     with (
         CachedFakeMode(),
         target.attention(),
-        without_launches(setting.train.fused_kernels, target.multiprocessors),
+        without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU, adapted=adapted), setting, trace, CPU) as parallel,
     ):
         module = parallel.model.eval()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,22 +59,22 @@ TracedSteps = tuple[tuple[BatchShape, ...], ...]
 """Optimizer steps, each a sequence of micro-batch shapes."""
 
 
-def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunked: bool = False) -> TracedSteps:
+def traced_steps(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunk: int = 0) -> TracedSteps:
     """Steps that reach the peak of the whole plan.
 
     The first step has the plan's first micro-batch and the worst of all that follow another one in their step, where
     gradients exist already. Each further step has one micro-batch that is the first of its step.
 
     `lengths` are the tokens of every training row. `tiled`: the device's attention works in tiles of tokens.
-    `windowed`: the model creates masks, or saves attention scores. `chunked`: layers work in chunks of a row.
+    `windowed`: the model creates masks, or saves attention scores. `chunk` as in `memory_figures`.
     """
-    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed, chunked=chunked)
+    first, later = worst_micro_batches(plan, lengths, tiled=tiled, windowed=windowed, chunk=chunk)
     starts = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in first))
     following = list(dict.fromkeys(BatchShape.of(micro_batch, lengths) for micro_batch in later))
     return ((starts[0], *following), *((start,) for start in starts[1:]))
 
 
-def steps_in_flight(plan: Plan, lengths: np.ndarray, stages: int, **kinds: bool) -> TracedSteps:
+def steps_in_flight(plan: Plan, lengths: np.ndarray, stages: int, **kinds: Any) -> TracedSteps:
     """Steps that reach the peaks of all stages of a pipeline: consecutive micro-batches that are in flight together.
 
     Of each number of them up to `stages`, those with the largest sums of `memory_figures`, at the start of a step and
@@ -174,7 +174,7 @@ def _trace_steps(
         refuse_untraceable(model.config),
         CachedFakeMode() if model.pictures is None else KnownValuesMode(),
         target.attention(),
-        without_launches(setting.train.fused_kernels, target.multiprocessors),
+        without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
         part_loop(trace, skip=skip),
     ):

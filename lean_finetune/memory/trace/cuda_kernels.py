@@ -31,15 +31,69 @@ from lean_finetune.model.experts.grouped_matmul import unpacked_bytes
 from lean_finetune.plan.batch_plan import ATTENTION_TILE_TOKENS
 from lean_finetune.step.activation_offload import chunk_bytes
 
+TUNING_BYTES = 256 * 2**20
+"""Triton's buffer while it times the configurations of a kernel (triton/backends/nvidia/driver.py)."""
+SHARED_MEMORY = {
+    **{(7, 0): 98_304, (7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376},
+    **{(9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376},
+}
+"""Bytes of shared memory that a block can have, by compute capability (CUDA C++ Programming Guide, table 30)."""
+
 
 @contextmanager
-def without_launches(choice: FusedKernels, multiprocessors: int) -> Iterator[None]:
-    """A context in which Triton launches no kernels, and Liger allocates as on a GPU of so many multiprocessors."""
+def without_launches(
+    choice: FusedKernels, multiprocessors: int, capability: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """A context in which Triton launches no kernels, and fused kernels allocate as on a GPU.
+
+    Args:
+        choice: train.fused_kernels.
+        multiprocessors: of the GPU.
+        capability: its compute capability; None for a CPU, where Triton tunes nothing.
+    """
     if choice == "none":
         yield
         return
-    from liger_kernel.ops import rms_norm
     from triton.runtime.jit import KernelInterface
+
+    allocations = _liger_on(multiprocessors) if choice == "liger" else _fla_on(capability)
+    tunes = choice == "fla" and capability is not None
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: _tune(kernel) if tunes else None
+
+    with patch.object(KernelInterface, "__getitem__", launch), allocations:
+        yield
+
+
+def _tune(kernel: Any) -> None:
+    """Allocate Triton's buffer, and free it, if a kernel has several configurations.
+
+    It exists at the first launch of a kernel for its sizes. A plan's first micro-batch is its largest, so that most
+    kernels are tuned where memory is highest.
+    """
+    if len(getattr(kernel, "configs", ())) > 1:
+        torch.empty(TUNING_BYTES, dtype=torch.uint8)
+    elif (inner := getattr(kernel, "fn", None)) is not None:
+        _tune(inner)
+
+
+@contextmanager
+def _fla_on(capability: tuple[int, int] | None) -> Iterator[None]:
+    """flash-linear-attention's partial sums of the decay's gradient: one for each tile that fits shared memory."""
+    from fla.ops.common import chunk_o
+    from fla.utils.hardware import Backend
+
+    shared = 0 if capability is None else SHARED_MEMORY.get(capability, 0)
+    fits = lambda arch="none", index=0: shared >= Backend.get_shared_memory(arch)  # noqa: E731
+    with patch.object(chunk_o, "check_shared_mem", fits):
+        yield
+
+
+@contextmanager
+def _liger_on(multiprocessors: int) -> Iterator[None]:
+    """Liger-Kernel's partial sums of a norm's gradient: one for each multiprocessor."""
+    from liger_kernel.ops import rms_norm
 
     backward = rms_norm.rms_norm_backward
 
@@ -47,10 +101,7 @@ def without_launches(choice: FusedKernels, multiprocessors: int) -> Iterator[Non
         with _RowPerMultiprocessor(multiprocessors):
             return backward(*args, **kwargs)
 
-    with (
-        patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None),
-        patch.object(rms_norm, "rms_norm_backward", backward_on_gpu),
-    ):
+    with patch.object(rms_norm, "rms_norm_backward", backward_on_gpu):
         yield
 
 

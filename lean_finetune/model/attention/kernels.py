@@ -33,6 +33,15 @@ class PackedRows:
     """int32 of shape (R + 1,): the first token of each row, and T."""
     positions_BT: torch.Tensor
     """int64 of shape (1, T): each token's position in its row."""
+    _chunks: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def chunks_of(self, size: int) -> torch.Tensor:
+        """int32 of shape (chunks, 2): the row of each chunk of `size` tokens, and its number there; kept."""
+        if size not in self._chunks:
+            places = [(row, part) for row, length in enumerate(self.lengths) for part in range(-(-length // size))]
+            on_host = torch.tensor(places, dtype=torch.int32, pin_memory=self.offsets.is_cuda)
+            self._chunks[size] = on_host.to(self.offsets.device, non_blocking=True)
+        return self._chunks[size]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedRows":
         """The same rows with tensors on another device."""
@@ -73,7 +82,8 @@ class CurrentForward:
     parts: int = 1
     """Processes that share the tokens of each row (context parallelism)."""
     got_rows: list[bool] = field(default_factory=list)
-    """For each call of attention with packed rows or context parallelism: whether it received them."""
+    """For each call of attention with packed rows or context parallelism: whether it received them. For packed rows
+    also each call of another function that mixes tokens."""
 
 
 current = CurrentForward()
@@ -82,6 +92,12 @@ current = CurrentForward()
 def rows_reached_attention() -> bool:
     """Whether every call of attention in the last forward got the packed rows, or the context-parallel exchange."""
     return all(current.got_rows)
+
+
+def note_rows(packed_rows: PackedRows | None) -> None:
+    """Note for `rows_reached_attention` what a function that mixes tokens got, if rows are packed."""
+    if current.rows_are_packed:
+        current.got_rows.append(packed_rows is not None)
 
 
 @contextmanager
@@ -252,8 +268,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one layer; shapes as in transformers' attention interface, which calls the sinks `s_aux`."""
-    if current.rows_are_packed:
-        current.got_rows.append(packed_rows is not None)
+    note_rows(packed_rows)
     if softcap is not None:
         assert packed_rows is None  # `refuse_packed_rows` refuses such models.
         return attention_by_scores(module, query, key, value, attention_mask, softcap=softcap, **kwargs), None
@@ -324,8 +339,7 @@ def _eager_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer with explicit scores; packed rows one after the other."""
-    if current.rows_are_packed:
-        current.got_rows.append(packed_rows is not None)
+    note_rows(packed_rows)
     if packed_rows is None:
         return attention_by_scores(module, query, key, value, attention_mask, **kwargs), None
     rows = zip(*(tensor.split(packed_rows.lengths, dim=2) for tensor in (query, key, value)), strict=True)

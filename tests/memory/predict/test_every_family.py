@@ -8,11 +8,13 @@ import torch
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.estimate_cpu import Case, compare, worst_share
+from benchmarks.estimate_cpu import METHODS, Case, compare, worst_share
 from benchmarks.models.small import COUNTED, tiny_config
 from lean_finetune.commands.fit import fit
 from lean_finetune.memory.predict.depth_extrapolation import with_layers
-from lean_finetune.model import empty_model
+from lean_finetune.model.empty_model import causal_class
+from lean_finetune.model.recurrent import selective_scan
+from lean_finetune.model.recurrent.packed_layers import FAMILIES
 from tests.model.reload import reload_adapter
 from tests.small_model import spec_of
 from tests.workspace import lay_out
@@ -80,10 +82,24 @@ def test_a_family_is_predicted_as_it_is_counted(family, method, tmp_path):
 @pytest.mark.slow
 def test_a_scan_of_several_chunks_is_predicted_as_it_is_counted(tmp_path, monkeypatch):
     """States between chunks; the rows of the other tests have one chunk."""
-    monkeypatch.setattr(empty_model, "CHUNK_TOKENS", 40)
+    monkeypatch.setattr(selective_scan, "CHUNK_TOKENS", 40)
     AutoModelForCausalLM.from_config(tiny_config("mamba")).save_pretrained(tmp_path)
     pairs = compare(Case(family="mamba", method="lora", grad_ckpt=True), tmp_path)
     assert worst_share(pairs) < 1e-3, pairs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_rows_of_a_hybrid_are_predicted_as_they_are_counted(family, tmp_path):
+    """Rows of one to three chunks, which are cut, padded and joined again in every layer."""
+    chunk: dict[str, Any] = dict.fromkeys(("mamba_chunk_size", "chunk_size"), 48)
+    known = CONFIG_MAPPING[family]().to_dict()
+    config = tiny_config(family, **{name: value for name, value in chunk.items() if name in known})
+    torch.manual_seed(0)
+    causal_class(config)._from_config(config).save_pretrained(tmp_path)
+    for method, grad_ckpt in METHODS:
+        pairs = compare(Case(family=family, method=method, grad_ckpt=grad_ckpt, layout="joined"), tmp_path)
+        assert worst_share(pairs) < 1e-3, pairs
 
 
 UNLIKE = ("gpt2", "lfm2", "qwen3_next", "glm4_moe", "falcon")

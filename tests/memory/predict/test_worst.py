@@ -148,10 +148,25 @@ def test_with_layers_in_chunks_more_rows_of_fewer_tokens_can_be_the_worst():
     """Mamba 2 pads rows to full chunks: five of 12 tokens need more than four of 16. A run was predicted 25 % low."""
     config = tiny_config("granitemoehybrid", mamba_chunk_size=16)
     plan = plan_of([[(1, 16, 9), (4, 16, 9), (5, 12, 9)]])
-    traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunked=True)
+    traced = traced_steps(plan, LENGTHS, tiled=False, windowed=False, chunk=16)
     blind = traced_steps(plan, LENGTHS, tiled=False, windowed=False)
     seen, missed = (
         predict(TracedModel(config, setting_of(method="lora"), CPU_TARGET), steps).peak.bytes
         for steps in (traced, blind)
+    )
+    assert seen > missed
+
+
+def test_with_layers_in_chunks_the_packed_rows_of_most_chunks_can_be_the_worst():
+    """Packed rows are padded to full chunks too: four of 17 tokens need more than one of 80."""
+    config, lengths = tiny_config("granitemoehybrid", mamba_chunk_size=16), np.array([80, 17, 17, 17, 17])
+    plan = flat_plan([([0], 80, 9), ([0], 80, 9), ([1, 2, 3, 4], 68, 8)])
+    assert memory_figures(plan, lengths, tiled=False, windowed=False, chunk=16)[:, -1].tolist() == [80, 80, 128]
+    seen, missed = (
+        predict(TracedModel(config, setting_of(method="lora"), CPU_TARGET), steps).peak.bytes
+        for steps in (
+            traced_steps(plan, lengths, tiled=False, windowed=False, chunk=16),
+            traced_steps(plan, lengths, tiled=False, windowed=False),
+        )
     )
     assert seen > missed
