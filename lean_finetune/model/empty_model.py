@@ -226,7 +226,7 @@ class ScoredModel:
 
     def get_output_embeddings(self) -> nn.Module:
         """The head."""
-        return self.score  # type: ignore[attr-defined]
+        return self.score
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         """Set the head; called where tokens are added."""

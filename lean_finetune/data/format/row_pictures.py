@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 from cuda_memory.units import counted
 from lean_finetune.data.format.format_base import (
-    KIND_TEXTS,
     PICTURE,
     PICTURE_COLUMNS,
     Conversation,
@@ -56,7 +55,7 @@ def with_pictures(example: Example, row: Mapping[str, Any], source: SourceFormat
                 "a row of plain text cannot have pictures; write it as a conversation, such as data.format=messages"
             )
         raise RowFault(
-            f"train.objective trains {KIND_TEXTS[source.kind][0]}, which cannot have images; set train.objective=sft, "
+            f"train.objective trains {source.kind.text}, which cannot have images; set train.objective=sft, "
             "or remove the row"
         )
     return example
