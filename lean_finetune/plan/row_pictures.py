@@ -37,3 +37,8 @@ class RowPictures:
         """The sizes of the pictures of each of several rows; empty if none has one."""
         sizes = tuple(map(self.of, rows.tolist()))
         return sizes if any(sizes) else ()
+
+    @property
+    def worst(self) -> Sizes:
+        """The sizes of the pictures of the row with most patches."""
+        return self.of(int(self.patches.argmax()))

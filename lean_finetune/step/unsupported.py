@@ -6,8 +6,10 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import refuse_context_parallel, refuse_long_rows, refuse_packed_rows
+from lean_finetune.model.pictures.picture_config import takes_pictures
 from lean_finetune.step.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.training_step import refuse_in_backward
@@ -41,6 +43,27 @@ def refuse_unsupported(
     refuse_context_parallel(config, train.context_parallel)
     if packed:
         refuse_packed_rows(config, longest)
+    if takes_pictures(config):
+        refuse_with_pictures(train)
     refuse_fused(train.fused_kernels, device_type, config, enforce=enforce)
     if train.optimizer_in_backward:
         refuse_in_backward(train, micro_batches)
+
+
+def refuse_with_pictures(train: Train) -> None:
+    """Refuse switches that do not know a vision tower.
+
+    Raises:
+        UserError: with the parameter and the remedy.
+    """
+    given = {
+        "context_parallel": (train.context_parallel, 1),
+        "tensor_parallel": (train.tensor_parallel, 1),
+        "pipeline_stages": (train.pipeline_stages, 1),
+        "offload": (train.offload if train.offload == "parameters" else "none", "none"),
+        "sequence_tiles": (train.sequence_tiles, None),
+    }
+    for name, (value, usual) in given.items():
+        if value != usual:
+            remedy = "leave it blank" if usual is None else f"set it to {usual}"
+            raise UserError(f"train.{name}: was not tried with rows that have images; got {value}; {remedy}")

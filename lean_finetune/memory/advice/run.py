@@ -499,6 +499,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        pictures=None if inputs is None else KnownPictures(inputs),
+        pictures=None if inputs is None or pictures is None else KnownPictures(inputs, pictures.worst),
     )
     return run.with_plan(planned)

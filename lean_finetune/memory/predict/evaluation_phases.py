@@ -27,6 +27,7 @@ from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
+from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
@@ -35,6 +36,7 @@ from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import ParallelModel, named_trained
+from lean_finetune.step.picture_inputs import PictureTensors
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""
@@ -63,8 +65,9 @@ def peak_of_loss(
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            parts = parallel.layout.context
-            parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts), parallel.exchange))
+            parts, pictures = parallel.layout.context, model.pictures
+            given = None if pictures is None else pictures.of_worst(shape)
+            parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts, given), parallel.exchange))
 
     return _peak_of_use(model, use, adapted=adapted)
 
@@ -76,7 +79,9 @@ def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
         UserError: PyTorch cannot trace an operation.
     """
     try:
-        return _peak_of_use(model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace))
+        return _peak_of_use(
+            model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace, model.pictures)
+        )
     except UNTRACEABLE as error:
         raise UserError(
             f"evaluate.generate_rows: answers of {model.config.model_type} cannot be traced ({type(error).__name__}: "
@@ -118,7 +123,7 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     """`_traced`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
-        CachedFakeMode(),
+        CachedFakeMode() if model.pictures is None else KnownValuesMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU, adapted=adapted), setting, trace, CPU) as parallel,
@@ -134,13 +139,20 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     return trace
 
 
-def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace) -> None:
-    """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values."""
+def _answer(
+    lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, pictures: KnownPictures | None = None
+) -> None:
+    """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values.
+
+    With `pictures`, each prompt has those of the worst row.
+    """
     B, T = shape.rows, shape.prompt_tokens
     prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
+    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None)
+    given = None if pictures is None else pictures.of_worst(prompts)
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())
-        scores_BV = _forward(lm, T, T, mask_BT, cache)
+        scores_BV = _forward(lm, T, T, mask_BT, cache, given)
         _register_cache(cache, trace)
     if shape.new_tokens == 1:
         return
@@ -155,17 +167,30 @@ def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace) -> 
     del prompts_BT, mask_BT, scores_BV, tokens_BT  # `generate` keeps them until here.
 
 
-def _forward(lm: Any, tokens: int, new: int, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """Run the model on the last `new` of `tokens` tokens; returns the scores of the next token, fp32 (B, V)."""
+def _forward(
+    lm: Any,
+    tokens: int,
+    new: int,
+    mask_BT: torch.Tensor,
+    cache: DynamicCache,
+    given: tuple[torch.Tensor, PictureTensors] | None = None,
+) -> torch.Tensor:
+    """Run the model on the last `new` of `tokens` tokens; returns the scores of the next token, fp32 (B, V).
+
+    `given` are token ids, and the model's arguments for pictures.
+    """
     positions_BT = mask_BT.cumsum(-1) - 1
     last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
+    ids_BT, pictures = (torch.empty((mask_BT.shape[0], new), dtype=torch.int64), {}) if given is None else given
+    own_positions = positions_BT if new == tokens else positions_BT[:, -new:].clone()
+    arguments: dict[str, Any] = {"position_ids": own_positions, **pictures}
     output = lm(
-        input_ids=torch.empty((mask_BT.shape[0], new), dtype=torch.int64),
+        input_ids=ids_BT,
         # One prompt has no padding, so transformers creates no mask; it would check the values, which are fake.
         attention_mask=mask_BT if len(mask_BT) > 1 else None,
-        position_ids=positions_BT if new == tokens else positions_BT[:, -new:].clone(),
         past_key_values=cache,
         use_cache=True,
+        **arguments,
         **last_alone,
     )
     return output.logits[:, -1].to(copy=True, dtype=torch.float32)

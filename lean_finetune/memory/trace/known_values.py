@@ -6,6 +6,7 @@ runs on the copies too. Other tensors stay without values.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
+from lean_finetune.plan.batch_plan import Sizes
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
 
@@ -89,10 +91,14 @@ class KnownValuesMode(CachedFakeMode):
 class KnownPictures:
     """Makes a traced micro-batch's token ids and its arguments for pictures: integers with values, others without."""
 
-    def __init__(self, inputs: PictureInputs):
-        """`inputs` makes the real ones."""
-        self._inputs = inputs
+    def __init__(self, inputs: PictureInputs, worst: Sizes = ()):
+        """`inputs` makes the real ones; `worst` are the sizes of the pictures of the row with most patches."""
+        self._inputs, self._worst = inputs, worst
         self._made: dict[tuple[Any, ...], dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
+
+    def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
+        """As `of`, with the pictures of the worst row in each row: for batches of other rows than those of the plan."""
+        return self.of(replace(shape, pictures=(self._worst,) * shape.rows if self._worst else ()))
 
     def of(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""

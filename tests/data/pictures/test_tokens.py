@@ -1,0 +1,159 @@
+"""Rows with pictures as tokens: which tokens stand for a picture, what is trained, and what the index says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lean_finetune.data.format.format_base import SourceFormat
+from lean_finetune.data.pictures.picture_store import picture_file
+from lean_finetune.data.shards.shard_files import BlockTokens
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
+from tests.data.shards.test_tokenize_block import SETTINGS, block_of, both_sides, counted
+from tests.small_vision import vision_model
+
+SIDE = 56
+"""Pixels of an edge: 16 patches, 4 tokens."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """A directory with a wide and a square picture."""
+    Image.new("RGB", (2 * SIDE, SIDE), "red").save(tmp_path / "wide.png")
+    Image.new("RGB", (SIDE, SIDE), "blue").save(tmp_path / "square.jpg")
+    return tmp_path
+
+
+def tokens_of(model: Path, directory: Path, rows: list[Any], **values: Any) -> tuple[BlockTokens, BlockTokenizer]:
+    sources = (SourceFormat(format="messages", columns={}, pictures=True),)
+    settings = TokenSettings(
+        tokenizer_directory=model, **{**SETTINGS, "sources": sources, "heldout_fraction": 0.0, **values}, pictures=True
+    )
+    worker = BlockTokenizer(settings, store=directory / "store", directories=[directory] * 8)
+    return worker(block_of(rows)), worker
+
+
+def row(question: str, answer: str, *images: str) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": list(images)}
+
+
+def texts(tokens: BlockTokens, worker: BlockTokenizer) -> list[tuple[str, str]]:
+    """Each row's text, and its trained text."""
+    decode = worker.tokenizer._tokenizer.decode
+    found = []
+    for one in both_sides(tokens):
+        ids, spans = one["input_ids"], np.array(one["loss_spans"]).reshape(-1, 2)
+        trained = "".join(decode(ids[start:end], skip_special_tokens=False) for start, end in spans.tolist())
+        found.append((decode(ids, skip_special_tokens=False), trained))
+    return found
+
+
+def test_a_picture_fills_as_many_tokens_as_the_processor_says_and_none_is_trained(model, pictures):
+    rows = [
+        row("<image>What is this?", "Red.", "wide.png"),
+        row("Is <image> like <image>?", "No.", "square.jpg", "wide.png"),
+        row("Say hello.", "Hello."),
+    ]
+    tokens, worker = tokens_of(model, pictures, rows)
+    shown = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in (8, 4)]
+    first, second, third = texts(tokens, worker)
+    end = "<|im_end|>\n"
+    assert first == (
+        f"<|im_start|>user\n{shown[0]}What is this?{end}<|im_start|>assistant\nRed.<|im_end|>",
+        "Red.<|im_end|>",
+    )
+    assert second[0].startswith(f"<|im_start|>user\nIs {shown[1]} like {shown[0]}?{end}")
+    assert third[1] == "Hello.<|im_end|>"
+    sizes, patches = (column.to_pylist() for column in tokens.train.picture_columns)
+    assert sizes == [[SIDE, 2 * SIDE], [SIDE, SIDE, SIDE, 2 * SIDE], []] and patches == [32, 48, 0]
+
+
+def test_with_train_on_all_the_text_is_trained_and_pictures_are_not(model, pictures):
+    tokens, worker = tokens_of(model, pictures, [row("<image>Hi?", "Red.", "wide.png")], train_on="all")
+    [(text, trained)] = texts(tokens, worker)
+    assert "<|image_pad|>" in text and trained == text.replace("<|image_pad|>", "")
+
+
+def test_pictures_are_stored_once_with_their_own_bytes(model, pictures):
+    rows = [row("<image>One?", "A.", "wide.png"), row("<image>Two?", "B.", "wide.png")]
+    tokens, _ = tokens_of(model, pictures, rows)
+    hashes = {one for made in both_sides(tokens) for one in made["pictures"]}
+    [digest] = hashes
+    stored = picture_file(pictures / "store", digest)
+    assert stored.read_bytes() == (pictures / "wide.png").read_bytes()
+    assert [path for path in (pictures / "store").rglob("*") if path.is_file()] == [stored]
+
+
+def test_a_row_whose_picture_is_cut_by_the_longest_length_is_left_out(model, pictures):
+    rows = [row("<image>" * 2, "Red.", "wide.png", "wide.png"), row("<image>", "Red.", "wide.png")]
+    tokens, _ = tokens_of(model, pictures, rows, max_length=28)
+    assert [len(one["pictures"]) for one in both_sides(tokens)] == [1]
+    assert counted(tokens)["no_answer_rows"] == 1
+
+
+def test_the_characters_of_an_image_token_stand_for_no_picture(model, pictures):
+    tokens, worker = tokens_of(
+        model, pictures, [row("What is <|image_pad|>?", "A token."), row("<image>", "R.", "wide.png")]
+    )
+    ids = [one["input_ids"] for one in both_sides(tokens)]
+    pad = worker.tokenizer.id_of("<|image_pad|>")
+    assert [one.count(pad) for one in ids] == [0, 8]
+    assert "<|image_pad|>" in texts(tokens, worker)[0][0]
+
+
+def test_a_template_that_shows_no_picture_is_refused_with_the_remedy(model, pictures):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% endif %}"
+        "<|im_end|>\n{% endfor %}"
+    )
+    tokens, _ = tokens_of(model, pictures, [row("<image>x", "R.", "wide.png")], chat_template=template)
+    [reject] = tokens.tally.rejects
+    assert "shows 0 of the row's 1 pictures; set data.chat_template to one that writes <|image_pad|>" in reject.reason
+
+
+@pytest.mark.parametrize(
+    ("question", "images", "message"),
+    [
+        ("<image>", [], "1 place"),
+        ("<image>", ["wide.png", "square.jpg"], "1 place"),
+        ("<image>", ["gone.png"], "gone.png cannot be read"),
+        ("<image>", ["https://example.org/a.png"], "is a URL, and pictures are not fetched"),
+        ("<image>", ["../wide.png"], "is outside of"),
+        ("<image>", ["text.png"], "of no format that is decoded"),
+        ("<image>", ["thin.png"], "the image processor refuses 3000 x 1 pixels"),
+    ],
+)
+def test_a_row_with_an_unusable_picture_is_counted_with_its_line(model, pictures, question, images, message):
+    (pictures / "text.png").write_text("no picture")
+    Image.new("RGB", (3000, 1)).save(pictures / "thin.png")
+    tokens, _ = tokens_of(model, pictures, [row(question, "A.", *images)])
+    [reject] = tokens.tally.rejects
+    assert (reject.line, counted(tokens)["bad_rows"]) == (11, 1) and message in reject.reason, reject
+
+
+def test_limits_of_pixels_change_the_number_of_tokens(model, pictures):
+    one = [row("<image>", "R.", "wide.png")]
+    fewer, more = (
+        tokens_of(model, pictures, one, **{name: value})[0]
+        for name, value in (("image_max_pixels", 3200), ("image_min_pixels", 25000))
+    )
+    counts = [made.train.picture_columns[1].to_pylist()[0] for made in (fewer, more)]
+    assert counts == [8, 200] or counts[0] < 32 < counts[1], counts
+
+
+def test_rows_with_pictures_are_refused_for_a_model_of_text(tiny_dir, pictures):
+    settings = TokenSettings(
+        tokenizer_directory=tiny_dir, **{**SETTINGS, "sources": (SourceFormat(format="messages", columns={}),)}
+    )
+    tokens = BlockTokenizer(settings)(block_of([json.dumps(row("<image>", "R.", "wide.png"))]))
+    [reject] = tokens.tally.rejects
+    assert "'images' holds images, video or audio; only text can be trained" in reject.reason
