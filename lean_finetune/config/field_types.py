@@ -17,6 +17,7 @@ GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""
 LoraExperts = Literal["none", "all"]
+PartMode = Literal["frozen", "lora", "full"]
 Router = Literal["frozen", "trained"]
 Resume = Literal["exact", "compatible"]
 DeviceChoice = Literal["auto", "cpu"]

@@ -20,6 +20,7 @@ from lean_finetune.config.field_types import (
     OffloadActivations,
     OffloadState,
     OffloadTo,
+    PartMode,
     QuantType,
     Resume,
     Router,
@@ -148,6 +149,10 @@ class Train(BaseWeights):
 
     master_weights: bool
     """Method full in bf16: update an fp32 copy of the weights."""
+    vision: PartMode
+    """Rows with images: leave the vision tower as it is, give it adapters, or train all of its weights."""
+    projector: PartMode
+    """The same for what turns the tower's output into the decoder's inputs."""
     router: Router
     """Method full: train the routers of a mixture of experts, or leave them as they are."""
     router_aux_loss: NonNegativeFloat

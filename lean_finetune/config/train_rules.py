@@ -41,6 +41,20 @@ def _rows_exclude(key: str) -> Rule:
     )
 
 
+def _part_rule(part: str) -> Rule:
+    """The rule that a part for pictures has adapters if the method does, and is trained in full with method full."""
+    key = f"train.{part}"
+    mode = attrgetter(key)
+    return Rule(
+        key,
+        lambda p: mode(p) == ("lora" if p.train.method == "full" else "full"),
+        lambda p: (
+            f"has adapters as the other layers have, or all of its weights are trained as theirs are; got {{{key}}} "
+            f"with train.method={{train.method}}; use {'full' if p.train.method == 'full' else 'lora'}, or frozen"
+        ),
+    )
+
+
 TRAIN_RULES = [
     Rule(
         "train.master_weights",
@@ -143,6 +157,13 @@ TRAIN_RULES = [
         "train.grad_ckpt=false",
     ),
     needs("train.router", "frozen", "train.method", "full"),
+    *map(_part_rule, ("vision", "projector")),
+    Rule(
+        "train.vision",
+        lambda p: p.train.vision == "lora" and p.train.method == "int8_lora" and p.train.grad_ckpt,
+        "adapters of the tower get no gradient where int8_lora recomputes its layers; got lora; set "
+        "train.grad_ckpt=false, or use train.method=qlora",
+    ),
     Rule(
         "train.lora.targets",
         lambda p: ALL_LINEAR in p.train.lora.targets and len(p.train.lora.targets) > 1,

@@ -42,6 +42,7 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
+from lean_finetune.model.pictures.picture_parts import frozen_layers
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -207,7 +208,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         lora_dropout=train.lora.dropout,
         target_modules=all_linear_targets(model) if by_name else targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
-        exclude_modules=pattern_of(left_out(model)),
+        exclude_modules=pattern_of([*left_out(model), *frozen_layers(model, train)]),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
         modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.

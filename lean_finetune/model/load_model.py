@@ -78,6 +78,7 @@ def load_model(
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
     model = load_base(directory, train, device, attention, scores=train.scores, seed=seed, pictures=pictures)
+    freeze_pictures(model, train)
     adapted: nn.Module = model
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
@@ -87,7 +88,6 @@ def load_model(
     else:
         prepare_routers(model, train.router)
     switch_off_dropout(model, train)
-    freeze_pictures(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
@@ -245,11 +245,11 @@ def uninitialized_model(
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(train) is not None:
             quantize_on_meta(model, train)
+        freeze_pictures(model, train)
         trained = add_adapters(model, train, seed=None) if train.adapted and adapted else model
         if train.method == "full":
             prepare_routers(model, train.router)
     switch_off_dropout(model, train)
-    freeze_pictures(model, train)
     enable_checkpointing(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)

@@ -43,19 +43,23 @@ def refuse_unsupported(
     refuse_context_parallel(config, train.context_parallel)
     if packed:
         refuse_packed_rows(config, longest)
-    if takes_pictures(config):
-        refuse_with_pictures(train)
+    refuse_parts(train, config)
     refuse_fused(train.fused_kernels, device_type, config, enforce=enforce)
     if train.optimizer_in_backward:
         refuse_in_backward(train, micro_batches)
 
 
-def refuse_with_pictures(train: Train) -> None:
-    """Refuse switches that do not know a vision tower.
+def refuse_parts(train: Train, config: PretrainedConfig) -> None:
+    """Refuse to train parts for pictures that rows of text leave out, and switches that do not know such parts.
 
     Raises:
         UserError: with the parameter and the remedy.
     """
+    if not takes_pictures(config):
+        for name, mode in (("vision", train.vision), ("projector", train.projector)):
+            if mode != "frozen":
+                raise UserError(f"train.{name}: has an effect only on rows with images; got {mode}; set it to frozen")
+        return
     given = {
         "context_parallel": (train.context_parallel, 1),
         "tensor_parallel": (train.tensor_parallel, 1),

@@ -56,19 +56,38 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
     return getattr(model, "vision_parts", ())
 
 
-def vision_parameters(model: nn.Module, *, projector: bool) -> list[str]:
-    """Names of the parameters of a model's projector, or of its vision tower."""
+def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
+    """Names of the parameters and modules of a model's parts for pictures that are not trained."""
     parts = vision_parts(model)
-    names = [name for name, _ in model.named_parameters() if name.startswith(parts)] if parts else []
-    return [name for name in names if bool(PROJECTOR.search(name)) == projector]
+    named = [*model.named_parameters(), *model.named_modules()] if parts else []
+    modes = {True: train.projector, False: train.vision}
+    return [
+        name for name, _ in named if name.startswith(parts) and modes[PROJECTOR.search(name) is not None] == "frozen"
+    ]
+
+
+def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
+    """Names of the layers in a model's parts for pictures that get no adapter."""
+    parameters = {name for name, _ in model.named_parameters()}
+    return {name.rpartition(".")[0] for name in frozen_names(model, train) if name in parameters}
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
-    """Freeze a model's parts for pictures (train.vision, train.projector)."""
-    for name in vision_parts(model):
-        part: Any = model.get_submodule(name) if name in dict(model.named_modules()) else model.get_parameter(name)
-        part.requires_grad_(False)
+    """Freeze the parts for pictures that are not trained (train.vision, train.projector), and keep them in evaluation.
+
+    Call it before adapters are added: they are in no frozen part.
+    """
+    if not vision_parts(model):
+        return
+    frozen = set(frozen_names(model, train))
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    modules = dict(model.named_modules())
+    trained = {name for name, _ in model.named_parameters() if name.startswith(vision_parts(model))} - frozen
     owner: Any = model
-    if vision_parts(model):
-        modules = dict(model.named_modules())
-        owner.frozen_parts = tuple(modules[name] for name in vision_parts(model) if name in modules)
+    owner.frozen_parts = tuple(
+        module
+        for name, module in modules.items()
+        if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
+    )

@@ -34,12 +34,23 @@ STEPS: TracedSteps = (
     (replace(padded(1, 200, 60), pictures=(((280, 280),),)),),
 )
 CASES: list[tuple[str, dict[str, Any]]] = [("qwen2_5_vl", {"method": "lora", "grad_ckpt": True})]
+TRAINED = [
+    {"method": "full", "vision": "full", "projector": "full"},
+    {"method": "full", "projector": "full", "grad_ckpt": True},
+    *(
+        {"method": method, "vision": "lora", "projector": "lora", "grad_ckpt": grad_ckpt}
+        for method in ("lora", "qlora", "int8_lora")
+        for grad_ckpt in (False, True)
+        if not (method == "int8_lora" and grad_ckpt)  # Refused.
+    ),
+    {"method": "lora", "vision": "lora"},
+]
 SLOW = [
     (family, {"method": method, "grad_ckpt": grad_ckpt})
     for family in FAMILIES
     for method in ("full", "lora", "qlora", "int8_lora")
     for grad_ckpt in (False, True)
-]
+] + [(family, changes) for family in FAMILIES for changes in TRAINED]
 
 
 def batch_of(inputs: PictureInputs, shape: BatchShape) -> Batch:

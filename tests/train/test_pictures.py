@@ -1,0 +1,101 @@
+"""Training on rows with pictures: what is trained, and that interruptions change nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.synth import pictures
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.step.picture_inputs import read_picture_inputs
+from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.train.job import TrainJob
+from stages.pin import main as pin
+from stages.tokenize import main as tokenize
+from tests.small_model import CPU, spec_of
+from tests.small_vision import vision_model
+from tests.train.interrupted import finish, in_parts
+from tests.train.jobs import make_job, plan_of
+from tests.workspace import invoke, lay_out
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens of drawn pictures, and a small Qwen2.5-VL."""
+    root = tmp_path_factory.mktemp("pictures")
+    model = vision_model(root / "model")
+    pictures.write(root / "shapes", train=8, heldout=2, seed=0)
+    sources = {"data__source": "shapes/train.jsonl", "data__heldout_source": "shapes/heldout.jsonl"}
+    lay_out(root, **sources, data__heldout_fraction=0.0, model__name=str(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, [])):
+            result = invoke(command, *arguments)
+            assert result.exit_code == 0, result.output
+    return root
+
+
+def job_of(root: Path, **changes: Any) -> TrainJob:
+    rows, heldout = (TokenRows(root / "data/tokens", side) for side in ("train", "heldout"))
+    config = read_config(root / "model", pictures=True)
+    for one in (rows, heldout):
+        one.picture_inputs = read_picture_inputs(root / "model", config, rows.pictures)
+    steps = np.arange(20).reshape(5, 2, 2).tolist()
+    plan = replace(plan_of(rows, steps), pictures=rows.pictures)
+    return make_job(root / "model", (rows, heldout), plan, measured_steps=frozenset(range(5)) - {1}, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "qlora", "vision": "lora", "projector": "lora", "grad_ckpt": True},
+        pytest.param({"method": "full", "vision": "full"}, marks=pytest.mark.slow),
+        pytest.param({"method": "lora"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, changes):
+    """Pictures that are read in another order, or a tower in another mode, after a resume."""
+    load_model(workspace / "model", spec_of(method=changes["method"]), CPU)  # bitsandbytes' tables.
+    job = job_of(workspace, **changes)
+    finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [1, 3]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained"),
+    [
+        ({"method": "full"}, set()),
+        ({"method": "full", "vision": "full"}, {"blocks", "patch_embed"}),
+        ({"method": "full", "projector": "full"}, {"merger"}),
+        ({"method": "lora"}, set()),
+        ({"method": "lora", "vision": "lora"}, {"blocks"}),
+        ({"method": "lora", "projector": "lora"}, {"merger"}),
+    ],
+    ids=str,
+)
+def test_parts_are_trained_as_the_parameters_say(workspace, changes, trained):
+    model = load_model(workspace / "model", spec_of(**changes), CPU, pictures=True)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = {name.partition("visual.")[2].partition(".")[0] for name in names if "visual." in name}
+    assert found == trained and any("language_model." in name for name in names)
+    visual: Any = next(module for name, module in model.named_modules() if name.endswith("visual"))
+    assert visual.blocks[0].training == ("blocks" in trained) and visual.merger.training == ("merger" in trained)
+
+
+def test_memory_switches_leave_the_loss_unchanged(workspace):
+    plain = [row["loss"] for row in finish(job_of(workspace, method="lora")).curves]
+    for switch in ({"grad_ckpt": True}, {"loss_chunk": None}, {"grad_ckpt": True, "grad_ckpt_policy": "every_n"}):
+        found = [row["loss"] for row in finish(job_of(workspace, method="lora", **switch)).curves]
+        assert found == pytest.approx(plain, rel=1e-6), switch
+
+
+def test_more_loader_threads_give_the_same_bytes(workspace):
+    jobs = [job_of(workspace, method="lora", loader_threads=count) for count in (0, 3)]
+    assert finish(jobs[0]).weights == finish(jobs[1]).weights
+    assert torch.get_num_threads() == 1
