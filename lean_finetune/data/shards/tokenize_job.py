@@ -26,6 +26,7 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, without
+from lean_finetune.data.pictures.picture_files import picture_directory
 from lean_finetune.data.pictures.processor import picture_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
@@ -110,8 +111,9 @@ def prepare_job(
     """
     return_freed_memory()
     names = file_names(data_lock)
-    pictures = kind is RowKind.ANSWER and picture_family(directory) is not None
-    inspected = [_inspect(data, data_lock, index, kind, pictures) for index in range(len(data_lock["sources"]))]
+    takes_pictures = picture_family(directory) is not None
+    pictures = kind is RowKind.ANSWER and takes_pictures
+    inspected = [_inspect(data, data_lock, index, kind, takes_pictures) for index in range(len(data_lock["sources"]))]
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -129,8 +131,7 @@ def prepare_job(
         pictures=pictures,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
-    paths = [file.path for file in data_files(data_lock)]
-    directories = tuple(None if path is None else path.parent for path in paths)
+    directories = tuple(map(picture_directory, data_files(data_lock)))
     tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
         data_lock=data_lock,
