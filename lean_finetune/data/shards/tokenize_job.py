@@ -25,7 +25,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.data.format.unread_columns import MEANINGFUL, without
+from lean_finetune.data.format.unread_columns import MEANINGFUL, unread_columns, without
 from lean_finetune.data.pictures.picture_files import picture_directory
 from lean_finetune.data.pictures.processor import picture_family
 from lean_finetune.data.read.decode_rows import decode
@@ -229,6 +229,23 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, pic
         texts=_texts(rows),
         columns=present,
     )
+
+
+def needs_objective(data: Data, lock: Mapping[str, Any], kind: RowKind) -> str | None:
+    """The line in which stage tokenize will name another train.objective for the first rows; None if it will not.
+
+    Raises:
+        UserError: a row before them cannot be read.
+    """
+    rows, _ = _first_rows(lock, skips=False)
+    columns = {key: value for key, value in (data.columns or {}).items() if key != ROLES_KEY}
+    for place, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
+        try:
+            name, _ = detect_format(row, columns, kind)
+            unread_columns(row, SourceFormat(format=name, columns=columns, kind=kind))
+        except RowFault as fault:
+            return f"{place}: {fault}" if "train.objective" in str(fault) else None
+    return None
 
 
 def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, kind: RowKind) -> tuple[str, str]:
