@@ -16,7 +16,7 @@ from lean_finetune.core.stage_command import StageCommand
 from tests.test_layers import imported_names
 
 ROOT = Path(__file__).parents[1]
-MODULES = {"mlflow-skinny": "mlflow", "pillow": "PIL", "vl-convert-python": "vl_convert"}
+MODULES = {"fla-core": "fla", "mlflow-skinny": "mlflow", "pillow": "PIL", "vl-convert-python": "vl_convert"}
 """Packages whose module has another name."""
 USED_BY_OTHERS = {
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow, for a local store"),
@@ -65,7 +65,7 @@ def test_messages_name_extras_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lean_finetune").rglob("*.py"))
     named = {*re.findall(r"install_extra\(['\"](\w+)['\"]\)", code), *get_args(TrackerName)}
-    assert {"eval", "liger", "plots", "wandb"} <= named <= project["optional-dependencies"].keys()
+    assert {"eval", "fla", "liger", "plots", "wandb"} <= named <= project["optional-dependencies"].keys()
     pages = "".join(path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
     written = re.findall(r"""pip install [^`\n]*?(?:lean-finetune|\.)\[([\w,]+)\]""", pages)
     assert {extra for extras in written for extra in extras.split(",")} <= project["optional-dependencies"].keys()

@@ -183,8 +183,7 @@ def lengths_of(
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
     for block in blocks:
         tokens = job.tokenizer(block)
-        if data.on_bad_row == "fail" and tokens.tally.counts[block.source]["bad_rows"]:
-            bad = tokens.tally.rejects[-1]  # Reading the block ends there.
+        if data.on_bad_row == "fail" and (bad := tokens.tally.bad_row) is not None:
             raise UserError(f"{names[bad.file]}:{bad.line}: {bad.reason}")
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)

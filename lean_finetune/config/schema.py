@@ -213,7 +213,7 @@ class Train(BaseWeights):
     heldout_every_steps: PositiveInt | None
     """Optimizer steps between held-out losses. None disables them during training."""
     heldout_rows: PositiveInt
-    """Held-out rows in each of these losses."""
+    """Held-out rows, or pairs, in each of these losses."""
     keep: Literal["last", "best"]
     """Whose weights are written: those of the last step, or of the best held-out figure."""
     best_by: Literal["loss", "accuracy"]

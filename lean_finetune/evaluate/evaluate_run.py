@@ -137,9 +137,11 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         rows.picture_inputs = read_picture_inputs(base, read_config(base, pictures=True), rows.pictures)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
-        if rows.desirable is not None:
-            undesirable = spread_rows(rows.used[~rows.desirable[rows.used]], p.evaluate.loss_rows)
-            rows.dropped |= ~rows.desirable
+    loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
+    if rows.desirable is not None:
+        is_better = rows.desirable[loss_rows]
+        loss_rows, undesirable = (np.array(loss_rows, np.int64)[one].tolist() for one in (is_better, ~is_better))
+        rows.dropped = rows.dropped | ~rows.desirable
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))
@@ -152,7 +154,6 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         max_new_tokens=p.evaluate.max_new_tokens,
         special=special,
     )
-    loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
     pairs = labels = None
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
     objective, chosen, values = p.train.preferences, np.array(loss_rows, np.int64), p.train.preference_values

@@ -40,8 +40,8 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
     """
     adapter = read_adapter(directory)
     _refuse_kind(directory, adapter, train)
+    _refuse_values(directory, _values_of(adapter, config), train)
     model = meta_model(config)
-    _refuse_values(directory, _values_of(adapter, model), train)
     modules = dict(model.named_modules())
     wanted = {name: tuple(tensor.shape) for name, tensor in start_names(_on_meta(model, train), adapter).items()}
     found = without_other_head(adapter_tensors(directory), config)
@@ -91,11 +91,11 @@ def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
     return [name for name in adapter.get("target_parameters") or () if not name.endswith(".weight")]
 
 
-def _values_of(adapter: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def _values_of(adapter: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains."""
     experts, copies = _expert_targets(adapter), set(adapter.get("modules_to_save") or ())
-    if isinstance(model, ScoredModel):
-        copies -= {*HEADS_OF_SCORES, language_head(model.config)}
+    if scoring_class(config) is not None:
+        copies -= {*HEADS_OF_SCORES, language_head(config)}
     values: dict[str, Any] = {
         "rank": adapter["r"],
         "alpha": adapter["lora_alpha"],
@@ -209,7 +209,8 @@ def load_start(model: PeftModel, directory: Path) -> None:
         UserError: the file lacks one, or has one of another shape (see `refuse_other_adapter`) or with NaN.
     """
     path = directory / ADAPTER_WEIGHTS
-    stored = without_other_head(stored_tensors(path), model.get_base_model().config)
+    base: Any = model.get_base_model()
+    stored = without_other_head(stored_tensors(path), base.config)
     wanted = start_names(model, read_adapter(directory))
     if stored.keys() != wanted.keys():
         raise fault(path, f"has other tensors than the model: {sorted(stored.keys() ^ wanted.keys())[0]}")

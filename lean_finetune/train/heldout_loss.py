@@ -78,11 +78,8 @@ class HeldoutLosses:
 
     @property
     def count(self) -> int:
-        """Rows of tokens that are used: whole pairs, or labelled rows with their mismatches."""
-        kind, rows = self._job.train.row_kind, self._job.train.heldout_rows
-        if kind is RowKind.LABELLED:
-            return 2 * rows
-        return max(kind.unit, rows // kind.unit * kind.unit)
+        """Rows of tokens that are used: two for a pair, or for a labelled row with its mismatch."""
+        return self._job.train.heldout_rows * self._job.train.row_kind.token_rows
 
 
 def heldout_units(rows: TokenRows, count: int, kind: RowKind, *, mismatched: bool = False) -> np.ndarray:

@@ -223,6 +223,26 @@ def test_a_first_run_changes_no_tracked_link(home: Path, no_dvc, monkeypatch: py
     assert os.readlink("locks/watched-data") != "README.md"
 
 
+@pytest.mark.parametrize(
+    ("row", "preset", "note"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "a preference pair (["),
+        ({"prompt": "a", "completion": "b", "label": False}, None, "'label' is false: the answer is one to avoid; set"),
+        ({"prompt": "a", "completion": "b"}, "8b-dpo-qlora-24gb", "a row of one answer (["),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "8b-dpo-qlora-24gb", None),
+        ({"prompt": "a", "completion": "b"}, None, None),
+        ({"what": 1}, None, None),
+    ],
+)
+def test_rows_of_another_objective_are_named(home: Path, no_dvc, row: dict[str, Any], preset: str | None, note):
+    """The first run said so, after all was committed."""
+    (home / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    done = invoke(init, "run", "--data", "rows.jsonl", *(["--preset", preset] if preset else []))
+    found = [line for line in done.output.splitlines() if line.startswith("note: ") and "gated" not in line]
+    assert done.exit_code == 0 and len(found) == (note is not None), done.output
+    assert note is None or (f"rows.jsonl:1: {note}" in found[0] and "set train.objective=" in found[0])
+
+
 def test_options_set_their_parameters_alone(home: Path, no_dvc):
     """A preset or option that is not in the file, or a comment that is lost."""
     lines = template_files()["params.yaml"].splitlines()

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.data.read.row_block import RowBlock
-from lean_finetune.data.shards.shard_files import BlockTokens, Reject, SideTokens, Tally, token_schema
+from lean_finetune.data.shards.shard_files import BlockTokens, SideTokens, token_schema
+from lean_finetune.data.shards.tally import Reject, Tally
 
 SCHEMA = token_schema(vocab_size=256, max_length=64, files=2)
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from lean_finetune.config.load import load_params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.shards.mismatches import other_rows
+from lean_finetune.evaluate.evaluate_run import _choose_rows
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
@@ -93,6 +94,19 @@ def test_desirable_rows_are_counted_without_duplicates(run, tmp_path):
     assert "1 training rows are desirable and 3 are not" in result.output
     figures = json.loads(Path("data/tokens/figures.json").read_text())
     assert (figures["train_rows"], figures["desirable_rows"]) == (4, 1)
+
+
+def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
+    """Twice as many rows as asked for: so many of each label."""
+    source = write_rows(tmp_path / "rows.jsonl", rows(48))
+    assert (
+        run(source, data__heldout_fraction=0.5, evaluate__loss_rows=5, evaluate__generate_rows=2, **KTO).exit_code == 0
+    )
+    tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
+    labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).labels
+    assert labels is not None and len(labels.desirable) + len(labels.undesirable) == 5
+    assert labels.rows.desirable is not None
+    assert labels.rows.desirable[labels.desirable].all() and not labels.rows.desirable[labels.undesirable].any()
 
 
 @pytest.mark.parametrize(("label", "found"), [(True, "desirable"), (False, "undesirable")])

@@ -56,8 +56,9 @@ def test_two_processes_prefer_what_one_prefers(small_llama, pair: Group, single:
     check_preferences(pair, single, case_of(small_llama, name, mode, method, division))
 
 
-COPY, ROWS = {"lora_modules_to_save": ["embed_tokens"]}, {"lora_trainable_tokens": [3, 9]}
-REWARD: list[tuple[str, str, dict[str, Any]]] = [
+COPY: dict[str, Any] = {"lora_modules_to_save": ["embed_tokens"]}
+ROWS: dict[str, Any] = {"lora_trainable_tokens": [3, 9]}
+REWARD: list[Any] = [
     ("new", "zero3", COPY),
     ("reward", "ddp", ROWS),
     *product(("new",), ("zero1", "zero2"), ({}, {"method": "full"})),

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.pipeline.clone import Clone, stages_run
+from tests.pipeline.clone import IDENTITY, Clone, stages_run
+from tests.pipeline.test_links import head
 from tests.workspace import write_rows
 
 STAGES = ("pin_data", "tokenize")
@@ -49,4 +51,25 @@ def test_an_edited_added_or_removed_picture_reruns_pin_data_and_tokenize(clone: 
     assert clone.json("locks/data.json")["sources"][0]["pictures"]["files"] == 3
     assert os.readlink(clone.root / "locks/watched-data-1") == str(tmp_path / "other")
     assert os.readlink(clone.root / "locks/watched-data-2") == str(tmp_path / "rows/images")
+    clone.run("git", "clean", "-fdq", "locks")
+
+
+@pytest.mark.slow
+def test_a_temporary_experiment_finds_pictures_that_git_ignores(clone: Clone):
+    """It runs in a copy that has the rows, which git tracks, and not their pictures."""
+    (clone.root / ".git/info/exclude").write_text("/data/mine/images/\n")
+    draw(clone.root / "data/mine/images/a.png", "red")
+    turns = [{"role": "user", "content": "<image>Q"}, {"role": "assistant", "content": "A"}]
+    write_rows(clone.root / "data/mine/rows.jsonl", [{"messages": turns, "images": ["images/a.png"]}])
+    clone.run("git", "add", "data/mine")
+    clone.set_params(data__source="data/mine/rows.jsonl")
+    clone.dvc("repro", "pin_data")
+    here = clone.json("locks/data.json")["sources"][0]["pictures"]
+    # An identity, as DVC stashes a file that is added to git.
+    clone.dvc("exp", "run", "--temp", "-n", "pictures", "pin_data", env=IDENTITY)
+    there = json.loads(clone.run("git", "show", "refs/exps/" + head(clone) + "/pictures:locks/data.json"))
+    assert there["sources"][0]["pictures"] == here and (here["files"], here["missing"]) == (1, 0)
+    assert os.readlink(clone.root / "locks/watched-data-1") == str(clone.root / "data/mine/images")
+    clone.run("git", "rm", "-rqf", "data/mine")
+    shutil.rmtree(clone.root / "data/mine")
     clone.run("git", "clean", "-fdq", "locks")

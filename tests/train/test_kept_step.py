@@ -101,6 +101,13 @@ def losses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HeldoutLosses, "after_step", figures)
 
 
+@pytest.mark.parametrize(("objective", "rows"), [("sft", 5), ("dpo", 10), ("kto", 10)])
+def test_held_out_rows_count_rows_of_the_data(small_llama: Path, tmp_path: Path, objective: str, rows: int):
+    """Half as many pairs as asked for, where stage evaluate counts pairs."""
+    job = job_of(small_llama, tmp_path, 2, objective=objective, heldout_rows=5)
+    assert HeldoutLosses(job, 2).count == rows
+
+
 def test_the_best_weights_are_those_of_a_run_that_ended_there(small_llama: Path, tmp_path: Path):
     """Weights of the last step, or a best checkpoint that later ones have replaced."""
     ended = finish(job_of(small_llama, tmp_path, 2))

@@ -32,7 +32,7 @@ from lean_finetune.commands.project.template import (
 )
 from lean_finetune.commands.project.write_all import undone_after_fault, write_all
 from lean_finetune.config.field_types import HUB_PREFIX
-from lean_finetune.config.load import COMMON_PARAMS
+from lean_finetune.config.load import COMMON_PARAMS, parse_values
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
@@ -42,6 +42,8 @@ from lean_finetune.pinning.hub import HUB_ID, gated_note
 from lean_finetune.pinning.locate import TINY, example_names, find_model
 from lean_finetune.pinning.watched_links import refuse_outputs
 
+MOST_BYTES = 1 << 28
+"""Size of a file whose first rows are looked at: it is hashed for that."""
 PIPELINE = "dvc.yaml"
 README = "README.md"
 
@@ -91,6 +93,8 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
     lines += [f"{name}: lines added" for name in appended] + [f"{name}: yours is kept" for name in kept]
     if (note := gated_note(parse_yaml(params)["model"]["name"])) is not None:
         lines.append(f"note: {note}")
+    if choices.data is not None and (need := _objective_note(choices.data, params)) is not None:
+        lines.append(f"note: {need}")
     added = ["."] if was_empty else sorted({name.partition("/")[0] for name in (*files, *links, ".dvc/config")})
     return [*lines, "next:", *(f"  {command}" for command in _next_commands(directory, here, added, choices))]
 
@@ -187,6 +191,22 @@ def _from_project(here: Path, path: Path) -> str:
     """A path as params.yaml names it: relative to the project if it is in it, else absolute."""
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else str(absolute)
+
+
+def _objective_note(source: str, params: str) -> str | None:
+    """What train.objective the rows of a local file need, if they say so; None for all others."""
+    from lean_finetune.data.shards.tokenize_job import needs_objective  # Here: only rows need them.
+    from lean_finetune.pinning.data_source import unwatched_lock
+
+    path = Path(source).expanduser()
+    if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        return None
+    p = parse_values(parse_yaml(params))
+    data = p.data.model_copy(update={"source": str(path.absolute()), "split": None, "config": None, "revision": None})
+    try:
+        return needs_objective(data, unwatched_lock("--data", data), p.train.row_kind)
+    except UserError:  # Of rows that cannot be read; stage tokenize says so.
+        return None
 
 
 def _links(here: Path, params: str) -> dict[str, str]:

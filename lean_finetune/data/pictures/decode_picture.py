@@ -11,7 +11,10 @@ from lean_finetune.data.format.format_base import RowFault
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Formats that are decoded. Pillow has more: EPS runs Ghostscript, and libtiff prints its faults past Python."""
 MAX_PIXELS = 89_478_485
-"""Most pixels of a picture: where Pillow warns of a decompression bomb, 256 MiB as RGB. A phone's 50 Mpx are below."""
+"""Most pixels of a picture: where Pillow warns of a decompression bomb. A phone's 50 Mpx are below. Decoding so many
+takes 720 MB, which is less than the rows of a block may take: Pillow has 4 bytes a pixel, and turning needs a copy."""
+BAND_PIXELS = 1 << 20
+"""Pixels that are blended at a time, so that blending needs little more memory."""
 WHITE = (255, 255, 255, 255)
 
 # Pillow only warns from MAX_PIXELS to twice as many, and prints it.
@@ -40,6 +43,8 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
         raise RowFault(f"picture {name} {_start(data)}; convert it to one of {', '.join(FORMATS)}") from None
     except RowFault:
         raise
+    except MemoryError:
+        raise RowFault(f"picture {name} needs more memory than decoding it may take; make it smaller") from None
     # Each decoder has its own exceptions for hostile bytes: OSError, SyntaxError, ValueError, struct.error, and others.
     except Exception as error:
         raise RowFault(f"picture {name} is damaged or truncated ({error}); write or download it again") from error
@@ -61,6 +66,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow keeps the upper 8 bits of 16-bit colour; of 16-bit grey, it would clip.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        return Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+    return _on_white(image) if image.has_transparency_data else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """A picture with transparency in mode RGB, blended with white to the same values as transformers' code gives."""
+    width, height = image.size
+    opaque, rows = Image.new("RGB", image.size), max(1, BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        opaque.paste(Image.alpha_composite(Image.new("RGBA", band.size, WHITE), band).convert("RGB"), (0, top))
+    return opaque

@@ -48,21 +48,21 @@ def read_picture(given: GivenPicture, directory: Path | None) -> bytes:
 def picture_path(given: GivenPicture, directory: Path | None) -> Path:
     """The file of a picture that its row names by path.
 
-    Raises RowFault if a relative path leaves `directory`, by `..` or by a link, or if there is none. An absolute one is
-    the user's choice.
+    Raises RowFault if a relative path leaves `directory`, by `..` or by a link, and for any path if there is none. An
+    absolute one is the choice of whoever wrote the rows on this machine.
     """
     assert given.path is not None, "a picture has a path, or its content"
     if "\0" in given.path or not _is_file_name(given.path):
         raise RowFault(f"picture {given.path!r} has a NUL or a lone surrogate in its path; correct it")
     if given.path.startswith("~"):
         raise RowFault(f"picture {given.path}: ~ is not expanded; write the full path")
-    if os.path.isabs(given.path):
-        return Path(given.path)
     if directory is None:
         raise RowFault(
-            f"picture {given.path} is beside a file on the hub, where only pictures within rows are read; download the "
-            "data set, and name its files"
+            f"picture {given.path} is named by a row on the hub, where only pictures within rows are read; download "
+            "the data set, and name its files"
         )
+    if os.path.isabs(given.path):
+        return Path(given.path)
     # realpath, unlike resolve, accepts loops of links; opening the file then reports them.
     inside = os.path.realpath(directory)
     if not os.path.realpath(os.path.join(inside, given.path)).startswith(os.path.join(inside, "")):

@@ -40,12 +40,7 @@ class PictureStore:
 
         Raises RowFault if it cannot be read or decoded, or the processor refuses it.
         """
-        if given.data is None and directory is None:
-            raise RowFault(
-                f"picture {given.path} is named by path in a data set of the hub, of which only the rows are read; "
-                "download the data set and name its directory, or choose one with the pictures in its rows"
-            )
-        data = read_picture(given, directory or Path())
+        data = read_picture(given, directory)
         digest = hashlib.sha256(data).digest()
         if digest not in self._sizes:
             name = picture_name(given)

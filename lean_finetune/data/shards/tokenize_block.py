@@ -39,13 +39,12 @@ from lean_finetune.data.shards.mismatches import with_mismatches
 from lean_finetune.data.shards.picture_columns import index_columns
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
-    Reject,
     SideTokens,
-    Tally,
     digests,
     record_batch,
     token_schema,
 )
+from lean_finetune.data.shards.tally import Reject, Tally
 from lean_finetune.objectives.objective import RowKind
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32

@@ -25,7 +25,8 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.data.format.unread_columns import MEANINGFUL, without
+from lean_finetune.data.format.unread_columns import MEANINGFUL, unread_columns, without
+from lean_finetune.data.pictures.picture_files import picture_directory
 from lean_finetune.data.pictures.processor import picture_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
@@ -110,8 +111,9 @@ def prepare_job(
     """
     return_freed_memory()
     names = file_names(data_lock)
-    pictures = kind is RowKind.ANSWER and picture_family(directory) is not None
-    inspected = [_inspect(data, data_lock, index, kind, pictures) for index in range(len(data_lock["sources"]))]
+    takes_pictures = picture_family(directory) is not None
+    pictures = kind is RowKind.ANSWER and takes_pictures
+    inspected = [_inspect(data, data_lock, index, kind, takes_pictures) for index in range(len(data_lock["sources"]))]
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -129,8 +131,7 @@ def prepare_job(
         pictures=pictures,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
-    paths = [file.path for file in data_files(data_lock)]
-    directories = tuple(None if path is None else path.parent for path in paths)
+    directories = tuple(map(picture_directory, data_files(data_lock)))
     tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
         data_lock=data_lock,
@@ -228,6 +229,23 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, pic
         texts=_texts(rows),
         columns=present,
     )
+
+
+def needs_objective(data: Data, lock: Mapping[str, Any], kind: RowKind) -> str | None:
+    """The line in which stage tokenize will name another train.objective for the first rows; None if it will not.
+
+    Raises:
+        UserError: a row before them cannot be read.
+    """
+    rows, _ = _first_rows(lock, skips=False)
+    columns = {key: value for key, value in (data.columns or {}).items() if key != ROLES_KEY}
+    for place, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
+        try:
+            name, _ = detect_format(row, columns, kind)
+            unread_columns(row, SourceFormat(format=name, columns=columns, kind=kind))
+        except RowFault as fault:
+            return f"{place}: {fault}" if "train.objective" in str(fault) else None
+    return None
 
 
 def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, kind: RowKind) -> tuple[str, str]:

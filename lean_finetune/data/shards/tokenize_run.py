@@ -32,7 +32,6 @@ from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
 from lean_finetune.data.shards.picture_columns import limits_metadata
 from lean_finetune.data.shards.shard_files import (
-    MAX_UNREAD_COLUMNS,
     Shard,
     SourceTotals,
     Totals,
@@ -42,6 +41,7 @@ from lean_finetune.data.shards.shard_files import (
     shard_of,
     write_shard,
 )
+from lean_finetune.data.shards.tally import MAX_UNREAD_COLUMNS
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
@@ -312,11 +312,8 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
         def checked(blocks: Iterable[RowBlock]) -> Iterator[Result]:
             rows = tokens = 0
             for block, made in tokenize(blocks):
-                if job.settings.on_bad_row == "fail" and "bad_rows" in made.tally.first:
-                    file, line = made.tally.first["bad_rows"]
-                    rejects = made.tally.rejects
-                    reason = next(one.reason for one in rejects if (one.file, one.line) == (file, line))
-                    raise UserError(f"{job.file_names[file]}:{line}: {reason}")
+                if job.settings.on_bad_row == "fail" and (bad := made.tally.bad_row) is not None:
+                    raise UserError(f"{job.file_names[bad.file]}:{bad.line}: {bad.reason}")
                 rows += made.tally.counts[block.source]["rows"]
                 tokens += sum(len(side.rows.column("input_ids").flatten()) for side in (made.train, made.heldout))
                 if seconds := bar.format_dict["elapsed"]:

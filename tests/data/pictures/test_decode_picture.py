@@ -7,8 +7,10 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
+from transformers.image_transforms import convert_to_rgb
 
 from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.data.pictures import decode_picture as decoding
 from lean_finetune.data.pictures.decode_picture import MAX_PIXELS, decode_picture
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -127,6 +129,25 @@ def test_transparent_pixels_become_white():
     for kind in ("PNG", "GIF"):
         assert corners(saved(palette, kind, transparency=palette.getpixel((1, 1)))) == [WHITE, RED, RED]
     assert corners(saved(drawn(), "PNG", transparency=RED)) == [BLUE, WHITE, WHITE]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_blending_gives_the_values_of_transformers(mode: str, monkeypatch):
+    """Else the pixel values that the model sees would differ from those of its processor, by one of 255."""
+    monkeypatch.setattr(decoding, "BAND_PIXELS", 100)  # Several bands, the last one smaller.
+    values = np.random.default_rng(0).integers(256, size=(17, 24, 4), dtype=np.uint8)
+    image = Image.fromarray(values).convert(mode)
+    data = saved(image, "PNG", **({"transparency": bytes(range(256))} if mode == "P" else {}))
+    wanted = convert_to_rgb(Image.open(BytesIO(data)), return_numpy=True)
+    assert (np.asarray(decode_picture(data, "a.png")) == wanted).all()
+
+
+def test_a_picture_that_meets_the_limit_of_memory_is_refused(monkeypatch):
+    def fail(image, **_):
+        raise MemoryError
+
+    monkeypatch.setattr(decoding.ImageOps, "exif_transpose", fail)
+    assert "needs more memory than decoding it may take" in refusal(saved(drawn(), "PNG"))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])

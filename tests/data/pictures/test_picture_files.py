@@ -38,7 +38,7 @@ def rows(tmp_path: Path) -> Path:
 def test_pictures_of_the_row_of_its_directory_and_of_an_absolute_path_are_read(rows: Path):
     assert read("images/a b.png", rows) == b"inside"
     assert read("./images/../a.png", rows) == b"beside"
-    assert read(str(rows.parent / "outside.png"), rows) == read(str(rows.parent / "outside.png"), None) == b"outside"
+    assert read(str(rows.parent / "outside.png"), rows) == b"outside"
     assert read("gone.png", rows, b"in the row") == read(None, None, b"in the row") == b"in the row"
 
 
@@ -71,8 +71,11 @@ def test_what_is_no_readable_file_is_refused_with_its_path(rows: Path, monkeypat
     assert "picture a.png has more than" in refusal("a.png", rows)
 
 
-def test_rows_on_the_hub_have_no_files_beside_them():
-    assert "picture images/a.png is beside a file on the hub" in refusal("images/a.png", None)
+def test_rows_on_the_hub_name_no_files(rows: Path):
+    """A stranger's row with the path of a file of this machine."""
+    for path in ("images/a.png", str(rows / "a.png")):
+        assert f"picture {path} is named by a row on the hub" in refusal(path, None)
+    assert read("images/a.png", None, b"in the row") == b"in the row"
 
 
 def test_the_directory_is_that_of_the_row_s_file(rows: Path, tmp_path: Path, monkeypatch):

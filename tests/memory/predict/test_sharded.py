@@ -108,7 +108,8 @@ def test_experts_are_predicted_as_processes_count_them(tmp_path, pair: Group, mo
     check(pair, 2, save_small("Qwen3-MoE", tmp_path), mode, "two turns", **changes)
 
 
-COPY, ROWS = {"lora_modules_to_save": ["embed_tokens"]}, {"lora_trainable_tokens": [9, 3]}
+COPY: dict[str, Any] = {"lora_modules_to_save": ["embed_tokens"]}
+ROWS: dict[str, Any] = {"lora_trainable_tokens": [9, 3]}
 PREFERENCES: list[tuple[str, str, dict[str, Any]]] = [
     ("reward", "zero3", {"method": "lora", **COPY}),
     *(("dpo", mode, {"method": "qlora", "grad_ckpt": True}) for mode in ("ddp", "zero3")),
