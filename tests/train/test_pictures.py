@@ -70,12 +70,12 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 @pytest.mark.parametrize(
     ("changes", "trained"),
     [
-        ({"method": "full"}, set()),
-        ({"method": "full", "vision": "full"}, {"blocks", "patch_embed"}),
-        ({"method": "full", "projector": "full"}, {"merger"}),
-        ({"method": "lora"}, set()),
-        ({"method": "lora", "vision": "lora"}, {"blocks"}),
-        ({"method": "lora", "projector": "lora"}, {"merger"}),
+        ({"method": "full"}, ""),
+        ({"method": "full", "vision": "full"}, "blocks patch_embed"),
+        ({"method": "full", "projector": "full"}, "merger"),
+        ({"method": "lora"}, ""),
+        ({"method": "lora", "vision": "lora"}, "blocks"),
+        ({"method": "lora", "projector": "lora"}, "merger"),
     ],
     ids=str,
 )
@@ -83,7 +83,7 @@ def test_parts_are_trained_as_the_parameters_say(workspace, changes, trained):
     model = load_model(workspace / "model", spec_of(**changes), CPU, pictures=True)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = {name.partition("visual.")[2].partition(".")[0] for name in names if "visual." in name}
-    assert found == trained and any("language_model." in name for name in names)
+    assert found == set(trained.split()) and any("language_model." in name for name in names)
     visual: Any = next(module for name, module in model.named_modules() if name.endswith("visual"))
     assert visual.blocks[0].training == ("blocks" in trained) and visual.merger.training == ("merger" in trained)
 
