@@ -81,7 +81,8 @@ def _placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
     if _marks({"messages": example.messages, "tools": example.tools}) > len(parts):
         raise RowFault("the row has the character U+FDD6, which marks pictures here; remove it")
     messages = example.messages
-    places = sum(len(_PLACE.findall(message["content"])) for message in messages)
+    # Counting each is several times as fast as searching both.
+    places = len(parts) + sum(message["content"].count(TAG) for message in messages)
     if not places:
         return (
             replace(example, messages=_in_front(messages, len(column)), pictures=tuple(column)) if column else example
