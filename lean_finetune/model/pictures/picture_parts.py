@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -73,7 +74,9 @@ def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
-    """Freeze the parts for pictures that are not trained (train.vision, train.projector), and keep them in evaluation.
+    """Freeze the parts for pictures that are not trained (train.vision, train.projector).
+
+    They stay in evaluation mode, and keep nothing for backward.
 
     Call it before adapters are added: they are in no frozen part.
     """
@@ -85,9 +88,15 @@ def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
             parameter.requires_grad_(False)
     modules = dict(model.named_modules())
     trained = {name for name, _ in model.named_parameters() if name.startswith(vision_parts(model))} - frozen
-    owner: Any = model
-    owner.frozen_parts = tuple(
-        module
+    complete = {
+        name: module
         for name, module in modules.items()
         if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
-    )
+    }
+    outermost = [module for name, module in complete.items() if name.rpartition(".")[0] not in complete]
+    for module in outermost:
+        # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
+        # a frozen tower would keep all its activations.
+        module.forward = torch.no_grad()(module.forward)
+    owner: Any = model
+    owner.frozen_parts = tuple(outermost)
