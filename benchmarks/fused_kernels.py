@@ -75,7 +75,7 @@ CASES = (
     *(Case(family=family, method="full") for family in FAMILIES),
     Case(family="qwen3_next", method="full", kernels="fla", packed=True),
     Case(family="qwen3_next", method="full", kernels="fla"),
-    Case(family="qwen3_next", method="lora", precision="fp16", kernels="fla"),
+    *(Case(family="qwen3_next", method="lora", precision=precision, kernels="fla") for precision in ("bf16", "fp16")),
     Case(family="olmo_hybrid", method="lora", kernels="fla", grad_ckpt=True, packed=True),
     Case(family="qwen3_5_text", method="qlora", kernels="fla", grad_ckpt=True, packed=True),
 )
