@@ -17,7 +17,8 @@ def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
 
     - A number is a tensor in a kernel, and so is the variable of a loop; the interpreter passes Python's.
     - A kernel with several configurations runs with the first: there is nothing to time.
-    - bf16 is computed in fp32 and rounded to the nearest; the interpreter computes with the bits, and truncates.
+    - bf16 is computed in fp32, also in products of matrices, and rounded to the nearest; the interpreter computes with
+      the bits, and truncates.
     - `rsqrt` of CUDA's library has no Python code.
     - Tensors are already on the host; the interpreter's copies of their storages would live on in cycles.
     """
@@ -26,6 +27,7 @@ def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
 
     convert, builder, executor = interpreter._implicit_cvt, interpreter.InterpreterBuilder, interpreter.GridExecutor
     compute, cast, handle = builder.binary_op, builder.cast_impl, interpreter.TensorHandle
+    dot = builder.create_dot
 
     def argument(value: Any) -> Any:
         if not isinstance(value, float):
@@ -47,12 +49,18 @@ def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
         exact = (self.cast_impl(value, tl.float32) for value in (left, right))
         return self.cast_impl(compute(self, *exact, operation), tl.bfloat16)
 
+    def create_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
+        exact = (
+            self.cast_impl(value, tl.float32) if value.dtype.scalar == tl.bfloat16 else value for value in (left, right)
+        )
+        return dot(self, *exact, *more)
+
     def arguments(self: Any, args: Sequence, kwargs: Mapping) -> tuple[list, Mapping]:
         return list(args), kwargs
 
     with (
         patch.object(interpreter, "_implicit_cvt", argument),
-        patch.multiple(builder, cast_impl=cast_impl, binary_op=binary_op),
+        patch.multiple(builder, cast_impl=cast_impl, binary_op=binary_op, create_dot=create_dot),
         patch.multiple(executor, _init_args_hst=arguments, _restore_args_dev=lambda *args: None),
         _liger() if choice == "liger" else _fla(argument),
     ):
