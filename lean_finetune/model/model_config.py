@@ -12,7 +12,7 @@ from transformers.activations import ACT2CLS
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
-from lean_finetune.model.pictures.picture_config import with_pictures
+from lean_finetune.model.pictures.picture_config import takes_pictures, with_pictures
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
 from lean_finetune.model.recurrent.packed_layers import FAMILIES as PACKABLE
 from lean_finetune.pinning.config_file import read_config_json
@@ -321,6 +321,8 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
+    if takes_pictures(config):
+        raise UserError("bucket.mode: vision towers do not know packed rows; got packed; set bucket.mode=bucketed")
     if (kinds := other_layers(config)) and config.model_type not in PACKABLE:
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "

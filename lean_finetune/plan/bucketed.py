@@ -36,11 +36,12 @@ def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> lis
     return [
         replace(
             one,
-            rows=rows,
-            length=int(lengths[rows].sum()) if one.flat else one.length,
-            supervised=int(supervised[rows].sum()),
+            rows=one.rows[half],
+            length=int(lengths[one.rows[half]].sum()) if one.flat else one.length,
+            supervised=int(supervised[one.rows[half]].sum()),
+            pictures=one.pictures[half],
         )
-        for rows in (one.rows[:middle], one.rows[middle:])
+        for half in (slice(middle), slice(middle, None))
     ]
 
 

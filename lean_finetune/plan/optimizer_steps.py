@@ -76,7 +76,12 @@ class RowIndex:
         return all(weight == 1.0 for weight in self.weights) and not self.dropped.any()
 
     def shortened(self, max_length: int) -> "RowIndex":
-        """The rows, cut to `max_length` tokens; as many supervised tokens as possible remain."""
+        """The rows, cut to `max_length` tokens; as many supervised tokens as possible remain.
+
+        Raises UserError if a longer row has pictures, which are not cut.
+        """
+        if self.pictures is not None and (self.lengths[self.pictures.patches > 0] > max_length).any():
+            raise UserError(f"data.max_length: would cut images of rows; got {max_length}; raise it")
         lengths = np.minimum(self.lengths, max_length)
         return replace(self, lengths=lengths, supervised=np.minimum(self.supervised, lengths - 1))
 

@@ -280,6 +280,8 @@ def budgets_of(run: Run) -> Iterator[Option]:
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
+    if run.pictures is not None:  # Shorter rows would cut pictures, and such rows are left out.
+        return
     while length >= SHORTEST_ROW_TOKENS and not fixed:
         level += 1
         flags = (f"data.max_length={length}", f"bucket.max_tokens={length}")

@@ -25,7 +25,7 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
-from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
+from lean_finetune.plan.batch_plan import Plan, Sizes, memory_figures, worst_micro_batches
 from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.parallel_model import ParallelModel
@@ -129,15 +129,25 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
 
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up; of packed rows every second, from the longest on."""
+    """Half the rows of a micro-batch, rounded up: of packed rows every second, of pictures the largest."""
     joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
     rows = 1 if joined else round_up(-(-shape.rows // 2), shape.kind.unit)
     length = sum(joined) if joined else shape.length
     return replace(
-        shape, rows=rows, length=length, supervised=min(shape.supervised, rows * length), packed_lengths=joined
+        shape,
+        rows=rows,
+        length=length,
+        supervised=min(shape.supervised, rows * length),
+        packed_lengths=joined,
+        pictures=tuple(sorted(shape.pictures, key=_pixels, reverse=True)[:rows]),
     )
+
+
+def _pixels(pictures: Sizes) -> int:
+    """Pixels of a row's pictures."""
+    return sum(height * width for height, width in pictures)
 
 
 # Run the training step of `lean_finetune.step` on fake tensors under a memory trace.

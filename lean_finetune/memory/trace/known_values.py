@@ -102,7 +102,7 @@ class KnownPictures:
 
     def of(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""
-        if not shape.pictures:
+        if not any(shape.pictures):
             return None
         key = shape.rows, shape.length, shape.pictures
         if key not in self._made:

@@ -1,0 +1,92 @@
+"""Pictures in the plan: their patches limit micro-batches, and each micro-batch knows those of its own rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.memory.predict.traced_step import halved
+from lean_finetune.plan.bucketed import split_micro_batches
+from lean_finetune.plan.micro_batches import MicroBatchSettings
+from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.planner import PlanSettings
+from lean_finetune.plan.row_pictures import RowPictures
+from lean_finetune.step.batches import BatchShape
+
+ROWS = 40
+COUNTS = np.arange(ROWS) % 3
+"""Pictures of each row: none, one or two."""
+BOUNDS = np.append(0, np.cumsum(COUNTS))
+SIZES = np.stack([56 + 28 * (np.arange(BOUNDS[-1]) % 4), np.full(BOUNDS[-1], 56)], axis=1).astype(np.int32)
+PATCHES = np.array([(SIZES[a:b].prod(1) // 196).sum() for a, b in zip(BOUNDS[:-1], BOUNDS[1:], strict=True)], np.int32)
+PICTURES = RowPictures(sizes=SIZES, bounds=BOUNDS, patches=PATCHES, max_pixels=None, min_pixels=None)
+
+
+def index_of(**changes: Any) -> RowIndex:
+    lengths = np.full(ROWS, 40, np.int32) + np.arange(ROWS, dtype=np.int32) % 7
+    plain = RowIndex(
+        lengths=lengths,
+        supervised=np.full(ROWS, 5, np.int32),
+        sources=np.zeros(ROWS, np.uint16),
+        dropped=np.zeros(ROWS, bool),
+        weights=(1.0,),
+        pictures=PICTURES,
+    )
+    return replace(plain, **changes)
+
+
+def settings_of(mode: str = "bucketed", max_patches: int | None = None) -> PlanSettings:
+    micro_batches = MicroBatchSettings(
+        mode=mode,  # type: ignore[arg-type]
+        max_tokens=512,
+        max_patches=max_patches,
+        pad_multiple=8,
+        constant_shape=False,
+        fixed_rows=8,
+        ranks=1,
+    )
+    return PlanSettings(micro_batches=micro_batches, seed=0, epochs=2, tokens_per_step=600, weights=(1.0,))
+
+
+@pytest.mark.parametrize("mode", ["bucketed", "fixed"])
+def test_no_micro_batch_has_more_patches_than_allowed_and_steps_have_the_same_rows(mode):
+    free, limited = (settings_of(mode, limit).plan(index_of()) for limit in (None, 60))
+    patches = [int(PATCHES[one.rows].sum()) for step in limited.steps for one in step]
+    assert max(patches) <= 60 < max(int(PATCHES[one.rows].sum()) for step in free.steps for one in step)
+    for before, after in zip(free.steps, limited.steps, strict=True):
+        rows = [sorted(np.concatenate([one.rows for one in step]).tolist()) for step in (before, after)]
+        assert rows[0] == rows[1]
+
+
+def test_a_row_with_more_patches_than_allowed_is_refused():
+    with pytest.raises(UserError, match=r"bucket.max_patches: the images of every row must fit .* has \d+ patches"):
+        settings_of(max_patches=int(PATCHES.max()) - 1).plan(index_of())
+
+
+def test_packing_is_refused():
+    with pytest.raises(UserError, match="bucket.mode: rows with images cannot be packed"):
+        settings_of("packed").plan(index_of())
+
+
+def test_a_split_micro_batch_has_the_pictures_of_its_rows():
+    index = index_of()
+    one = settings_of().plan(index).micro_batch(0)
+    parts = split_micro_batches([one], 100, index.lengths, index.supervised)
+    assert len(parts) > 2
+    for part in parts:
+        assert list(part.pictures) == [PICTURES.of(row) for row in part.rows.tolist()]
+
+
+def test_half_a_shape_has_its_largest_pictures():
+    sizes = (((56, 56),), ((560, 56),), (), ((100, 100), (100, 100)))
+    shape = BatchShape(rows=4, length=64, supervised=20, packed_lengths=None, pictures=sizes)
+    fewer = halved(((shape,),))
+    assert fewer is not None and fewer[0][0].pictures == (sizes[1], sizes[3])
+
+
+def test_rows_with_pictures_are_not_shortened():
+    with pytest.raises(UserError, match="data.max_length: would cut images"):
+        index_of().shortened(30)
+    assert (index_of(pictures=None).shortened(30).lengths == 30).all()
