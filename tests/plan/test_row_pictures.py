@@ -52,9 +52,9 @@ def settings_of(mode: str = "bucketed", max_patches: int | None = None) -> PlanS
 
 @pytest.mark.parametrize("mode", ["bucketed", "fixed"])
 def test_no_micro_batch_has_more_patches_than_allowed_and_steps_have_the_same_rows(mode):
-    free, limited = (settings_of(mode, limit).plan(index_of()) for limit in (None, 60))
+    free, limited = (settings_of(mode, limit).plan(index_of()) for limit in (None, 100))
     patches = [int(PATCHES[one.rows].sum()) for step in limited.steps for one in step]
-    assert max(patches) <= 60 < max(int(PATCHES[one.rows].sum()) for step in free.steps for one in step)
+    assert max(patches) <= 100 < max(int(PATCHES[one.rows].sum()) for step in free.steps for one in step)
     for before, after in zip(free.steps, limited.steps, strict=True):
         rows = [sorted(np.concatenate([one.rows for one in step]).tolist()) for step in (before, after)]
         assert rows[0] == rows[1]
