@@ -14,7 +14,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan, sums_between
+from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.row_pictures import Sizes
 from lean_finetune.step.picture_inputs import PictureTensors
@@ -333,32 +333,6 @@ def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = Fals
 
 NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
 """Of padding for a process without work."""
-
-
-def refuse_other_ranks(plan: Plan, ranks: int) -> None:
-    """Raise UserError for a plan for another number of GPUs with different rows: some would never be trained."""
-    if plan.ranks != ranks:
-        raise UserError(
-            f"data/batches/plan.arrow: must be made for as many GPUs as train different rows; got a plan for "
-            f"{plan.ranks} where there are {ranks}; run `dvc repro bucket`"
-        )
-
-
-def refuse_other_tokens(plan: Plan, lengths: np.ndarray) -> None:
-    """Raise UserError for a plan whose rows are missing from the index, or are longer there.
-
-    `lengths` are the tokens of every training row.
-    """
-    if plan.rows.max() < len(lengths):
-        planned = lengths[plan.rows]
-        room = plan.length if plan.flat else np.repeat(plan.length, plan.sizes)
-        needed = sums_between(planned, plan.bounds) if plan.flat else planned
-        if (needed <= room).all():
-            return
-    raise UserError(
-        "data/batches/plan.arrow: its rows differ from data/tokens/train-index.arrow: the plan was made for other "
-        "tokens; run `dvc repro bucket`"
-    )
 
 
 def empty_batch(

@@ -15,7 +15,7 @@ from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.pinning.locate import verify_files
 from lean_finetune.pinning.model_source import WEIGHTS
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.step.batches import refuse_other_ranks
+from lean_finetune.plan.row_checks import refuse_other_ranks
 from lean_finetune.train import loop
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
 from lean_finetune.train.loop import train

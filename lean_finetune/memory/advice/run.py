@@ -68,7 +68,8 @@ from lean_finetune.pinning.model_source import trained_ids
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index, read_pictures
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
-from lean_finetune.step.batches import BatchShape, refuse_other_tokens
+from lean_finetune.plan.row_checks import refuse_other_tokens
+from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
