@@ -442,7 +442,7 @@ def _write_index(
     Trained rows count in the totals.
     """
     start, step = 0, kind.token_rows // kind.unit
-    schema = INDEX.with_metadata(kind.metadata or None)
+    schema = INDEX.with_metadata(kind.metadata) if kind.metadata else INDEX
     if picture_limits is not None:
         schema = with_pictures(schema, picture_limits)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
