@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from lean_finetune.step.token_rows import TokenRows
 SAMPLED_ROWS = 4
 SAMPLE_CHARACTERS = 800
 """Most characters of a text that are shown."""
+
+REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
+"""A control token that follows itself: a picture has hundreds."""
 
 Segments = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is trained."""
@@ -51,7 +55,8 @@ def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> S
 
 
 def shortened(text: str, characters: int = SAMPLE_CHARACTERS) -> str:
-    """Return both ends of a text longer than so many characters."""
+    """Return both ends of a text longer than so many characters; a token that repeats, as of pictures, is counted."""
+    text = REPEATED.sub(lambda found: f"{found[1]} × {len(found[0]) // len(found[1])}", text)
     half = characters // 2
     return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"
 

@@ -61,6 +61,7 @@ def refuse_parts(train: Train, config: PretrainedConfig) -> None:
                 raise UserError(f"train.{name}: has an effect only on rows with images; got {mode}; set it to frozen")
         return
     given = {
+        "sharding": (train.sharding, "none"),
         "context_parallel": (train.context_parallel, 1),
         "tensor_parallel": (train.tensor_parallel, 1),
         "pipeline_stages": (train.pipeline_stages, 1),
@@ -70,4 +71,6 @@ def refuse_parts(train: Train, config: PretrainedConfig) -> None:
     for name, (value, usual) in given.items():
         if value != usual:
             remedy = "leave it blank" if usual is None else f"set it to {usual}"
+            if name == "sharding":
+                remedy += ", and hardware.num_gpus=1"
             raise UserError(f"train.{name}: was not tried with rows that have images; got {value}; {remedy}")

@@ -24,6 +24,7 @@ from lean_finetune.model.files.quantized_checkpoint import file_tensors, without
 from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, write_loaded
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.pictures.picture_config import without_pictures
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
 from lean_finetune.pinning.model_source import WEIGHTS
@@ -68,7 +69,7 @@ def save_full(
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
-    without_quantisation(model.config).save_pretrained(str(directory))
+    without_pictures(without_quantisation(model.config)).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
     write_loaded(directory / WEIGHTS, _tensors_of(model, parallel or ParallelModel(model)), others)
 

@@ -10,7 +10,7 @@ from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
 from lean_finetune.report.content import memory_records, report_metrics
 from lean_finetune.report.pages import markdown_page
-from lean_finetune.report.report_inputs import Inputs
+from lean_finetune.report.report_inputs import Inputs, shortened
 from stages.report import main
 from tests.report.conftest import GENERATION, GPU, MIB, OF_PAIRS, PAIR, metrics, write_inputs, write_pairs
 from tests.workspace import error, invoke, run_module
@@ -311,3 +311,11 @@ def test_no_saving_is_negative(place):
     assert "| grad_ckpt=true | 0.0625 GiB | saves 50.0 % |" in text and "| this run | 0.125 GiB |  |" in text
     assert "| method=full | 0.25 GiB | costs 100.0 % more |" in text
     assert "| loss_chunk=null | 0.125 GiB | the same |" in text
+
+
+def test_a_token_that_repeats_is_counted_and_other_text_stays():
+    """A picture showed as hundreds of equal tokens."""
+    pads = "<|image_pad|>" * 364
+    assert shortened(f"<|vision_start|>{pads}<|vision_end|>Hi") == "<|vision_start|><|image_pad|> × 364<|vision_end|>Hi"
+    for text in ("<b><b>", "ha ha ha ha ha", "<<<<<<<<", "> > > > >"):
+        assert shortened(text) == text

@@ -1,5 +1,6 @@
 """Training on rows with pictures: what is trained, and that interruptions change nothing."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from data.synth import pictures
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.processor import PictureProcessor, Size
+from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
+from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.picture_inputs import read_picture_inputs
+from lean_finetune.step.picture_inputs import PictureInputs, read_picture_inputs
 from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.unsupported import refuse_parts
 from lean_finetune.train.job import TrainJob
+from lean_finetune.train.save_model import save_full
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.small_model import CPU, spec_of
@@ -108,3 +118,71 @@ def test_more_loader_threads_give_the_same_bytes(workspace):
     jobs = [job_of(workspace, method="lora", loader_threads=count) for count in (0, 3)]
     assert finish(jobs[0]).weights == finish(jobs[1]).weights
     assert torch.get_num_threads() == 1
+
+
+def logits_of(model: Any, root: Path) -> torch.Tensor:
+    """Logits of transformers' own model, or of one of peft's, for a drawn picture and a question."""
+    processor = PictureProcessor(root / "model")
+    picture = Image.open(sorted((root / "shapes/images").glob("*.png"))[0]).convert("RGB")
+    text = f"<|vision_start|>{processor.expansion(Size(picture.height, picture.width))}<|vision_end|>Which colour?"
+    ids_BT = AutoTokenizer.from_pretrained(root / "model")(text, return_tensors="pt").input_ids
+    given = PictureInputs(processor, read_config(root / "model", pictures=True)).for_generation(ids_BT, [[picture]])
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=ids_BT, **given).logits
+    return found
+
+
+def plain(directory: Path) -> Any:
+    return AutoModelForMultimodalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def shuffled(model: Any, parts: str) -> Any:
+    """The model with other values in its trained parameters, of which some are in `parts`."""
+    torch.manual_seed(3)
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    assert any(parts in name for name, _ in trained)
+    for _, parameter in trained:
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def test_adapters_of_a_tower_load_in_plain_peft_and_merge(workspace, tmp_path):
+    """An adapter whose tower peft cannot find, or a merged model without what the tower learnt."""
+    base, spec = workspace / "model", spec_of(method="lora", vision="lora", projector="lora")
+    model = shuffled(load_model(base, spec, CPU, pictures=True), "visual.blocks")
+    save_adapter(model, tmp_path, str(base))
+    expected = logits_of(model, workspace)
+    assert (expected - logits_of(plain(base), workspace)).abs().max() > 1e-3
+    torch.testing.assert_close(logits_of(PeftModel.from_pretrained(plain(base), tmp_path), workspace), expected)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    write_merged(base, [path.name for path in base.iterdir()], tmp_path, spec, merged)
+    torch.testing.assert_close(logits_of(plain(merged), workspace), expected)
+
+
+def test_a_model_trained_in_full_loads_in_plain_transformers(workspace, tmp_path):
+    spec = spec_of(method="full", vision="full", projector="full")
+    model: Any = shuffled(load_model(workspace / "model", spec, CPU, pictures=True), "visual.patch_embed")
+    save_full(model, tmp_path)
+    assert "_takes_pictures" not in json.loads((tmp_path / "config.json").read_text())
+    torch.testing.assert_close(logits_of(plain(tmp_path), workspace), logits_of(model, workspace))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sharding": "zero3"}, "train.sharding: was not tried with rows that have images; got zero3; set it to none"),
+        ({"sequence_tiles": 4}, "train.sequence_tiles: was not tried .* got 4; leave it blank"),
+        ({"offload": "parameters"}, "train.offload: was not tried .* got parameters; set it to none"),
+    ],
+    ids=str,
+)
+def test_switches_that_do_not_know_a_tower_are_refused(workspace, changes, message):
+    config = read_config(workspace / "model", pictures=True)
+    with pytest.raises(UserError, match=message):
+        refuse_parts(spec_of(**changes), config)
+
+
+def test_parts_of_rows_of_text_are_not_trained(workspace):
+    with pytest.raises(UserError, match="train.vision: has an effect only on rows with images; got lora"):
+        refuse_parts(spec_of(vision="lora"), read_config(workspace / "model"))

@@ -33,8 +33,10 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
+from lean_finetune.model.pictures.picture_config import are_of_pictures, takes_pictures
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
+from lean_finetune.pinning.adapter_files import adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
@@ -74,7 +76,8 @@ class TunedModel:
             UserError: weights are missing, do not fit, or changed.
         """
         with named_by_option():
-            base = load_base(self.base, self.weights, device, generation_attention(self.config))
+            attention = generation_attention(self.config)
+            base = load_base(self.base, self.weights, device, attention, pictures=takes_pictures(self.config))
             model = base if self.adapter is None else load_adapter(base, self.directory, self.weights)
         self.refuse_change()
         return model.eval()
@@ -190,7 +193,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         base = base_directory(adapter)
         read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
-            config = read_config(base)
+            config = read_config(base, pictures=are_of_pictures(adapter_tensors(directory)))
             check_weights(base)
             read_generation_config(base)
         return TunedModel(

@@ -1,6 +1,7 @@
 """Which models are built with their parts for pictures, and the names of these parts."""
 
 import copy
+from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
@@ -22,3 +23,16 @@ def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
 def takes_pictures(config: PretrainedConfig) -> bool:
     """Whether a model of this config has its vision tower and projector."""
     return bool(getattr(config, TAKES_PICTURES, False))
+
+
+def without_pictures(config: PretrainedConfig) -> PretrainedConfig:
+    """The config as it is published: how we build the model is not part of it."""
+    config = copy.deepcopy(config)
+    if takes_pictures(config):
+        delattr(config, TAKES_PICTURES)
+    return config
+
+
+def are_of_pictures(names: Iterable[str]) -> bool:
+    """Whether one of an adapter's tensors belongs to a part for pictures."""
+    return any(f".{part}." in name for name in names for part in VISION_PARTS)
