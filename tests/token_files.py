@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.token_rows import Split, TokenRows
 from tests.plan.common import write_index as write_columns
 
@@ -24,6 +25,7 @@ def write_tokens(
     block: int = 2,
     blocks_per_shard: int = 2,
     dropped: Sequence[int] = (),
+    kind: RowKind = RowKind.ANSWER,
 ) -> Path:
     """Write shards and index of a split: `block` rows per record batch, `dropped` rows marked as duplicates."""
     schema = pa.schema(
@@ -47,17 +49,17 @@ def write_tokens(
                 columns = zip(*part[first : first + block], strict=True)
                 arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
-    write_index(directory / f"{split}-index.arrow", rows, dropped)
+    write_index(directory / f"{split}-index.arrow", rows, dropped, kind)
     return directory
 
 
-def write_index(path: Path, rows: Sequence[Row], dropped: Sequence[int] = ()) -> Path:
+def write_index(path: Path, rows: Sequence[Row], dropped: Sequence[int] = (), kind: RowKind = RowKind.ANSWER) -> Path:
     """Write the index of these rows, all of source 0."""
     supervised = [
         sum(max(e - max(s, 1), 0) for s, e in zip(flat[::2], flat[1::2], strict=False)) for _, flat, _ in rows
     ]
     lengths = [len(ids) for ids, _, _ in rows]
-    write_columns(path, lengths, supervised, dropped=np.isin(np.arange(len(rows)), list(dropped)).tolist())
+    write_columns(path, lengths, supervised, dropped=np.isin(np.arange(len(rows)), list(dropped)).tolist(), kind=kind)
     return path
 
 

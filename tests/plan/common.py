@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
+from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex, run_steps
@@ -86,11 +87,13 @@ def log_normal_lengths(rows: int) -> np.ndarray:
     return np.clip(drawn, 4, 1024)
 
 
-def write_index(path: Path, lengths, supervised, *, sources=None, dropped=None, names=tuple(COLUMNS)) -> None:
+def write_index(
+    path: Path, lengths, supervised, *, sources=None, dropped=None, names=tuple(COLUMNS), kind=RowKind.ANSWER
+) -> None:
     """An index file as tokenize writes it, in one record batch."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = [lengths, supervised, sources or [0] * len(lengths), dropped or [False] * len(lengths)]
     arrays = [pa.array(value, types[0]) for value, types in zip(values, COLUMNS.values(), strict=True)]
-    batch = pa.record_batch(arrays, names=list(names))
+    batch = pa.record_batch(arrays, names=list(names)).replace_schema_metadata(kind.metadata or None)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)

@@ -54,9 +54,8 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     longest = max(len(ids) for ids, _ in rows)
     batch = collate(rows, longest + 3, 0)
     made = inputs.tensors(batch.input_ids_BT, pictures)
-    ours = load_model(model, spec_of(method="full", loss_chunk=4), CPU, pictures=True)
-    for parameter in ours.parameters():
-        parameter.requires_grad_(True)
+    spec = spec_of(method="full", vision="full", projector="full", loss_chunk=4)
+    ours = load_model(model, spec, CPU, pictures=True)
     loss = summed_loss(ours, type(batch)(**{**vars(batch), "pictures": made}), 4)
     loss.backward()
 

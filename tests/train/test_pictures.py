@@ -146,6 +146,7 @@ def shuffled(model: Any, parts: str) -> Any:
     return model
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
 def test_adapters_of_a_tower_load_in_plain_peft_and_merge(workspace, tmp_path):
     """An adapter whose tower peft cannot find, or a merged model without what the tower learnt."""
     base, spec = workspace / "model", spec_of(method="lora", vision="lora", projector="lora")
