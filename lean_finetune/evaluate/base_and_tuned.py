@@ -27,7 +27,7 @@ from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.pictures.picture_config import are_of_pictures
-from lean_finetune.pinning.adapter_files import adapter_tensors
+from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors
 from lean_finetune.step.batches import Batch, with_pictures
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import negative_scores, token_losses
@@ -124,7 +124,9 @@ def evaluate_models(
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
     try:
-        of_pictures = weights.method != "full" and are_of_pictures(adapter_tensors(tuned))
+        # A missing file is named when the adapter is loaded.
+        has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
+        of_pictures = has_adapter and are_of_pictures(adapter_tensors(tuned))
         parts = {"scores": evaluated.scored, "pictures": evaluated.pictures or of_pictures}
         for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
