@@ -67,7 +67,7 @@ class PictureInputs:
 
     def tokens(self, size: Size) -> int:
         """Tokens that a picture of this size fills, of those that its pixels replace."""
-        return self._processor.expansion(size).count(self._processor.fill_token)
+        return self._processor.expansion(size).count(self._processor.image_token)
 
     def _positions(self, ids_BT: torch.Tensor, made: PictureTensors) -> torch.Tensor:
         """Positions of tokens in time, height and width, int64 (3, B, T), as the family's own code computes them."""

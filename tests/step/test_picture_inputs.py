@@ -1,5 +1,6 @@
 """What a batch gives a model for its pictures, against transformers' own processor and model."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank, picture_family
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
@@ -77,3 +79,18 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
         gradient = wanted[name].grad
         assert gradient is not None and parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
+    """Qwen3-VL's mixtures and Qwen3.5 name the processor of Qwen3-VL."""
+    directory = vision_model(tmp_path, "qwen3_vl")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_vl_moe"}))
+    assert picture_family(directory) is None
+    with pytest.raises(UserError, match="model.name: .* has no processor of pictures that is supported"):
+        PictureProcessor(directory)
+
+
+def test_a_model_of_text_takes_no_pictures(tiny_dir):
+    with pytest.raises(UserError, match="model.name: rows with images are not offered for llama; choose a model of"):
+        read_config(tiny_dir, pictures=True)

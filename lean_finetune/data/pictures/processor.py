@@ -40,14 +40,12 @@ class PictureProcessor:
             min_pixels: smaller pictures are made larger; None: the processor's own limit.
 
         Raises:
-            UserError: the model has no processor of images, or a limit has no effect with it.
+            UserError: the model has no processor of images, or the limits contradict each other.
         """
         self._processor = _load(directory)
         self._limit(max_pixels, min_pixels)
         self.image_token: str = self._processor.image_token
-        """The text of a placeholder in the chat template's rendering."""
-        self.fill_token: str = self._processor.image_token
-        """The token that stands for a part of a picture, whose embedding its pixels replace."""
+        """A picture's placeholder in the chat template's rendering, and each token that its pixels fill."""
 
     def _limit(self, max_pixels: int | None, min_pixels: int | None) -> None:
         """Set the limits of a picture's pixels."""
@@ -57,11 +55,6 @@ class PictureProcessor:
             return
         images = self._processor.image_processor
         size = dict(images.size or {})
-        if not hasattr(images, "merge_size") or not all(size.get(key) for key in PIXEL_LIMITS):
-            raise UserError(
-                f"{name}: {type(images).__name__} resizes pictures to sizes of its own, so a limit of pixels has no "
-                f"effect; got {given[name]}; leave it blank"
-            )
         low, high = min_pixels or size[PIXEL_LIMITS[0]], max_pixels or size[PIXEL_LIMITS[1]]
         if low > high:
             raise UserError(
@@ -75,18 +68,11 @@ class PictureProcessor:
         Raises:
             RowFault: the processor refuses a picture.
         """
-        rows = [list(row) for row in pictures]
+        flat = [picture for row in pictures for picture in row]
         try:
-            made = self._processor.image_processor(self._nested(rows), return_tensors="pt")
+            return dict(self._processor.image_processor(flat, return_tensors="pt"))
         except ValueError as error:
             raise RowFault(f"the image processor refuses a picture ({error}); change or remove it") from None
-        # Without copies: tensors of numpy's memory.
-        return {name: value for name, value in made.items() if name not in UNUSED}
-
-    def _nested(self, rows: list[list["Image"]]) -> Any:
-        """Pictures as the processor takes them: some families need to know those of each row."""
-        nests = type(self._processor.image_processor).__name__.startswith(NESTED)
-        return rows if nests else [picture for row in rows for picture in row]
 
     @cache  # noqa: B019 - the processor lives as long as the process
     def expansion(self, size: Size) -> str:
@@ -95,28 +81,21 @@ class PictureProcessor:
         Raises:
             RowFault: the processor refuses such a picture.
         """
-        return str(self._processor.replace_image_token(self._described(size), 0))
+        import torch
+
+        grid = torch.tensor([[1, 1, self.patches(size)]])  # The text follows from the number of patches.
+        return str(self._processor.replace_image_token({"image_grid_thw": grid}, 0))
 
     @cache  # noqa: B019
     def patches(self, size: Size) -> int:
-        """Patches of a picture of this size in the vision tower."""
-        made = self._described(size)
-        grid = made.get("image_grid_thw")
-        if grid is not None:
-            return int(grid.prod(-1).sum())
-        pixels = made["pixel_values"]
-        return int(pixels.numel() // pixels.shape[-3] // PATCH_PIXELS)
+        """Patches of a picture of this size in the vision tower.
 
-    def _described(self, size: Size) -> Any:
-        """What the image processor makes of a picture of this size, or the part of it that follows from the size."""
+        Raises:
+            RowFault: the processor refuses such a picture.
+        """
         images = self._processor.image_processor
         try:
-            if hasattr(images, "merge_size"):  # The number of patches is known without pixels.
-                import torch
-
-                patches = images.get_number_of_image_patches(size.height, size.width, {})
-                return {"image_grid_thw": torch.tensor([[1, 1, patches]])}
-            return images(self._nested([[blank(size)]]), return_tensors="pt")
+            return int(images.get_number_of_image_patches(size.height, size.width, {}))
         except ValueError as error:
             raise RowFault(
                 f"the image processor refuses {size.width} x {size.height} pixels ({error}); change or remove it"
@@ -128,12 +107,16 @@ def picture_family(directory: Path) -> str | None:
 
     Raises UserError if a file of the processor is damaged.
     """
+    config = directory / CONFIG_FILE
+    if config.is_file():
+        family = read_json(config).get("model_type")
+        has_processor = any((directory / name).is_file() for name in PROCESSOR_FILES)
+        return FAMILIES.get(family) if has_processor else None
+    # Of a hub model, only the tokenizer's and the processor's files may be here.
     for name in PROCESSOR_FILES:
         if (directory / name).is_file() and (found := read_json(directory / name).get("processor_class")) is not None:
             return str(found) if found in FAMILIES.values() else None
-    if not all((directory / name).is_file() for name in (PROCESSOR_FILES[-1], CONFIG_FILE)):
-        return None
-    return FAMILIES.get(read_json(directory / CONFIG_FILE).get("model_type"))
+    return None
 
 
 def _load(directory: Path) -> Any:
@@ -173,12 +156,6 @@ FAMILIES = {
 }
 """Families that are trained with pictures, and their processors."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-UNUSED = ("num_image_tokens", "rows", "cols", "num_crops", "num_patches")
-"""What a processor returns for texts alone, and no model takes."""
-NESTED = ("Idefics", "SmolVLM")
-"""Starts of the names of processors that take the pictures of each row as a list."""
-PATCH_PIXELS = 14 * 14
-"""Pixels of a patch for the count where pixel values are pictures: the usual patch of towers is 14 x 14."""
 
 
 def blank(size: Size) -> "Image":

@@ -19,7 +19,7 @@ class RowPictures:
     def __init__(self, store: PictureStore, tokenizer: RowTokenizer):
         """`tokenizer` is the model's."""
         self._store, self._processor = store, store.processor
-        number = tokenizer.id_of(self._processor.fill_token)
+        number = tokenizer.id_of(self._processor.image_token)
         assert number is not None, "a processor's image token is in its vocabulary"
         self._fill_id = number
 
