@@ -69,7 +69,7 @@ class TokenRows:
         """Tokens of every row that are predicted and count in the loss, int32."""
         self.dropped = read_column(index, "dropped", np.bool_)
         """Whether a row repeats an earlier one, so that it is never used, bool."""
-        self.pictures = read_pictures(directory / f"{split}-index.arrow")
+        self.pictures = read_pictures(index_path)
         """The sizes of the pictures of every row; None if no row has one."""
         self.picture_files = PictureFiles(directory)
         """The pictures themselves."""

@@ -42,7 +42,7 @@ class KnownValuesMode(CachedFakeMode):
 
     def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
         """As of any fake mode, for operations whose results have no values."""
-        if not _makes_tensor(args, kwargs) and not tree_any(_is_known, (args, kwargs)):
+        if _has_tensor(args, kwargs) and not tree_any(_is_known, (args, kwargs)):
             return super().known_result(func, args, kwargs)
         return MISSING
 
@@ -62,9 +62,8 @@ class KnownValuesMode(CachedFakeMode):
 
     def _with_values(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
         """The result of an operation that reads known values alone."""
-        written = {id(each): each for each in tree_iter((args, kwargs)) if _is_known(each)}
+        copies = {id(each): _value(each) for each in tree_iter((args, kwargs)) if _is_known(each)}
         with unset_fake_temporarily():
-            copies = {id(each): _value(each) for each in written.values()}
             real_args, real_kwargs = tree_map(lambda each: copies.get(id(each), each), (args, kwargs))
             real = func(*real_args, **real_kwargs)
         if _depends_on_values(func):
@@ -134,9 +133,9 @@ def _value(value: Any) -> torch.Tensor | None:
     return value if is_real else None
 
 
-def _makes_tensor(args: Sequence, kwargs: Mapping) -> bool:
-    """Whether no argument is a tensor."""
-    return not tree_any(lambda each: isinstance(each, torch.Tensor), (args, kwargs))
+def _has_tensor(args: Sequence, kwargs: Mapping) -> bool:
+    """Whether an argument is a tensor."""
+    return bool(tree_any(lambda each: isinstance(each, torch.Tensor), (args, kwargs)))
 
 
 def _is_deterministic(func: Any) -> bool:
