@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers import AutoModel, PretrainedConfig
 
@@ -80,8 +79,7 @@ class PictureInputs:
         }
         positions_3BT: torch.Tensor
         positions_3BT, _ = owner.get_rope_index(**{name: arguments[name] for name in arguments if name in wanted})
-        # numpy's memory, as that of the other tensors of a batch: see `batches`.
-        return torch.from_numpy(np.ascontiguousarray(positions_3BT.numpy()))
+        return torch.from_numpy(positions_3BT.numpy().copy())  # In NumPy's memory, as the pixels are.
 
 
 class _Functions:

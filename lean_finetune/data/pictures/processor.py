@@ -68,11 +68,15 @@ class PictureProcessor:
         Raises:
             RowFault: the processor refuses a picture.
         """
+        import torch
+
         flat = [picture for row in pictures for picture in row]
         try:
-            return dict(self._processor.image_processor(flat, return_tensors="pt"))
+            made = self._processor.image_processor(flat, return_tensors="np")
         except ValueError as error:
             raise RowFault(f"the image processor refuses a picture ({error}); change or remove it") from None
+        # In NumPy's memory: what a loader thread reads ahead must not count in the memory of the step on a CPU.
+        return {name: torch.from_numpy(value) for name, value in made.items()}
 
     @cache  # noqa: B019 - the processor lives as long as the process
     def expansion(self, size: Size) -> str:
