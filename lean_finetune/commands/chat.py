@@ -16,6 +16,7 @@ from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.prompt_pictures import ShownPictures
     from lean_finetune.commands.tuned.tuned_model import TunedModel
 
 MODEL = click.option(
@@ -31,6 +32,13 @@ BITS = click.option(
 NEW_TOKENS = click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer in tokens."
 )
+IMAGES = click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A picture in front of the first question; may be repeated.",
+)
 LENGTH = 4096
 """Tokens of a conversation where the model can read more."""
 COMMANDS = "/reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends"
@@ -45,8 +53,15 @@ COMMANDS = "/reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends"
     "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--system", help="A system message.")
+@IMAGES
 def chat(
-    model: Path, bits: str | None, max_new_tokens: int, length: int | None, temperature: float, system: str | None
+    model: Path,
+    bits: str | None,
+    max_new_tokens: int,
+    length: int | None,
+    temperature: float,
+    system: str | None,
+    images: tuple[Path, ...],
 ) -> None:
     """Chat with a tuned model. Answers appear as they are made.
 
@@ -54,6 +69,7 @@ def chat(
     Lines are read from standard input, so a file of questions works too.
     """
     from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.prompt_pictures import shown_pictures
     from lean_finetune.commands.tuned.tuned_model import find_tuned
     from lean_finetune.evaluate.generate import answers_of_batch, set_decoding, stop_ids
     from lean_finetune.train.process.training_device import training_device
@@ -62,19 +78,24 @@ def chat(
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     prompter.refuse_without_template()
     ends = prompter.stops()
-    limit = conversation_limit(tuned, length, max_new_tokens)
-    lm = tuned.load(device)
-    stops = sorted({*stop_ids(lm, None, [], set()), *ends})
-    set_decoding(lm, stops=stops, max_new_tokens=max_new_tokens, pad_id=prompter.pad_id, temperature=temperature)
+    with shown_pictures(tuned, prompter, images) as shown:
+        tuned = tuned if shown is None else shown.tuned
+        limit = conversation_limit(tuned, length, max_new_tokens, shown)
+        lm = tuned.load(device)
+        stops = sorted({*stop_ids(lm, None, [], set()), *ends})
+        set_decoding(lm, stops=stops, max_new_tokens=max_new_tokens, pad_id=prompter.pad_id, temperature=temperature)
 
-    def answer(ids: list[int]) -> str:
-        streamer = text_streamer(prompter, set(stops))
-        (found,) = answers_of_batch(lm, tuned.weights, [ids], stops, prompter.pad_id, device, streamer)
-        click.echo()
-        return prompter.text(found)
+        def answer(ids: list[int]) -> str:
+            streamer = text_streamer(prompter, set(stops))
+            arguments = None if shown is None else shown.arguments
+            (found,) = answers_of_batch(lm, tuned.weights, [ids], stops, prompter.pad_id, device, streamer, arguments)
+            click.echo()
+            return prompter.text(found)
 
-    note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
-    ChatSession(prompter, limit - max_new_tokens, [{"role": "system", "content": system}] if system else []).run(answer)
+        note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
+        opening = [{"role": "system", "content": system}] if system else []
+        ids_of = prompter.of_messages if shown is None else shown.ids
+        ChatSession(ids_of, limit - max_new_tokens, opening).run(answer)
 
 
 def note(text: str) -> None:
@@ -82,7 +103,9 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def conversation_limit(tuned: "TunedModel", length: int | None, new_tokens: int) -> int:
+def conversation_limit(
+    tuned: "TunedModel", length: int | None, new_tokens: int, shown: "ShownPictures | None" = None
+) -> int:
     """Tokens of a conversation with its answer that the model can read and the free memory has room for.
 
     Raises:
@@ -92,12 +115,15 @@ def conversation_limit(tuned: "TunedModel", length: int | None, new_tokens: int)
     if length is not None and positions is not None and length > positions:
         raise UsageFault(f"--length: the model reads at most {positions} tokens; got {length}; lower it")
     wanted = length or min(LENGTH, positions or LENGTH)
-    if new_tokens >= wanted:
+    least = 0 if shown is None else shown.tokens
+    if new_tokens + least >= wanted:
+        of_pictures = f" beside {least} of the pictures" if least else ""
         raise UsageFault(
             f"--max-new-tokens: must leave room for a question in the {wanted} tokens of the conversation; got "
-            f"{new_tokens}; lower it, or raise --length"
+            f"{new_tokens}{of_pictures}; lower it, or raise --length"
         )
-    fits = tuned.longest_that_fits(wanted, new_tokens)
+    known = None if shown is None else shown.known
+    fits = tuned.longest_that_fits(wanted, new_tokens, least=least, shown=known)
     if fits < wanted:
         note(f"note: {fits} of {wanted} tokens fit the free memory (predicted)")
     return fits
@@ -129,10 +155,12 @@ def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
 class ChatSession:
     """Reads lines and answers them, within a limit of tokens."""
 
-    def __init__(self, prompter: "Prompter", most_tokens: int, opening: list[dict[str, str]]):
-        """Start with the messages of `opening`; a prompt has at most `most_tokens`."""
-        self._prompter, self._most, self._opening = prompter, most_tokens, opening
-        self._turns: list[dict[str, str]] = []
+    def __init__(
+        self, ids_of: Callable[[list[dict[str, Any]]], list[int]], most_tokens: int, opening: list[dict[str, Any]]
+    ):
+        """Start with the messages of `opening`; `ids_of` are the ids of a prompt, which has at most `most_tokens`."""
+        self._ids_of, self._most, self._opening = ids_of, most_tokens, opening
+        self._turns: list[dict[str, Any]] = []
 
     def run(self, answer: Callable[[list[int]], str]) -> None:
         """Answer each line until the end of the input. Ctrl-C stops an answer, and between answers the conversation."""
@@ -178,7 +206,7 @@ class ChatSession:
         turns = [*self._turns, {"role": "user", "content": line}]
         while True:
             try:
-                ids = self._prompter.of_messages([*self._opening, *turns])
+                ids = self._ids_of([*self._opening, *turns])
             except RowFault as fault:
                 raise UserError(f"--model: {fault}") from None
             if len(ids) <= self._most:

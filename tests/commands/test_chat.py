@@ -134,7 +134,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(adapter: Path, monkeypa
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("One?\nTwo?\n"))
     before, prompter = signal.getsignal(signal.SIGINT), Prompter(adapter)
-    ChatSession(prompter, 500, []).run(answer)
+    ChatSession(prompter.of_messages, 500, []).run(answer)
     assert prompts[1:] == [prompter.of_messages([{"role": "user", "content": "Two?"}])]
     assert signal.getsignal(signal.SIGINT) is before
 

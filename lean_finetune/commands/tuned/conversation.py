@@ -35,9 +35,9 @@ class Prompter:
             raise UserError(f"--model: {directory} has no tokenizer.json; copy the tokenizer of the base model there")
         with named_by_option():
             self._engine = load_engine("tokenizers", directory)
-            self._rows = RowTokenizer(directory, self._engine)
+            self.rows = RowTokenizer(directory, self._engine)
             self._template = compile_own_template(directory, TEMPLATE_DATE) if has_template(directory) else None
-        self.tokenizer, self.pad_id = self._engine.tokenizer, self._rows.pad.number
+        self.tokenizer, self.pad_id = self._engine.tokenizer, self.rows.pad.number
         self.directory, self._vocabulary = directory, vocabulary
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
@@ -47,7 +47,7 @@ class Prompter:
             UserError: the model has no chat template.
             RowFault: the template refuses the conversation, or the model cannot read it.
         """
-        return self._ids(self.rendering(self._rows.guard.protect_messages(messages), tools))
+        return self.ids([TextSegment(self.rendering(self.rows.guard.protect_messages(messages), tools), False)])
 
     def rendering(self, messages: list[Message], tools: list[Any] | None = None) -> str:
         """The text of a conversation up to the start of the assistant's next turn; raises as `of_messages`."""
@@ -65,11 +65,13 @@ class Prompter:
 
     def of_text(self, prompt: str) -> list[int]:
         """The ids of plain text, after BOS where the tokenizer adds it."""
-        return self._ids(self._rows.bos_text + self._rows.guard.protect(prompt))
+        return self.ids([TextSegment(self.rows.bos_text + self.rows.guard.protect(prompt), False)])
 
-    def _ids(self, text: str) -> list[int]:
-        self._rows.guard.check(text)
-        ids = [int(number) for number in self._rows.encode_rows([[TextSegment(text, False)]]).ids]
+    def ids(self, segments: list[TextSegment]) -> list[int]:
+        """The ids of a rendering. Raises RowFault if the model cannot read it."""
+        for text, _ in segments:
+            self.rows.guard.check(text)
+        ids = [int(number) for number in self.rows.encode_rows([segments]).ids]
         if not ids:
             raise RowFault("the prompt has no tokens; write some text")
         if self._vocabulary is not None and max(ids) >= self._vocabulary:
@@ -83,14 +85,14 @@ class Prompter:
         Raises:
             UserError: the template refuses a question with its answer.
         """
-        found = {self._rows.eos_id} - {None}
+        found = {self.rows.eos_id} - {None}
         if self._template is not None:
             question = {"role": "user", "content": "Hello"}
             # Some templates end a turn by the token that begins the next one, or only if one follows.
             messages = [question, {"role": "assistant", "content": ANSWER}, question]
             try:
                 after = self._template.bounded_text(messages, None).rpartition(ANSWER)[2]
-                self._rows.guard.check(after)
+                self.rows.guard.check(after)
             except RowFault as refusal:
                 raise UserError(f"--model: {self._template.name}: a question with its answer: {refusal}") from None
             special = special_ids(self.tokenizer)
@@ -101,7 +103,7 @@ class Prompter:
     @property
     def bos_text(self) -> str:
         """BOS if the tokenizer itself adds it before a text, else an empty text."""
-        return self._rows.bos_text
+        return self.rows.bos_text
 
     def stop_texts(self) -> list[str]:
         """The texts of `stops`."""

@@ -1,7 +1,7 @@
 """Find, bound and load a tuned model: an adapter on its quantised base, or a full model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.known_values import KnownPictures
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.pictures.picture_config import are_of_pictures, takes_pictures
+from lean_finetune.model.pictures.picture_config import are_of_pictures, takes_pictures, with_pictures
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import adapter_tensors
@@ -68,6 +69,10 @@ class TunedModel:
         """Raise UserError if a file was replaced meanwhile: what was read may be of two models."""
         with named_by_option():
             self.read.refuse_change("run the command again")
+
+    def with_pictures(self) -> "TunedModel":
+        """The same, to be loaded with its parts for pictures."""
+        return replace(self, config=with_pictures(self.config))
 
     def load(self, device: torch.device) -> nn.Module:
         """The model, ready to answer.
@@ -137,27 +142,32 @@ class TunedModel:
         stored = {name: getattr(self.weights, name) for name in BaseWeights.model_fields}
         return Setting(train=usual.model_copy(update={**stored, "lora": lora, "grad_ckpt": False}))
 
-    def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int) -> int:
-        """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens."""
+    def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int, shown: KnownPictures | None = None) -> int:
+        """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens, and `shown` in each."""
         device, _ = resolve_gpu("auto")
         shape = GenerationShape(rows=rows, prompt_tokens=max(1, tokens - new_tokens), new_tokens=new_tokens)
-        return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device)), shape).bytes
+        return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device), shown), shape).bytes
 
-    def longest_that_fits(self, wanted: int, new_tokens: int) -> int:
+    def longest_that_fits(
+        self, wanted: int, new_tokens: int, *, least: int = 0, shown: KnownPictures | None = None
+    ) -> int:
         """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.
+
+        A prompt has more than `least` tokens, those of the pictures that are `shown` in it.
 
         Raises:
             DoesNotFit: not even a short prompt fits.
         """
         free, where = free_bytes()
-        peak = self.peak_bytes(rows=1, tokens=wanted, new_tokens=new_tokens)
+        peak = self.peak_bytes(rows=1, tokens=wanted, new_tokens=new_tokens, shown=shown)
         if peak <= free:
             return wanted
+        shortest = new_tokens + least
 
         def peak_of(count: int) -> int:
-            return self.peak_bytes(rows=1, tokens=new_tokens + count * LENGTH_STEP, new_tokens=new_tokens)
+            return self.peak_bytes(rows=1, tokens=shortest + count * LENGTH_STEP, new_tokens=new_tokens, shown=shown)
 
-        most = (wanted - new_tokens) // LENGTH_STEP
+        most = (wanted - shortest) // LENGTH_STEP
         found = largest_fitting(peak_of, free, most, {most: peak}) if most > 0 else 0
         if found == 0:
             raise DoesNotFit(
@@ -165,7 +175,7 @@ class TunedModel:
                 f"{readable_size(free)} are free {where}; free memory, lower --length or --max-new-tokens, or store "
                 "the base in fewer bits with --bits 4"
             )
-        return new_tokens + found * LENGTH_STEP
+        return shortest + found * LENGTH_STEP
 
 
 def free_bytes() -> tuple[int, str]:

@@ -48,7 +48,7 @@ def with_pictures(example: Example, row: Mapping[str, Any], source: SourceFormat
         _refuse_pictures(example, row, source)
         return example
     if isinstance(example, Conversation) and source.kind is RowKind.ANSWER:
-        return _placed(example, column_pictures(row))
+        return placed(example, column_pictures(row))
     if any(one.picture_parts for one in parts_of(example) if isinstance(one, Conversation)) or column_pictures(row):
         if source.kind is RowKind.ANSWER:
             raise RowFault(
@@ -71,7 +71,7 @@ def _refuse_pictures(example: Example, row: Mapping[str, Any], source: SourceFor
         raise RowFault(f"{media_fault(source.column(key))}; remove the row, or {IGNORE}")
 
 
-def _placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
+def placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
     """The conversation with the pictures of its parts and of its column in their places.
 
     A part with a picture has its own. Other places take those of the column in order. Without any place, the column's
@@ -84,9 +84,7 @@ def _placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
     # Counting each is several times as fast as searching both.
     places = len(parts) + sum(message["content"].count(TAG) for message in messages)
     if not places:
-        return (
-            replace(example, messages=_in_front(messages, len(column)), pictures=tuple(column)) if column else example
-        )
+        return replace(example, messages=in_front(messages, len(column)), pictures=tuple(column)) if column else example
     own = [_part_picture(one.part, one.where) for one in parts]
     wanted = places - sum(picture is not None for picture in own)
     if wanted != len(column):
@@ -114,7 +112,7 @@ def _placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
     return replace(example, messages=placed, pictures=tuple(pictures), picture_parts=())
 
 
-def _in_front(messages: list[Message], pictures: int) -> list[Message]:
+def in_front(messages: list[Message], pictures: int) -> list[Message]:
     """The messages with places for all pictures in front of the first question."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
