@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.pictures.processor import FAMILIES
+from lean_finetune.data.pictures.families import MODELS
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.pictures.picture_config import takes_pictures, with_pictures
@@ -74,10 +74,10 @@ def read_config(directory: Path, *, scores: bool = False, pictures: bool = False
     if fault := next(_faults(config, directory), None):
         raise UserError(f"model.name: {fault}")
     if pictures:
-        if config.model_type not in FAMILIES:  # Others may have the same processor.
+        if config.model_type not in MODELS:  # Others may have the same processor.
             raise UserError(
                 f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
-                f"{', '.join(FAMILIES)}, or name their column in data.ignore_columns to train the text alone"
+                f"{', '.join(MODELS)}, or name their column in data.ignore_columns to train the text alone"
             )
         return with_pictures(config)
     if not scores:

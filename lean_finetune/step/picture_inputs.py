@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
-from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.pictures.processor import PictureProcessor, blank
 from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.processor import PictureProcessor, Size, blank, picture_family
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.pictures.processor import PictureProcessor, blank, picture_family
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate

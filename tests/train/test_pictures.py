@@ -14,7 +14,8 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from data.synth import pictures
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.processor import PictureProcessor, Size
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged

@@ -12,8 +12,9 @@ from lean_finetune.core.atomic_files import sync
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import GivenPicture, RowFault
 from lean_finetune.data.pictures.decode_picture import decode_picture
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.picture_files import picture_name, read_picture
-from lean_finetune.data.pictures.processor import PictureProcessor, Size
+from lean_finetune.data.pictures.processor import PictureProcessor
 
 PICTURES = "pictures"
 """The directory of the pictures in data/tokens."""

@@ -9,8 +9,8 @@ from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import GivenPicture, RowFault
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
-from lean_finetune.data.pictures.processor import Size
 
 
 class RowPictures:

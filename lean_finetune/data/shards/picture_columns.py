@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.index_columns import LIMITS, PATCHES, PICTURE_HASHES, PICTURE_SIZES
 from lean_finetune.data.pictures.picture_store import StoredPicture
-from lean_finetune.data.pictures.processor import Size
 
 HASHES = pa.field(PICTURE_HASHES, pa.list_(pa.binary(32)), nullable=False)
 INDEX_FIELDS = (
