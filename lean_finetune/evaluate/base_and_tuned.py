@@ -213,7 +213,10 @@ ANSWER_MARKER = re.compile(r"^(?:Answer: |答案：)", re.MULTILINE)
 def generation_lines(
     evaluated: EvaluationRows, answers: Mapping[str, ModelOutputs], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct."""
+    """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct.
+
+    The hashes of its pictures are their names in data/tokens/pictures.
+    """
     lines = []
     for number, prompt in enumerate(evaluated.prompts):
         expected = tokenizer.decode(prompt.answer_ids, skip_special_tokens=True)
@@ -222,6 +225,8 @@ def generation_lines(
             "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
             "expected": expected,
         }
+        if prompt.pictures:
+            line["pictures"] = [digest.hex() for digest in prompt.pictures]
         for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
             line[f"{name}_correct"] = is_exact_match(expected, line[name])

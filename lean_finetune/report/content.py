@@ -307,14 +307,26 @@ def tasks_table(inputs: Inputs) -> Table | None:
     return Table(("task", "metric", "before", "after"), rows) if rows else None
 
 
-def answer_samples(inputs: Inputs) -> list[tuple[str, list[tuple[str, str, bool | None]]]]:
-    """Family of each sample, and title, text and correctness of its prompt, its expected and its generated answers."""
+class AnswerSample(NamedTuple):
+    """A held-out prompt with its answers, to show."""
+
+    family: str
+    pictures: list[bytes]
+    """The hashes of the prompt's pictures."""
+    parts: list[tuple[str, str, bool | None]]
+    """Title, text and correctness of the prompt, and of its expected and generated answers."""
+
+
+def answer_samples(inputs: Inputs) -> list[AnswerSample]:
+    """A few prompts with their answers."""
     # The file alternates families, so its first lines are of different ones.
     pool = inputs.generations[: max(SAMPLES, len(inputs.evaluate["by_family"]))]
-    lines = [pool[index * len(pool) // SAMPLES] for index in range(min(SAMPLES, len(pool)))]
+    count = min(SAMPLES, len(pool))
+    lines = [pool[index * len(pool) // count] for index in range(count)]
     return [
-        (
+        AnswerSample(
             line["family"],
+            list(map(bytes.fromhex, line.get("pictures", ()))),
             [
                 ("Prompt", shortened(line["prompt"].strip("\n")), None),
                 ("Expected", shortened(line["expected"].strip("\n")), None),

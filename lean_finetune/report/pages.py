@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -20,6 +21,7 @@ from lean_finetune.report import content, pairs
 from lean_finetune.report.content import NOT_EVALUATED, WITHOUT_TEXT
 from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
+from lean_finetune.report.thumbnails import thumbnails
 
 MARKUP = re.compile(r"[\\`<>\[\]|&]")
 """Characters with which Markdown begins images, links, HTML, entities, code and cells."""
@@ -85,7 +87,7 @@ def _answers(inputs: Inputs) -> list[str]:
     sections = ["## Answers", *([] if tasks is None else [_table(tasks)]), *([] if note is None else [_text(note)])]
     if inputs.generations:
         sections += [_table(content.families_table(inputs)), "### Samples"]
-    for family, parts in content.answer_samples(inputs):
+    for family, _, parts in content.answer_samples(inputs):
         sections.append(f"#### {_text(family)}")
         for title, text, correct in parts:
             judged = "" if correct is None else f" ({'correct' if correct else 'wrong'})"
@@ -172,6 +174,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         content=content,
         pairs=pairs,
         pictures=pictures(inputs),
+        thumbnails=partial(thumbnails, inputs.picture_files),
         command=command(parameters),
         locks=locks_table(inputs),
     )

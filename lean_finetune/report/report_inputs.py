@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.picture_store import PictureFiles
 from lean_finetune.step.token_rows import TokenRows
 
 SAMPLED_ROWS = 4
@@ -26,7 +27,15 @@ Segments = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is trained."""
 
 
-def row_samples(tokens: Path, tokenizer_file: Path) -> list[Segments]:
+class RowSample(NamedTuple):
+    """A training row to show."""
+
+    segments: Segments
+    pictures: list[bytes]
+    """The hashes of its pictures."""
+
+
+def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
     """Return `SAMPLED_ROWS` training rows, spread evenly over the rows.
 
     Raises UserError if the token files are missing or damaged.
@@ -35,7 +44,10 @@ def row_samples(tokens: Path, tokenizer_file: Path) -> list[Segments]:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     used = rows.used
     chosen = used[np.linspace(0, len(used) - 1, min(SAMPLED_ROWS, len(used)), dtype=int)]
-    return [_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()) for row in chosen.tolist()]
+    return [
+        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), rows.picture_hashes(row))
+        for row in chosen.tolist()
+    ]
 
 
 def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> Segments:
@@ -98,7 +110,8 @@ class Inputs:
         self.pairs = read_lines(pairs) if pairs.exists() else []
         """Preference pairs whose order changed; empty for rows that are no pairs."""
         self.samples = row_samples(tokens, tuned / "tokenizer.json")
-        """A few training rows as text."""
+        """A few training rows."""
+        self.picture_files = PictureFiles(tokens)
 
 
 def in_order(phases: Mapping[str, Any]) -> list[str]:
