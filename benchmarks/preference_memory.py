@@ -13,7 +13,8 @@ from transformers import PretrainedConfig, Qwen3Config
 from benchmarks.harness import Measured, at_most, benchmark
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 from lean_finetune.memory.tool_step.tools import step_of

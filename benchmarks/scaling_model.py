@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cuda_memory.gpus import GIGA, GPUS
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.memory.advice.run import full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.step_cost import step_seconds
 from lean_finetune.memory.advice.traffic import traffic_of
 from lean_finetune.memory.predict.state_formulas import model_shapes

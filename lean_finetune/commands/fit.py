@@ -18,6 +18,7 @@ from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit_apply import apply_offer, check_target
+from lean_finetune.commands.fit_images import Images, asked_images
 from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
@@ -60,6 +61,8 @@ MOST_TOKENS = 2**26
     type=PATH,
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
+@click.option("--image", metavar="WxH", help="Every row has pictures of this size: 1280x960.")
+@click.option("--images-per-row", type=click.IntRange(min=1), help="Pictures of a row. Default: 1.")
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
 @click.option("--verdict", "verdict_alone", is_flag=True, help="Print the verdict alone: for scripts.")
 @click.option(
@@ -83,6 +86,8 @@ def fit(
     sets: tuple[str, ...],
     params: Path | None,
     config: Path | None,
+    image: str | None,
+    images_per_row: int | None,
     lengths: str | None,
     verdict_alone: bool,
     offer: int | None,
@@ -110,6 +115,7 @@ def fit(
             f"bucket.max_tokens: must be at most {MOST_TOKENS} for a prediction; got {p.bucket.max_tokens}; lower the "
             "micro-batch"
         )
+    images = asked_images(image, images_per_row, lengths, None)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
@@ -118,7 +124,7 @@ def fit(
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
     run, prediction, memory, stairs = _predicted(
-        p, sets, lengths, shorten=shorten, usual=asked.usual and converted is None
+        p, sets, lengths, images, shorten=shorten, usual=asked.usual and converted is None
     )
     if verdict_alone:
         if as_json:
@@ -208,18 +214,18 @@ def _asked_run(
 
 
 def _predicted(
-    p: Params, sets: Sequence[str], lengths: str | None, *, shorten: bool, usual: bool
+    p: Params, sets: Sequence[str], lengths: str | None, images: Images | None, *, shorten: bool, usual: bool
 ) -> "tuple[Run, Prediction, PlanMemory | None, Staircase | None]":
     """The run, its peaks, what it reserves, and step by step with --lengths.
 
     `shorten`: the longest row decides data.max_length, up to the model's positions. `usual` as for `_length_flags`.
     """
+    from lean_finetune.memory.advice.full_rows import fit_run
     from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
-    from lean_finetune.memory.advice.run import fit_run
-    from lean_finetune.memory.advice.tiers import predict_tiers
+    from lean_finetune.memory.advice.verdict import predict_tiers
 
     if lengths is None:
-        run = fit_run(p, shorten=shorten)
+        run = fit_run(p, shorten=shorten, images=images)
         return run, *predict_tiers(run), None
     with _usage_faults(True):
         index = row_index(lengths, p, truncates=not shorten)
@@ -244,9 +250,9 @@ def _applied(
 
 def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Converted) -> "Run":
     """The run of another configuration of the same model and device, with the options of the command line."""
-    from lean_finetune.memory.advice.run import full_rows_run
+    from lean_finetune.memory.advice.full_rows import remade
 
-    changed = full_rows_run(with_flags(p, [*converted.flags(), *flags]), run.config, run.device)
+    changed = remade(run, with_flags(p, [*converted.flags(), *flags]))
     return replace(changed, steps=run.steps)  # Of --lengths, if it is given.
 
 

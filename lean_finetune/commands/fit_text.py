@@ -17,6 +17,7 @@ from cuda_memory.units import (
     readable_time,
     significant,
 )
+from lean_finetune.commands.fit_images import image_lines, images_json, largest_line
 from lean_finetune.commands.fit_tiers import dying_lines, staircase_lines, tier_lines
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.memory.advice.length_staircase import Staircase
@@ -24,10 +25,17 @@ from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.step_cost import device_step_seconds, tokens_per_second
-from lean_finetune.memory.advice.tiers import deciding_tier, dying_first_step, room_bytes
 from lean_finetune.memory.advice.traffic import network_lines, traffic_of
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, describe, judge_run
-from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits
+from lean_finetune.memory.advice.verdict import (
+    answer,
+    confirmed_peak,
+    deciding_tier,
+    describe,
+    dying_first_step,
+    judge_run,
+    room_bytes,
+)
+from lean_finetune.memory.advice.what_fits import LENGTH_STEP, Largest, find_limits, largest_image
 from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
@@ -84,6 +92,8 @@ def fit_lines(
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
     batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
+    if run.full_row is not None:
+        yield largest_line(largest_image(run, run.fitting_bytes, prediction.peak.bytes))
 
 
 def offers_of(run: Run, prediction: Prediction, memory: PlanMemory | None) -> Sequence[Remedy]:
@@ -144,6 +154,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     elif p.hardware.num_gpus > 1:
         yield labelled("GPUs", f"{p.hardware.num_gpus}, sharding {train.sharding}; sizes are per GPU")
     yield labelled("micro-batches", describe(run.steps[-1][-1]))
+    yield from image_lines(run)
     if (speed := tokens_per_second(run)) is not None:
         slow, fast = (significant(tokens, 2) if tokens < 100 else f"{round(tokens, -2):,.0f}" for tokens in speed)
         of_each = p.hardware.num_gpus > 1 and not prediction.stages
@@ -245,9 +256,22 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
         "smallest_gpu": limits.smallest_gpu,
         "longest_row_tokens": asdict(limits.longest_row),
         "largest_micro_batch_tokens": asdict(limits.largest_max_tokens),
+        "images": images_json(run),
+        "largest_image": None
+        if run.full_row is None
+        else largest_image(run, run.fitting_bytes, prediction.peak.bytes).as_json(),
         "layers_traced": prediction.layers_traced,
-        "params": run.params.model_dump(),
+        "params": _params(run),
     }
+
+
+def _params(run: Run) -> dict[str, Any]:
+    """The parameters of the run; of rows with images, with the lengths that these lead to."""
+    params = run.params.model_dump()
+    if run.full_row is not None:
+        params["data"]["max_length"] = run.longest
+        params["bucket"]["max_tokens"] = run.bucket.max_tokens
+    return params
 
 
 def _by_size(sizes: Mapping[str, int]) -> dict[str, int]:

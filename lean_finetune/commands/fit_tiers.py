@@ -7,8 +7,7 @@ from cuda_memory.units import LABEL_WIDTH, bar_line, counted, labelled, readable
 from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.tiers import OFFLOADED, dying_first_step, offloaded_first_step
-from lean_finetune.memory.advice.verdict import describe
+from lean_finetune.memory.advice.verdict import OFFLOADED, describe, dying_first_step, offloaded_first_step
 from lean_finetune.memory.predict.first_step import FirstStep
 from lean_finetune.memory.predict.peak import Prediction
 

@@ -10,7 +10,8 @@ import torch
 from lean_finetune.commands.fit import gpu_flags
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.memory.advice.run import Run, fit_run
+from lean_finetune.memory.advice.full_rows import fit_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.traffic import Traffic, network_lines, traffic_of
 from lean_finetune.memory.devices import cpu_device
 from lean_finetune.memory.trace.setting import Setting

@@ -6,7 +6,8 @@ import torch
 from transformers import PretrainedConfig
 
 from lean_finetune.config.load import load_params, with_flags
-from lean_finetune.memory.advice.run import Run, full_batch, largest_steps
+from lean_finetune.memory.advice.full_rows import full_batch, largest_steps
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.estimate_cpu import LAYOUTS, without_onednn
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.run import fit_run
+from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_tensors
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.load_model import load_base, load_model

@@ -17,9 +17,8 @@ from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
 from lean_finetune.memory.advice.step_cost import duration_text
-from lean_finetune.memory.advice.tiers import deciding_tier
 from lean_finetune.memory.advice.traffic import traffic_of
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, deciding_tier, judge_run
 from lean_finetune.memory.advice.what_fits import as_advice, as_rows, find_limits, sweep_switches
 from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.memory.predict.other_phases import (

@@ -12,9 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from cuda_memory.gpus import GIGA, Device
-from cuda_memory.units import GIB, MIB, round_up
+from cuda_memory.units import GIB, MIB
 from lean_finetune.config.declared_params import declared_part
-from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.margins import Margin, margin_of
@@ -26,6 +25,7 @@ from lean_finetune.memory.devices import (
     precision_on,
     resolve_gpu,
 )
+from lean_finetune.memory.predict.assumed_pictures import RowOfPictures
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -37,7 +37,6 @@ from lean_finetune.memory.predict.traced_step import (
     traced_steps,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
-from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.known_values import KnownPictures
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
@@ -49,27 +48,20 @@ from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.model_config import (
     attention_window,
     chunk_tokens,
-    max_positions,
     read_config,
     refuse_context_parallel,
 )
 from lean_finetune.model.precision import resolved
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
-from lean_finetune.objectives.objective import RowKind
-from lean_finetune.pinning.adapter_source import find_adapter
 from lean_finetune.pinning.locate import (
     adapter_directory,
     config_directory,
-    find_model,
-    find_tokenizer,
     tokenizer_directory,
 )
-from lean_finetune.pinning.model_source import trained_ids
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index, read_pictures
-from lean_finetune.plan.planner import PlanSettings, pad_multiple
+from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
-from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
@@ -129,6 +121,8 @@ class Run:
     """Why `gpu` and `precision` were chosen."""
     pictures: KnownPictures | None = None
     """Makes the model's arguments of pictures; None for rows of text."""
+    full_row: RowOfPictures | None = None
+    """The pictures of each row, if every micro-batch is full of the same rows with pictures."""
 
     @cached_property
     def target(self) -> Target:
@@ -352,108 +346,7 @@ def _plan_key(run: Run) -> tuple[object, ...]:
     return run.bucket, run.longest, run.setting.train.tokens_per_step, run.setting.layout
 
 
-def full_batch(bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER) -> BatchShape:
-    """The largest micro-batch of rows of this length, with every token trained except the first of each row.
-
-    It has whole units of rows: pairs.
-    """
-    unit = kind.unit
-    if bucket.mode == "packed":
-        rows, rest = divmod(bucket.max_tokens, length)
-        rows, rest = (rows, rest) if unit == 1 else (max(rows // unit, 1) * unit, 0)
-        joined = (length,) * rows + ((rest,) if rest else ())
-        supervised = bucket.max_tokens - len(joined)
-        total = max(bucket.max_tokens, sum(joined))
-        return BatchShape(rows=1, length=total, supervised=supervised, packed_lengths=joined, kind=kind)
-    rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
-    rows = max(rows // unit, 1) * unit
-    return BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, kind=kind)
-
-
-def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
-    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one.
-
-    `in_flight` of them can be between forward and backward at the same time, in a pipeline.
-    """
-    largest = (shape,) * in_flight
-    return ((first_before(shape), *largest),) if several else (largest,)
-
-
-def in_stages(run: Run, setting: Setting) -> Run:
-    """The run with another setting, in which its GPUs are stages of a pipeline, and no longer train different rows."""
-    stages = setting.layout.pipeline
-    changed = replace(
-        run,
-        setting=setting,
-        tokens_per_step=run.tokens_per_step * stages,
-        micro_batches_per_step=run.micro_batches_per_step * stages,
-    )
-    largest = max((shape for step in run.steps for shape in step), key=lambda shape: shape.rows * shape.length)
-    return replace(changed, steps=largest_steps(largest, several=True, in_flight=changed.in_flight))
-
-
-def fit_run(p: Params, *, shorten: bool = False) -> Run:
-    """The run of some parameters with full rows. Of a hub model, only config.json is downloaded.
-
-    `shorten` lowers data.max_length to the positions of the model.
-
-    Raises:
-        UserError: the device, the model or a parameter does not work.
-    """
-    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
-    device, reason = resolve_gpu(p.hardware.gpu)
-    config = read_config(find_model(p.model.name, p.model.revision), scores=p.train.scores)
-    positions = max_positions(config)
-    if shorten and positions and positions < p.data.max_length:
-        p = with_flags(p, [f"data.max_length={positions}"])
-    if tokens := p.train.lora.trainable_tokens:
-        ids = sorted({token for token in tokens if isinstance(token, int)})
-        if len(ids) < len(tokens):  # Ids alone need no tokenizer.
-            ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
-        p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
-        config = with_rows(config, p.train)
-    run = full_rows_run(p, config, device, reason)
-    if p.model.adapter is not None:
-        refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
-    return run
-
-
-def full_rows_run(p: Params, config: PretrainedConfig, device: Device, device_reason: str = "") -> Run:
-    """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
-
-    Raises:
-        UserError: the device, the model's rows or the steps do not suit a parameter.
-    """
-    length, layout = round_up(p.data.max_length, pad_multiple(p)), p.layout
-    shape = full_batch(p.bucket, length, p.train.row_kind)
-    micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
-    setting, precision_reason = _setting_on(device, p, accumulates_gradients=micro_batches > 1)
-    refuse_unsupported(
-        setting.train,
-        config,
-        device_type=device.kind,
-        longest=length,
-        packed=p.bucket.mode == "packed",
-        micro_batches=[micro_batches],
-        enforce=p.estimate.enforce,
-    )
-    return Run(
-        params=p,
-        device=device,
-        config=config,
-        setting=setting,
-        stored=stored_dtype(config),
-        bucket=p.bucket,
-        steps=largest_steps(shape, several=micro_batches > 1, in_flight=min(layout.pipeline, micro_batches)),
-        longest=length,
-        tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
-        micro_batches_per_step=micro_batches,
-        nodes=p.run.nodes,
-        reasons={"gpu": device_reason, "precision": precision_reason},
-    )
-
-
-def _setting_on(device: Device, p: Params, *, accumulates_gradients: bool) -> tuple[Setting, str]:
+def setting_on(device: Device, p: Params, *, accumulates_gradients: bool) -> tuple[Setting, str]:
     """The setting of a run, with the precision that train.precision means on the device; and why."""
     precision, reason = precision_on(device, p.train.precision)
     setting = Setting(
@@ -482,7 +375,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     config = read_config(config_directory(lock), scores=p.train.scores, pictures=pictures is not None)
     inputs = None if pictures is None else read_picture_inputs(tokenizer_directory(lock), config, pictures)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
-    setting, precision_reason = _setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
+    setting, precision_reason = setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
     setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
     config = with_rows(config, setting.train)
     if (adapter := adapter_directory(lock)) is not None:

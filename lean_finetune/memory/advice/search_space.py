@@ -8,7 +8,8 @@ from typing import Any
 
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.run import Run, full_batch, in_stages
+from lean_finetune.memory.advice.full_rows import full_batch, in_stages
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import (
     EFFECTS,

@@ -15,7 +15,8 @@ from lean_finetune.config.load import with_flags
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Option
 from lean_finetune.memory.advice.step_cost import tokens_per_second
 from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flag

@@ -90,7 +90,7 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
         return predict(model, steps), None
     repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
     if repetition is not None:
-        traces = _shallow_traces(WindowTrace, model, steps, repetition)
+        traces = _shallow_traces(WindowTrace, model, steps, repetition, all_events=True)
         with suppress(NotRepeated):
             prediction, _ = _from_shallow(traces, model, steps, repetition, reason)
             return prediction, deep_events(traces, repetition)
@@ -133,14 +133,15 @@ def _extrapolated(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
     """The prediction from traces of the model with fewer layers; NotRepeated if memory is not linear in depth."""
-    return _from_shallow(_shallow_traces(kind, model, steps, repetition), model, steps, repetition, reason)
+    traces = _shallow_traces(kind, model, steps, repetition, all_events=False)
+    return _from_shallow(traces, model, steps, repetition, reason)
 
 
 def _shallow_traces(
-    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition
+    kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, *, all_events: bool
 ) -> list[WindowTrace]:
     """Traces of the model with fewer layers, at `repetition.depths`."""
-    return [trace_steps(kind, one, steps)[0] for one in shallow_models(model, repetition)]
+    return [trace_steps(kind, one, steps, all_events=all_events)[0] for one in shallow_models(model, repetition)]
 
 
 def _from_shallow(

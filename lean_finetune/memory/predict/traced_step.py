@@ -13,12 +13,12 @@ from transformers import PretrainedConfig
 
 from cuda_memory.units import round_up
 from lean_finetune.memory.predict.state_formulas import kept_book_bytes
-from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
+from lean_finetune.memory.trace.alike_parts import part_loop, skip_alike_layers, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
-from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode
+from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode, known_lists
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.setting import Setting
@@ -163,8 +163,12 @@ def new_trace(kind: type[Trace], model: TracedModel) -> Trace:
     return kind(granularity_bytes=target.granularity_bytes, rules=target.rules, vocab_size=vocabulary)
 
 
-def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tuple[Trace, tuple[int, int]]:
+def trace_steps(
+    kind: type[Trace], model: TracedModel, steps: TracedSteps, *, all_events: bool = True
+) -> tuple[Trace, tuple[int, int]]:
     """Build model and optimizer without weights, and trace optimizer steps of these micro-batch shapes.
+
+    Without `all_events`, events of frozen vision parts that set no peak may be missing.
 
     Returns:
         The trace; and the step and index of the micro-batch that set the peak.
@@ -172,22 +176,25 @@ def trace_steps(kind: type[Trace], model: TracedModel, steps: TracedSteps) -> tu
     Raises:
         UserError: PyTorch cannot trace an operation of the step.
     """
-    return skipping_parts(partial(_trace_steps, kind, model, steps))
+    return skipping_parts(partial(_trace_steps, kind, model, steps, all_events=all_events))
 
 
 def _trace_steps(
-    kind: type[Trace], model: TracedModel, steps: TracedSteps, skip: bool
+    kind: type[Trace], model: TracedModel, steps: TracedSteps, skip: bool, *, all_events: bool = True
 ) -> tuple[Trace, tuple[int, int]]:
     """`trace_steps`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         refuse_untraceable(model.config),
         CachedFakeMode() if model.pictures is None else KnownValuesMode(),
+        known_lists(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU), setting, trace, CPU) as parallel,
         part_loop(trace, skip=skip),
     ):
+        if skip:
+            skip_alike_layers(parallel.model, trace, all_events=all_events)
         return trace, _run_steps(parallel, trace, model, steps, skip)
 
 

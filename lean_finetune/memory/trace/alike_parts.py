@@ -5,16 +5,23 @@ allocate and free the same, so do the next ones, and their events are appended w
 one of this size runs again, as a check. So events, origins and peaks are those of running every part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
 
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.step.chunk_loop import Parts, looping_by, run_all
 
+KNOWN_VALUE = "known_value"
+"""Attribute of a fake tensor with its values, if they are known."""
 FEWEST = 4
 """Parts of one size from which on some are skipped."""
 Found = TypeVar("Found")
@@ -74,11 +81,13 @@ class _Events:
 
 
 def _run_part(
-    trace: MemoryTrace, work: Callable[..., Any], part: tuple[torch.Tensor, ...]
+    trace: MemoryTrace, work: Callable[..., Any], part: tuple[Any, ...], options: Mapping[str, Any] | None = None
 ) -> tuple[Any, _Events | None]:
     """The result of a part and its events; None for them if memory beside the result differs afterwards."""
     begin, first = trace.event_count, trace.storage_count
-    result = work(*part)
+    result = work(*part, **(options or {}))
+    if result is not None and not isinstance(result, torch.Tensor):
+        return result, None
     changes = [(storage - first, change > 0) for storage, change in trace.events_from(begin)]
     kept = {storage for storage, allocated in changes if allocated}
     kept -= (freed := {storage for storage, allocated in changes if not allocated})
@@ -105,3 +114,65 @@ def _repeat(trace: MemoryTrace, events: _Events, result: torch.Tensor | None) ->
     if result is None or events.kept is None:
         return None
     return trace.stand_in(result, events.first + events.kept + offset)
+
+
+# Layers of frozen vision towers, which keep nothing for backward: of those with the same weights and the same inputs,
+# two run.
+
+
+@dataclass(kw_only=True)
+class _Layers:
+    """Layers that ran, by what decides their events."""
+
+    trace: MemoryTrace
+    all_events: bool
+    """Whether events are wanted that are undone within a layer, and that set no peak."""
+    first: dict[Any, _Events | None] = field(default_factory=dict)
+    second: dict[Any, tuple[_Events, int]] = field(default_factory=dict)
+    """Events that two layers had, and the bytes that existed before the second."""
+
+
+def skip_alike_layers(model: nn.Module, trace: MemoryTrace, *, all_events: bool) -> None:
+    """Let layers of a model's frozen vision parts repeat the events of an equal layer, once two have the same.
+
+    Without `all_events` they repeat the allocation of their result alone, where as many bytes exist as before.
+    """
+    ran = _Layers(trace=trace, all_events=all_events)
+    frozen = [part for module in model.modules() for part in getattr(module, "frozen_parts", ())]
+    for listed in {each for part in frozen for each in part.modules() if isinstance(each, nn.ModuleList)}:
+        for layer in listed:
+            layer.forward = partial(_layer, ran, layer, layer.forward)
+
+
+def _layer(ran: _Layers, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a layer, which runs unless two equal ones did."""
+    trace = ran.trace
+    if torch.is_grad_enabled() or not trace.can_repeat:
+        return forward(*args, **kwargs)
+    inputs, _ = tree_flatten((args, kwargs))
+    key = type(layer), tuple(map(_form, layer.parameters())), tuple(map(_input, inputs))
+    before_bytes = trace.current_bytes
+    if key in ran.second:
+        events, known_bytes = ran.second[key]
+        assert events.result is not None and events.kept is not None
+        shape, strides, dtype, _ = events.result
+        with _disable_current_modes():
+            alike = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if ran.all_events or before_bytes != known_bytes:
+            return _repeat(trace, events, alike)
+        return trace.stand_in(alike, trace.add_like(events.first + events.kept))
+    result, found = _run_part(trace, forward, args, kwargs)
+    if found is not None and found.result is not None and ran.first.get(key) == found:
+        ran.second[key] = found, before_bytes
+    ran.first[key] = found
+    return result
+
+
+def _input(value: Any) -> Any:
+    """What a layer sees of an argument: of integers whose values are known, the values too."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    if (known := getattr(value, KNOWN_VALUE, None)) is None:
+        return _form(value)
+    with unset_fake_temporarily(), _disable_current_modes():
+        return _form(value), str(known.tolist())

@@ -5,23 +5,24 @@ of integers that follow from those sizes keep a real copy beside the fake one, a
 runs on the copies too. Other tensors stay without values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 
+from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.plan.batch_plan import Sizes
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
 
 aten = torch.ops.aten
-VALUE = "known_value"
-"""Attribute of a fake tensor with its real copy."""
 EXACT = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Types whose values are kept."""
 MOST_BYTES = 1 << 26
@@ -37,7 +38,7 @@ class KnownValuesMode(CachedFakeMode):
     def known(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the values of a real one."""
         fake = self.from_tensor(tensor)
-        setattr(fake, VALUE, tensor)
+        setattr(fake, KNOWN_VALUE, tensor)
         return fake
 
     def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
@@ -71,7 +72,7 @@ class KnownValuesMode(CachedFakeMode):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for made, value in zip(tree_iter(out), tree_iter(real), strict=True):
             if type(made) is FakeTensor and value.dtype in EXACT and value.nbytes <= MOST_BYTES:
-                setattr(made, VALUE, value)
+                setattr(made, KNOWN_VALUE, value)
         return out
 
     def _as_numbers(self, indices: Sequence[Any]) -> list[Any]:
@@ -82,9 +83,24 @@ class KnownValuesMode(CachedFakeMode):
                 found.append(index)
                 continue
             with unset_fake_temporarily():
-                places = getattr(index, VALUE).nonzero().unbind(1)
+                places = getattr(index, KNOWN_VALUE).nonzero().unbind(1)
             found += [self.known(place.contiguous()) for place in places]
         return found
+
+
+@contextmanager
+def known_lists() -> Iterator[None]:
+    """A context in which `tolist` of known values reads all at once: towers list the bounds of their windows."""
+    listed = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        if (known := _value(tensor)) is None:
+            return listed(tensor)
+        with _disable_current_modes():
+            return known.tolist()
+
+    with patch.object(FakeTensor, "tolist", tolist):
+        yield
 
 
 class KnownPictures:
@@ -117,7 +133,7 @@ class KnownPictures:
         for name, (size, dtype, value) in self._made[key].items():
             tensors[name] = torch.empty(size, dtype=dtype)
             if value is not None:
-                setattr(tensors[name], VALUE, value)
+                setattr(tensors[name], KNOWN_VALUE, value)
         return tensors.pop(""), tensors
 
 
@@ -128,7 +144,7 @@ def _is_known(value: Any) -> bool:
 def _value(value: Any) -> torch.Tensor | None:
     """The values of a tensor, which a real one of integers has itself; None for any other."""
     if type(value) is FakeTensor:
-        return getattr(value, VALUE, None)
+        return getattr(value, KNOWN_VALUE, None)
     is_real = type(value) is torch.Tensor and value.dtype in EXACT and value.device.type != "meta"
     return value if is_real else None
 

@@ -8,8 +8,9 @@ from transformers import LlamaForCausalLM
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.margins import MARGINS
-from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.devices import resolve_gpu
 from tests.memory.common import llama
 

@@ -16,10 +16,18 @@ from lean_finetune.commands.fit import fit, gpu_flags
 from lean_finetune.commands.fit_text import fit_lines
 from lean_finetune.commands.fit_tiers import dying_lines, tier_lines
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.plan_memory import PlanMemory
-from lean_finetune.memory.advice.run import Run, fit_run
-from lean_finetune.memory.advice.tiers import deciding_tier, dying_first_step, offloaded_first_step, predict_tiers
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak, judge_run
+from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.verdict import (
+    answer,
+    confirmed_peak,
+    deciding_tier,
+    dying_first_step,
+    judge_run,
+    offloaded_first_step,
+    predict_tiers,
+)
 from lean_finetune.memory.predict.peak import Prediction
 from tests.conftest import ROOT
 from tests.memory.common import card_for

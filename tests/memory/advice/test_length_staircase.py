@@ -11,9 +11,10 @@ from lean_finetune.commands.row_lengths import of_quantiles
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import length_staircase
+from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.length_staircase import Staircase, predict_staircase, with_rows
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, replay, sample_micro_batches
-from lean_finetune.memory.advice.run import Run, fit_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.predict.deep_events import step_events
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import llama

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from cuda_memory.units import GIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.margins import MARGINS, judge_bytes, margin_of
-from lean_finetune.memory.advice.run import full_rows_run
 from lean_finetune.memory.advice.search import Remedy
 from lean_finetune.memory.advice.verdict import Verdict, answer, confirmed_peak, judge, judge_run
 from lean_finetune.memory.devices import cpu_device, resolve_gpu

@@ -6,7 +6,7 @@ import pytest
 
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.run import full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model

@@ -10,7 +10,7 @@ from benchmarks.presets import CONFIGS, DIRECTORY, plan_preset, preset_text
 from benchmarks.presets import PRESETS as GENERATED
 from lean_finetune.commands.project.params_file import apply_preset
 from lean_finetune.config.load import load_params
-from lean_finetune.memory.advice.run import full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import EXAMPLE_CONFIGS, TINY

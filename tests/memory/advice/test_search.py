@@ -13,14 +13,14 @@ from cuda_memory.units import GIB, MIB
 from lean_finetune.config.load import COMMON_PARAMS, keeps_rules, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import search, search_space, what_fits
-from lean_finetune.memory.advice.run import Run, fit_run, full_batch, full_rows_run, largest_steps
+from lean_finetune.memory.advice.full_rows import fit_run, full_batch, full_rows_run, largest_steps
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import EFFECTS, OTHER_WEIGHTS, ROUNDED, SAME, SMALLER_STEPS, UNCLIPPED
 from lean_finetune.memory.advice.switches import setting_with
-from lean_finetune.memory.advice.tiers import predict_tiers
-from lean_finetune.memory.advice.verdict import answer, confirmed_peak
+from lean_finetune.memory.advice.verdict import answer, confirmed_peak, predict_tiers
 from lean_finetune.memory.advice.what_fits import Largest, largest_fitting, longest_fitting_row, smallest_gpu
 from tests.conftest import ROOT
 from tests.memory.common import joined, shape

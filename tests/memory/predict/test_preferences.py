@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.estimate_cpu import LAYOUTS
 from benchmarks.specs import joined, padded
-from lean_finetune.memory.advice.run import largest_steps
+from lean_finetune.memory.advice.full_rows import largest_steps
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace

@@ -10,7 +10,8 @@ from benchmarks.specs import train_of
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
-from lean_finetune.memory.advice.run import Run, full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run
+from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.tools import SAVING_KEYS, STEPS, step_of
 

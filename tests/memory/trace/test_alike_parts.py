@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lean_finetune.memory.advice.run import largest_steps
+from lean_finetune.memory.advice.full_rows import largest_steps
 from lean_finetune.memory.predict import traced_step
 from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
 from lean_finetune.memory.predict.peak import OriginWindowTrace, predict

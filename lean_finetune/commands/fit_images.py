@@ -1,0 +1,89 @@
+"""Pictures in the rows of `lean-finetune fit`: the options that name them, and what the answer says about them."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from cuda_memory.units import counted, labelled
+from lean_finetune.core.errors import UsageFault
+from lean_finetune.data.pictures.families import Size
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.advice.run import Run
+    from lean_finetune.memory.advice.what_fits import LargestImage
+
+Images = tuple[Size, int]
+"""The size of pictures, and how many a row has."""
+SIZE = re.compile(r"([0-9]{1,9})[xX×]([0-9]{1,9})")
+
+
+def asked_images(image: str | None, per_row: int | None, lengths: str | None, assumed: Size | None) -> Images | None:
+    """The pictures of --image and --images-per-row; None without any.
+
+    `assumed`: the size if rows have pictures and --image is not given.
+
+    Raises:
+        UsageFault: an option has another form, or excludes another one.
+    """
+    size = assumed if image is None else _size(image)
+    if size is None:
+        if per_row is not None:
+            raise UsageFault("--images-per-row: needs --image, the size of the pictures")
+        return None
+    if lengths is not None:
+        raise UsageFault("--lengths: is of rows of text; leave it out for rows with images")
+    return size, per_row or 1
+
+
+def _size(image: str) -> Size:
+    from lean_finetune.data.pictures.decode_picture import MAX_PIXELS  # Here: imports Pillow.
+
+    found = SIZE.fullmatch(image.strip())
+    width, height = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 0 < width * height <= MAX_PIXELS:
+        raise UsageFault(
+            f"--image: must be width and height in pixels, such as 1280x960, and at most {MAX_PIXELS:,} pixels; got "
+            f"{image!r}"
+        )
+    return Size(height=height, width=width)
+
+
+def shown(size: Size) -> str:
+    """A size as people write it."""
+    return f"{size.width} x {size.height}"
+
+
+def image_lines(run: "Run") -> Iterator[str]:
+    """Tokens and patches of each picture, and whose limits its size has."""
+    if (row := run.full_row) is None:
+        return
+    assumed = row.assumed
+    yield labelled(
+        "images",
+        f"{assumed.count} of {shown(assumed.size)} in every row: {counted(row.tokens, 'token')} and "
+        f"{counted(row.patches, 'patch', 'patches')} each",
+    )
+    if not row.own_limits:
+        family = run.config.model_type
+        yield labelled("", f"by the image processor that {family} is published with: the model's own is not here")
+
+
+def largest_line(largest: "LargestImage") -> str:
+    """The largest picture of the same shape."""
+    if largest.size is None:
+        return labelled("largest image", "not even the smallest fits")
+    return labelled("largest image", f"{shown(largest.size)}, limited by {largest.limit or 'memory'}")
+
+
+def images_json(run: "Run") -> dict[str, Any] | None:
+    """The pictures of each row; None without any."""
+    if (row := run.full_row) is None:
+        return None
+    return {
+        "width": row.assumed.size.width,
+        "height": row.assumed.size.height,
+        "per_row": row.assumed.count,
+        "tokens": row.tokens,
+        "patches": row.patches,
+        "processor": "of the model" if row.own_limits else f"as published for {run.config.model_type}",
+    }

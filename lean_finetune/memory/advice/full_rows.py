@@ -1,0 +1,197 @@
+"""A run with full rows, as `fit` predicts it: every micro-batch is full of rows of one length."""
+
+import math
+from dataclasses import replace
+
+import torch
+from transformers import PretrainedConfig
+
+from cuda_memory.gpus import Device
+from cuda_memory.units import round_up
+from lean_finetune.config.load import with_flags
+from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.families import MODELS, Size
+from lean_finetune.memory.advice.run import Run, setting_on
+from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.assumed_pictures import AssumedPictures, RowOfPictures
+from lean_finetune.memory.predict.other_phases import stored_dtype
+from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.trace.gradients_alone import first_before
+from lean_finetune.memory.trace.setting import Setting
+from lean_finetune.model.continued_adapter import refuse_other_adapter
+from lean_finetune.model.model_config import max_positions, read_config
+from lean_finetune.model.pictures.picture_config import with_pictures
+from lean_finetune.model.trained_rows import with_rows, with_token_ids
+from lean_finetune.objectives.objective import RowKind
+from lean_finetune.pinning.adapter_source import find_adapter
+from lean_finetune.pinning.locate import find_model, find_tokenizer
+from lean_finetune.pinning.model_source import trained_ids
+from lean_finetune.plan.planner import pad_multiple
+from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.unsupported import refuse_unsupported
+
+
+def full_batch(
+    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, pictures: RowOfPictures | None = None
+) -> BatchShape:
+    """The largest micro-batch of rows of this length, with every token trained except the first of each row.
+
+    It has whole units of rows: pairs. With `pictures` in each row, whose tokens are not trained, it keeps
+    bucket.max_patches.
+
+    Raises:
+        UserError: the pictures of one row have more patches than a micro-batch may have.
+    """
+    unit = kind.unit
+    if bucket.mode == "packed":
+        rows, rest = divmod(bucket.max_tokens, length)
+        rows, rest = (rows, rest) if unit == 1 else (max(rows // unit, 1) * unit, 0)
+        joined = (length,) * rows + ((rest,) if rest else ())
+        supervised = bucket.max_tokens - len(joined)
+        total = max(bucket.max_tokens, sum(joined))
+        return BatchShape(rows=1, length=total, supervised=supervised, packed_lengths=joined, kind=kind)
+    rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
+    rows = max(rows // unit, 1) * unit
+    whole = BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, kind=kind)
+    return whole if pictures is None else _with_pictures(whole, pictures, bucket.max_patches)
+
+
+def _with_pictures(shape: BatchShape, pictures: RowOfPictures, max_patches: int | None) -> BatchShape:
+    """The micro-batch with pictures in each row, with fewer rows if they have too many patches."""
+    rows = shape.rows
+    if max_patches is not None:
+        if pictures.row_patches > max_patches:
+            raise UserError(
+                "bucket.max_patches: the images of every row must fit in a micro-batch; those of a row have "
+                f"{pictures.row_patches} patches; got {max_patches}; raise it or lower data.image_max_pixels"
+            )
+        rows = min(rows, max_patches // pictures.row_patches)
+    trained = max(1, shape.length - 1 - pictures.row_tokens)
+    return replace(shape, rows=rows, supervised=rows * trained, pictures=(pictures.sizes,) * rows)
+
+
+def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
+    """A step whose largest micro-batch has this shape. With `several`, it adds to gradients of an earlier one.
+
+    `in_flight` of them can be between forward and backward at the same time, in a pipeline.
+    """
+    largest = (shape,) * in_flight
+    return ((first_before(shape), *largest),) if several else (largest,)
+
+
+def in_stages(run: Run, setting: Setting) -> Run:
+    """The run with another setting, in which its GPUs are stages of a pipeline, and no longer train different rows."""
+    stages = setting.layout.pipeline
+    changed = replace(
+        run,
+        setting=setting,
+        tokens_per_step=run.tokens_per_step * stages,
+        micro_batches_per_step=run.micro_batches_per_step * stages,
+    )
+    largest = max((shape for step in run.steps for shape in step), key=lambda shape: shape.rows * shape.length)
+    return replace(changed, steps=largest_steps(largest, several=True, in_flight=changed.in_flight))
+
+
+def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None = None) -> Run:
+    """The run of some parameters with full rows. Of a hub model, only config.json is downloaded.
+
+    `shorten`: data.max_length is an assumption, which is lowered to the positions of the model. With `images`
+    every row has so many of that size, and an assumed data.max_length is the text beside them.
+
+    Raises:
+        UserError: the device, the model or a parameter does not work.
+    """
+    torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
+    device, reason = resolve_gpu(p.hardware.gpu)
+    directory = find_model(p.model.name, p.model.revision)
+    config = read_config(directory, scores=p.train.scores)
+    pictures = None
+    if images is not None:
+        _refuse_pictures(p, config)
+        config, (size, count) = with_pictures(config), images
+        pictures = AssumedPictures(size=size, count=count, directory=directory, beside_text=shorten)
+    positions = max_positions(config)
+    if shorten and positions and positions < p.data.max_length:
+        p = with_flags(p, [f"data.max_length={positions}"])
+    if tokens := p.train.lora.trainable_tokens:
+        ids = sorted({token for token in tokens if isinstance(token, int)})
+        if len(ids) < len(tokens):  # Ids alone need no tokenizer.
+            ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
+        p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
+        config = with_rows(config, p.train)
+    run = full_rows_run(p, config, device, reason, pictures)
+    if p.model.adapter is not None:
+        refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
+    return run
+
+
+def _refuse_pictures(p: Params, config: PretrainedConfig) -> None:
+    """Refuse rows with images for a model or an objective that does not take them."""
+    if config.model_type not in MODELS:
+        raise UserError(
+            f"--image: rows with images are not offered for {config.model_type}; choose a model of "
+            f"{', '.join(MODELS)}, or leave it out"
+        )
+    if p.train.objective != "sft":
+        raise UserError(f"--image: rows with images are trained with objective sft alone; got {p.train.objective}")
+
+
+def full_rows_run(
+    p: Params,
+    config: PretrainedConfig,
+    device: Device,
+    device_reason: str = "",
+    pictures: AssumedPictures | None = None,
+) -> Run:
+    """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
+
+    With `pictures` in each row, all but those of the pictures.
+
+    Raises:
+        UserError: the device, the model's rows or the steps do not suit a parameter.
+    """
+    layout, bucket, longest = p.layout, p.bucket, p.data.max_length
+    row = None if pictures is None else pictures.made(config, p.data)
+    if row is not None:
+        longest = row.length(longest, max_positions(config))
+    length = round_up(longest, pad_multiple(p))
+    if row is not None and row.assumed.beside_text:
+        bucket = bucket.model_copy(update={"max_tokens": max(bucket.max_tokens, length)})
+    shape = full_batch(bucket, length, p.train.row_kind, row)
+    micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
+    setting, precision_reason = setting_on(device, p, accumulates_gradients=micro_batches > 1)
+    refuse_unsupported(
+        setting.train,
+        config,
+        device_type=device.kind,
+        longest=length,
+        packed=p.bucket.mode == "packed",
+        micro_batches=[micro_batches],
+        enforce=p.estimate.enforce,
+    )
+    return Run(
+        params=p,
+        device=device,
+        config=config,
+        setting=setting,
+        stored=stored_dtype(config),
+        bucket=bucket,
+        steps=largest_steps(shape, several=micro_batches > 1, in_flight=min(layout.pipeline, micro_batches)),
+        longest=length,
+        tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
+        micro_batches_per_step=micro_batches,
+        nodes=p.run.nodes,
+        reasons={"gpu": device_reason, "precision": precision_reason},
+        pictures=None if row is None else row.known,
+        full_row=row,
+    )
+
+
+def remade(run: Run, p: Params) -> Run:
+    """A run with full rows of the same model, device and pictures, with other parameters.
+
+    Raises:
+        UserError: as `full_rows_run`.
+    """
+    return full_rows_run(p, run.config, run.device, pictures=None if run.full_row is None else run.full_row.assumed)

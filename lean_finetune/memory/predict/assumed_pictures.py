@@ -1,0 +1,111 @@
+"""The pictures that `fit` assumes in every row, as the model's processor turns them into tokens and patches."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from lean_finetune.config.data_schema import Data
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.pictures.processor import PictureProcessor
+from lean_finetune.data.pictures.published_processor import published_processor
+from lean_finetune.memory.trace.known_values import KnownPictures
+from lean_finetune.plan.row_pictures import Sizes
+from lean_finetune.step.picture_inputs import PictureInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssumedPictures:
+    """Pictures of one size in every row."""
+
+    size: Size
+    count: int
+    """Pictures in a row."""
+    directory: Path
+    """Of the model's config.json, and of its processor if that is here."""
+    beside_text: bool
+    """Whether data.max_length is the text beside the pictures; else it is the whole row."""
+
+    def made(self, config: PretrainedConfig, data: Data) -> "RowOfPictures":
+        """The pictures as the processor makes them with the limits of `data`.
+
+        Raises:
+            UserError: the processor cannot be had, or refuses such pictures.
+        """
+        processor, own = published_processor(self.directory, data.image_max_pixels, data.image_min_pixels)
+        made = RowOfPictures(assumed=self, processor=processor, inputs=PictureInputs(processor, config), own_limits=own)
+        try:
+            processor.patches(self.size)
+        except RowFault as error:
+            raise UserError(f"--image: {error}") from None
+        return made
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowOfPictures:
+    """The pictures of each row of a run with full rows."""
+
+    assumed: AssumedPictures
+    processor: PictureProcessor
+    inputs: PictureInputs
+    own_limits: bool
+    """Whether the processor's limits are the model's own, not those of its family."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Height and width of each."""
+        return ((self.assumed.size.height, self.assumed.size.width),) * self.assumed.count
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one picture."""
+        return self.inputs.tokens(self.assumed.size)
+
+    @cached_property
+    def patches(self) -> int:
+        """Patches of one picture."""
+        return self.processor.patches(self.assumed.size)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of all pictures of a row."""
+        return self.assumed.count * self.tokens
+
+    @property
+    def row_patches(self) -> int:
+        """Patches of all pictures of a row."""
+        return self.assumed.count * self.patches
+
+    @property
+    def shortest_row(self) -> int:
+        """Tokens of a row with little text: one after each picture."""
+        return self.row_tokens + self.assumed.count
+
+    @cached_property
+    def known(self) -> KnownPictures:
+        """What makes the model's arguments in a trace."""
+        return KnownPictures(self.inputs, self.sizes)
+
+    def sized(self, size: Size) -> "RowOfPictures":
+        """As many pictures of another size."""
+        return replace(self, assumed=replace(self.assumed, size=size))
+
+    def length(self, max_length: int, positions: int | None) -> int:
+        """Tokens of the longest row, without padding; `positions` of the model.
+
+        Raises:
+            UserError: the pictures do not fit in it.
+        """
+        length = max_length + self.row_tokens if self.assumed.beside_text else max_length
+        if positions is not None and self.assumed.beside_text:
+            length = min(length, positions)
+        if length < self.shortest_row:
+            what = "the model's positions" if self.assumed.beside_text else "data.max_length"
+            raise UserError(
+                f"--image: the pictures of a row must fit in {what}; got {self.assumed.count} of {self.tokens} tokens "
+                f"for {length}; choose a smaller image, or set data.image_max_pixels"
+            )
+        return length
