@@ -235,6 +235,12 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return limit
 
 
+def ties_embedding(config: PretrainedConfig) -> bool:
+    """Whether embedding and head share their weights; where the text part leaves it out, the whole config says so."""
+    own = getattr(config, "tie_word_embeddings", False)
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", own))
+
+
 def attention_window(config: PretrainedConfig) -> int | None:
     """Tokens of a model's sliding window, or of its chunks of attention (Llama 4); None without one."""
     found = (window for name in ("sliding_window", "attention_chunk_size") for window in layer_settings(config, name))

@@ -27,7 +27,7 @@ from lean_finetune.memory.predict.state_formulas import (
 )
 from lean_finetune.memory.trace.memory_trace import GRADIENTS, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.model_config import largest_head_size, layer_settings
+from lean_finetune.model.model_config import largest_head_size, layer_settings, ties_embedding
 from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 RANKED_AS = "A100-80GB"
@@ -195,10 +195,9 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float
     recomputed = PASSES_FORWARD * _recomputed_share(train)
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
-    # A token looks its input embedding up: no matmul. The text part of some multimodal configs leaves this out.
-    tied = getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
+    # A token looks its input embedding up: no matmul.
     size = run.setting.layout.tensor
-    parameters = shapes.active_values - (0 if tied else text.vocab_size // size * text.hidden_size)
+    parameters = shapes.active_values - (0 if ties_embedding(config) else text.vocab_size // size * text.hidden_size)
     # Scores and their product with the values, of width × length each, over the causal half; twice that in backward.
     heads = max(heads or 0 for heads in layer_settings(config, "num_attention_heads")) / size
     width = heads * largest_head_size(config)

@@ -23,7 +23,7 @@ from lean_finetune.memory.advice.step_cost import (
 from lean_finetune.memory.predict.state_formulas import ModelShapes, model_shapes, state_lines, trained_tensors
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
 from lean_finetune.model.attention.kernels import key_copies
-from lean_finetune.model.model_config import largest_head_size, layer_settings
+from lean_finetune.model.model_config import largest_head_size, layer_settings, ties_embedding
 from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 
@@ -114,7 +114,7 @@ def _traffic(run: Run, shapes: ModelShapes) -> Traffic:
     gpus = setting.gpus // rings
     if setting.layout.pipeline > 1:
         text, passed = run.config.get_text_config(), pipeline_bytes(run)
-        tied = train.method == "full" and text.tie_word_embeddings
+        tied = train.method == "full" and ties_embedding(run.config)
         tied_bytes = text.vocab_size * text.hidden_size * base_dtype(train).itemsize if tied else 0
         most = _most_of_a_stage(passed, tied_bytes, gpus)
         pipeline = {"passed_bytes": passed, "tied_bytes": tied_bytes}

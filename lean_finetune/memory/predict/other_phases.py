@@ -55,6 +55,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
     stored_format,
     without_quantisation,
 )
+from lean_finetune.model.model_config import ties_embedding
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
 from lean_finetune.step.batches import Batch, BatchShape
@@ -334,7 +335,7 @@ def load_and_save(model: TracedModel, stored: torch.dtype, update: Peak) -> tupl
     largest = max(parameter.values for parameter in shapes.parameters) * base_dtype(setting.train).itemsize
     # Embedding and head are sharded last: unsharded on the device once, beside the shards of all layers.
     unsharded = largest if setting.mode in SPLIT_WEIGHTS or setting.layout.tensor > 1 else 0
-    tied = model.config.get_text_config().tie_word_embeddings
+    tied = ties_embedding(model.config)
     loaded = {**states, OPTIMIZER: 0, UNSHARDED: unsharded * (1 if tied else 2)}
     return highest((peak_of(states), peak_of(loaded))), peak_of({**states, UNSHARDED: unsharded})
 
