@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
-from lean_finetune.data.pictures.families import Size
-from lean_finetune.data.pictures.processor import PictureProcessor, blank
+from lean_finetune.data.pictures.families import Size, blank
+from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ class PictureInputs:
         self._processor, self._config = processor, config
         self._image_token_id: int = config.image_token_id
         self._model: Any = AutoModel._model_mapping[type(config)]
+
+    @property
+    def drops_zeros(self) -> bool:
+        """Whether the model looks for crops of zeros, as `PictureFamily.drops_zeros`."""
+        return self._processor.drops_zeros
 
     def tensors(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
         """The arguments for rows of token ids, int64, and the pictures of each row, in RGB.

@@ -23,12 +23,16 @@ from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
 
 aten = torch.ops.aten
+ONE = "one_value"
+"""Attribute of a fake tensor of other types: the value that it has throughout."""
 EXACT = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Types whose values are kept."""
-MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 28
 """Larger results keep no values."""
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 """Operations whose second argument are indices, which may be masks."""
+REPEATED = {aten.view.default, aten._to_copy.default, aten.eq.Scalar}
+"""Operations that make a tensor with one value throughout of another."""
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -43,13 +47,15 @@ class KnownValuesMode(CachedFakeMode):
 
     def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
         """As of any fake mode, for operations whose results have no values."""
-        if _has_tensor(args, kwargs) and not tree_any(_is_known, (args, kwargs)):
+        if _has_tensor(args, kwargs) and not tree_any(_knows, (args, kwargs)):
             return super().known_result(func, args, kwargs)
         return MISSING
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         """The result of one operation, with values if all tensors that it reads have them."""
         kwargs = kwargs or {}
+        if func in REPEATED and hasattr(args[0], ONE):
+            return self._repeated(func, types, args, kwargs)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         known = [each for each in tensors if _is_known(each)]
         if func in INDEXED and not _is_known(args[0]):
@@ -60,6 +66,18 @@ class KnownValuesMode(CachedFakeMode):
         elif known or (not tensors and _is_deterministic(func)):
             return self._with_values(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _repeated(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
+        """The result of an operation on a tensor that has one value throughout."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        one = getattr(args[0], ONE)
+        with unset_fake_temporarily():
+            made = one if func is aten.view.default else func(one, *args[1:], **kwargs)
+            if made.dtype in EXACT:
+                setattr(out, KNOWN_VALUE, made.expand(out.shape))
+            else:
+                setattr(out, ONE, made)
+        return out
 
     def _with_values(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
         """The result of an operation that reads known values alone."""
@@ -124,21 +142,29 @@ class KnownPictures:
             with _disable_current_modes():  # The trace would count these tensors.
                 ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
                 made = {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
-            # The pixels themselves are not kept.
-            self._made[key] = {
-                name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
-                for name, value in made.items()
-            }
+                # The pixels themselves are not kept.
+                self._made[key] = {
+                    name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
+                    for name, value in made.items()
+                }
+                self._one = torch.ones(())
         tensors: PictureTensors = {}
         for name, (size, dtype, value) in self._made[key].items():
             tensors[name] = torch.empty(size, dtype=dtype)
             if value is not None:
                 setattr(tensors[name], KNOWN_VALUE, value)
+            elif self._inputs.drops_zeros:  # Pixels that are not zero.
+                setattr(tensors[name], ONE, self._one)
         return tensors.pop(""), tensors
 
 
 def _is_known(value: Any) -> bool:
     return _value(value) is not None
+
+
+def _knows(value: Any) -> bool:
+    """Whether something is known of a tensor's values."""
+    return _is_known(value) or hasattr(value, ONE)
 
 
 def _value(value: Any) -> torch.Tensor | None:
