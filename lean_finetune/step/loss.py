@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
@@ -119,7 +120,10 @@ def summed_loss(
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
+    beside = None
     with nullcontext() if offload is None else offload.saving(lm):
+        if batch.blank is not None:
+            beside = tower_beside_others(lm, batch.blank)
         output = _decoder_output(
             lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more
         )
@@ -138,7 +142,20 @@ def summed_loss(
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
-    return loss
+    return loss if beside is None else loss + beside
+
+
+def tower_beside_others(lm: PreTrainedModel, blank: PictureTensors) -> torch.Tensor:
+    """Run the vision tower for a picture of no row; returns 0, from which backward gives it gradients of 0.
+
+    Sharded weights are gathered, and gradients summed, by all processes that share them or by none.
+    """
+    model: Any = lm.base_model
+    output = model.get_image_features(**blank, return_dict=True)
+    features = tree_iter((output.pooler_output, getattr(output, "deepstack_features", None)))
+    # An empty part of them: a product with 0 would not be 0 for features that are not finite.
+    parts = [each.flatten()[:0].sum().float() for each in features if isinstance(each, torch.Tensor)]
+    return torch.stack(parts).sum()
 
 
 def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -356,4 +356,4 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     rows = TokenRows(paths.tokens, "train", params.train.row_kind)
     refuse_other_tokens(plan, rows.lengths)
     refuse_other_objective(plan, params.train.row_kind)
-    return replace(plan, pictures=rows.pictures), rows
+    return replace(plan, pictures=rows.pictures, towers_together=params.train.runs_towers_together), rows

@@ -230,7 +230,7 @@ def _run_steps(
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU, parts, None if pictures is None else pictures.of(shape))
+            yield empty_batch(shape, CPU, parts) if pictures is None else pictures.batch(shape)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.

@@ -5,7 +5,7 @@ of integers that follow from those sizes keep a real copy beside the fake one, a
 runs on the copies too. Other tensors stay without values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_any, tree_iter, tree_map
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.plan.batch_plan import Sizes
-from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
 
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 ONE = "one_value"
 """Attribute of a fake tensor of other types: the value that it has throughout."""
@@ -127,7 +128,7 @@ class KnownPictures:
     def __init__(self, inputs: PictureInputs, worst: Sizes = ()):
         """`inputs` makes the real ones; `worst` are the sizes of the pictures of the row with most patches."""
         self._inputs, self._worst = inputs, worst
-        self._made: dict[tuple[Any, ...], dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
+        self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
     def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
         """As `of`, with the pictures of the worst row in each row: for batches of other rows than those of the plan."""
@@ -137,11 +138,24 @@ class KnownPictures:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""
         if not any(shape.pictures):
             return None
-        key = shape.rows, shape.length, shape.pictures
+
+        def made() -> PictureTensors:
+            ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
+            return {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
+
+        tensors = self._fake((shape.rows, shape.length, shape.pictures), made)
+        return tensors.pop(""), tensors
+
+    def batch(self, shape: BatchShape) -> Batch:
+        """A micro-batch of the plan."""
+        blank = self._fake("blank", lambda: self._inputs.blank) if shape.beside_pictures else None
+        return replace(empty_batch(shape, CPU, given=self.of(shape)), blank=blank)
+
+    def _fake(self, key: Hashable, make: Callable[[], PictureTensors]) -> PictureTensors:
+        """Fake tensors like those that `make` returns once for a key."""
         if key not in self._made:
             with _disable_current_modes():  # The trace would count these tensors.
-                ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
-                made = {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
+                made = make()
                 # The pixels themselves are not kept.
                 self._made[key] = {
                     name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
@@ -155,7 +169,7 @@ class KnownPictures:
                 setattr(tensors[name], KNOWN_VALUE, value)
             elif self._inputs.drops_zeros:  # Pixels that are not zero.
                 setattr(tensors[name], ONE, self._one)
-        return tensors.pop(""), tensors
+        return tensors
 
 
 def _is_known(value: Any) -> bool:
