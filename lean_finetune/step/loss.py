@@ -70,11 +70,13 @@ def _decoder_output(
     positions_BT: torch.Tensor | None,
     exchange: TokenExchange | None,
     pictures: PictureTensors | None,
+    blank: PictureTensors | None = None,
     **more: bool,
 ) -> Any:
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
 
-    With `pictures`, of the complete model without its head.
+    With `pictures`, of the complete model without its head. With `blank`, after its parts for pictures have run for
+    this picture of no row.
 
     Raises:
         UserError: the family's code takes no positions, or does not pass the packed rows, or the exchange of divided
@@ -87,8 +89,12 @@ def _decoder_output(
         raise tokens_seen_outside_attention(name)
     if packed_rows is not None and not takes_positions and has_attention(lm.config):
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
+    inputs: dict[str, torch.Tensor] = {"input_ids": input_ids_BT}
+    if blank is not None and (beside := _tower_beside_others(lm, blank)).requires_grad:
+        # Backward must reach the tower through the decoder, as for real pictures: FSDP sums gradients in this order.
+        inputs = {"inputs_embeds": lm.get_input_embeddings()(input_ids_BT) + beside}
     with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
-        output = decoder(input_ids=input_ids_BT, use_cache=False, **{**(pictures or {}), **arguments}, **more)
+        output = decoder(**inputs, use_cache=False, **{**(pictures or {}), **arguments}, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
     return output
@@ -120,12 +126,9 @@ def summed_loss(
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
-    beside = None
     with nullcontext() if offload is None else offload.saving(lm):
-        if batch.blank is not None:
-            beside = tower_beside_others(lm, batch.blank)
         output = _decoder_output(
-            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more
+            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, batch.blank, **more
         )
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
@@ -142,10 +145,10 @@ def summed_loss(
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
-    return loss if beside is None else loss + beside
+    return loss
 
 
-def tower_beside_others(lm: PreTrainedModel, blank: PictureTensors) -> torch.Tensor:
+def _tower_beside_others(lm: PreTrainedModel, blank: PictureTensors) -> torch.Tensor:
     """Run the vision tower for a picture of no row; returns 0, from which backward gives it gradients of 0.
 
     Sharded weights are gathered, and gradients summed, by all processes that share them or by none.

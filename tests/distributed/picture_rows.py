@@ -15,7 +15,7 @@ from lean_finetune.step.batches import Batch, collate, idle_batch
 from lean_finetune.step.picture_inputs import PictureInputs
 from tests.step.common import rows
 
-SIZES: dict[int, list[tuple[int, int]]] = {0: [(60, 90)], 3: [(56, 56), (84, 120)], 5: [(120, 64)]}
+SIZES: dict[int, list[tuple[int, int]]] = {0: [(60, 90)], 3: [(56, 56), (84, 120)], 5: [(120, 64)], 7: [(70, 70)]}
 """Height and width of the pictures of some of the eight rows."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group
-from tests.distributed.test_parity import EXACT, IDLE, check, same_batches
+from tests.distributed.test_parity import EXACT, check, same_batches
 from tests.small_vision import FAMILIES, vision_model
 from tests.step.common import slow
 
@@ -28,8 +28,12 @@ SWITCHES: list[tuple[str, str, bool]] = [
     ("lora", "projector", False),
 ]
 """Method, what of the tower is trained, and whether layers are recomputed."""
+TURNS = (2, 1, 2, 1, 1, 1)
+"""Rows of each micro-batch. Of two processes, both have pictures in one turn, and one of them in the last."""
+LAST_WITHOUT = TURNS[:-1]
+"""The same, without pictures in the last turn."""
 MODES = ("ddp", "zero1", "zero2", "zero3")
-FAST = [("zero3", ("full", "full", False)), ("ddp", ("lora", "lora", True))]
+FAST = [("zero3", ("lora", "lora", False), TURNS), ("ddp", ("full", "full", False), LAST_WITHOUT)]
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +50,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
 
 def case_of(directory: Path, mode: str, method: str, trained: str, ckpt: bool, **changes: Any) -> Case:
     model = {"method": method, **TRAINED[trained], "grad_ckpt": ckpt}
-    case = {"sizes": IDLE, "chunk": 16, "steps": 4, "pictures": True, **changes}
+    case = {"sizes": TURNS, "chunk": 16, "steps": 4, "pictures": True, **changes}
     return Case(directory=str(directory), mode=mode, model=model, **case)
 
 
 @pytest.mark.parametrize(
-    ("mode", "switches"), [one if one in FAST else slow(*one) for one in product(MODES, SWITCHES)], ids=str
+    ("mode", "switches", "sizes"),
+    [one if one in FAST else slow(*one) for one in product(MODES, SWITCHES, (TURNS, LAST_WITHOUT))],
 )
-def test_two_processes_learn_what_one_learns(models, pair: Group, single: Single, mode, switches):
-    """Turns of both processes with pictures, of one of them, and of none; steps without any.
+def test_two_processes_learn_what_one_learns(models, pair: Group, single: Single, mode, switches, sizes):
+    """A process without a picture that does not take part in the tower, or sums gradients in another order.
 
-    A process without a picture once left the others waiting for its part of the tower.
+    There are turns of both processes with pictures, of one of them, and of none; and steps without any.
     """
-    case = case_of(models["qwen2_5_vl"], mode, *switches)
+    case = case_of(models["qwen2_5_vl"], mode, *switches, sizes=sizes)
     check(pair, single, case, same_batches(case), EXACT)
 
 
@@ -71,8 +76,9 @@ def test_every_family_learns_on_two_processes(models, pair: Group, single: Singl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1, 2, 1), LAST_WITHOUT])
 @pytest.mark.parametrize("switches", [("full", "full", False), ("lora", "lora", True), ("qlora", "frozen", False)])
-def test_groups_of_processes_learn_what_one_learns(models, four: Group, single: Single, switches):
+def test_groups_of_processes_learn_what_one_learns(models, four: Group, single: Single, switches, sizes):
     """Gradients of a tower that one group has summed, and the step's last turn does not reach."""
-    case = case_of(models["qwen2_5_vl"], "hsdp", *switches, group_gpus=2, sizes=(2, 1, 1, 1, 2, 1))
+    case = case_of(models["qwen2_5_vl"], "hsdp", *switches, group_gpus=2, sizes=sizes)
     check(four, single, case, same_batches(case), EXACT)
