@@ -182,7 +182,7 @@ def learn(case: Case, world: World) -> Outcome:
     disk = optim.pop("disk", None)
     layout = layout_of(case, world.size)
     adapter = None if case.adapter is None else Path(case.adapter)
-    parts = {"pictures": case.pictures, "stage_layers": case.stages}
+    parts: dict[str, Any] = {"pictures": case.pictures, "stage_layers": case.stages}
     parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, **parts)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)

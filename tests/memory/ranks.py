@@ -163,8 +163,8 @@ def count(
     preferences = StepPreferences.of_any_rows(train)
     offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
-    for shape in (one for step in steps for one in step if inputs is not None):
-        with_pictures(batch_of(shape, part), shape, inputs)  # Caches of the processor.
+    for wanted in (one for step in steps for one in step if inputs is not None):
+        with_pictures(batch_of(wanted, part), wanted, inputs)  # Caches of the processor.
     gc.collect()
     meter = make_meter(CPU)
     with as_nccl(), meter.window("run"):

@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from data.synth import pictures
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
@@ -21,49 +19,21 @@ from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.picture_inputs import PictureInputs, read_picture_inputs
-from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.picture_inputs import PictureInputs
 from lean_finetune.step.unsupported import refuse_parts
-from lean_finetune.train.job import TrainJob
 from lean_finetune.train.save_model import save_full
-from stages.pin import main as pin
-from stages.tokenize import main as tokenize
 from tests.small_model import CPU, spec_of
-from tests.small_vision import FAMILIES, vision_model
+from tests.small_vision import FAMILIES
 from tests.train.interrupted import finish, in_parts
-from tests.train.jobs import make_job, plan_of
-from tests.workspace import invoke, lay_out
+from tests.train.picture_jobs import job_of, picture_workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def prepared(root: Path, family: str) -> Path:
-    """Tokens of drawn pictures, and a small model of a family."""
-    model = vision_model(root / "model", family, num_hidden_layers=3)  # Qwen3-VL adds features behind two of them.
-    pictures.write(root / "shapes", train=8, heldout=2, seed=0)
-    sources = {"data__source": "shapes/train.jsonl", "data__heldout_source": "shapes/heldout.jsonl"}
-    lay_out(root, **sources, data__heldout_fraction=0.0, model__name=str(model))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, [])):
-            result = invoke(command, *arguments)
-            assert result.exit_code == 0, result.output
-    return root
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("pictures"), "qwen2_5_vl")
-
-
-def job_of(root: Path, **changes: Any) -> TrainJob:
-    rows, heldout = (TokenRows(root / "data/tokens", side) for side in ("train", "heldout"))
-    config = read_config(root / "model", pictures=True)
-    for one in (rows, heldout):
-        one.picture_inputs = read_picture_inputs(root / "model", config, rows.pictures)
-    steps = np.arange(20).reshape(5, 2, 2).tolist()
-    plan = replace(plan_of(rows, steps), pictures=rows.pictures)
-    return make_job(root / "model", (rows, heldout), plan, measured_steps=frozenset(range(5)) - {1}, **changes)
+    """Tokens of drawn pictures and of text, and a small Qwen2.5-VL."""
+    return picture_workspace(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +59,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 )
 def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family):
     """Rows whose tokens the model takes for others, a run that a kill changes, a tower whose adapters are lost."""
-    root = prepared(tmp_path, family)
+    root = picture_workspace(tmp_path, family)
     changes = {"method": "lora", "vision": "lora", "projector": "lora"}
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
@@ -115,6 +85,11 @@ def test_parts_are_trained_as_the_parameters_say(workspace, changes, trained):
     assert found == set(trained.split()) and any("language_model." in name for name in names)
     visual: Any = next(module for name, module in model.named_modules() if name.endswith("visual"))
     assert visual.blocks[0].training == ("blocks" in trained) and visual.merger.training == ("merger" in trained)
+    output = visual(torch.randn(16, 1176), grid_thw=torch.tensor([[1, 4, 4]])).pooler_output
+    assert output.requires_grad == bool(trained)
+    if trained:  # A frozen projector once left the tower without gradients.
+        output.square().sum().backward()
+        assert all(one.grad is not None for one in visual.parameters() if one.requires_grad)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8_lora"])
@@ -124,6 +99,12 @@ def test_a_frozen_tower_keeps_nothing_for_backward(workspace, method):
     visual: Any = next(module for name, module in model.named_modules() if name.endswith("visual"))
     found = visual(torch.randn(16, 1176), grid_thw=torch.tensor([[1, 4, 4]])).pooler_output
     assert not found.requires_grad
+
+
+def test_a_tower_learns_although_the_first_step_has_no_picture(workspace):
+    """Its adapters, which get no gradient there, were refused as dead."""
+    job = job_of(workspace, [[[24, 25]], [[0, 1]]], method="lora", vision="lora")
+    assert len(finish(replace(job, measured_steps=frozenset())).curves) == 2
 
 
 def test_memory_switches_leave_the_loss_unchanged(workspace):
@@ -191,9 +172,11 @@ def test_a_model_trained_in_full_loads_in_plain_transformers(workspace, tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sharding": "zero3"}, "train.sharding: was not tried with rows that have images; got zero3; set it to none"),
-        ({"sequence_tiles": 4}, "train.sequence_tiles: was not tried .* got 4; leave it blank"),
-        ({"offload": "parameters"}, "train.offload: was not tried .* got parameters; set it to none"),
+        ({"sequence_tiles": 4}, "train.sequence_tiles: was not tried .* got 4 and rows with images; leave it blank"),
+        ({"offload": "parameters"}, "train.offload: was not tried .* got parameters and rows with images; set it to n"),
+        ({"context_parallel": 2}, "train.context_parallel: would divide a picture's tokens among GPUs; got 2 and rows"),
+        ({"tensor_parallel": 2}, "train.tensor_parallel: divides the products of the language model alone; got 2 and"),
+        ({"pipeline_stages": 2}, "train.pipeline_stages: has no stage for a vision tower; got 2 and rows with images"),
     ],
     ids=str,
 )

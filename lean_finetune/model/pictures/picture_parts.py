@@ -96,7 +96,7 @@ def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
     """Freeze the parts for pictures that are not trained (train.vision, train.projector).
 
-    They stay in evaluation mode, and keep nothing for backward.
+    They stay in evaluation mode. A frozen tower keeps nothing for backward.
 
     Call it before adapters are added: they are in no frozen part.
     """
@@ -114,7 +114,7 @@ def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
         if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
     }
     outermost = [module for name, module in complete.items() if name.rpartition(".")[0] not in complete]
-    for module in outermost:
+    for module in outermost if train.vision == "frozen" else ():  # A frozen projector passes gradients to the tower.
         # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
         # a frozen tower would keep all its activations.
         module.forward = torch.no_grad()(module.forward)
