@@ -25,9 +25,9 @@ from lean_finetune.model.model_config import (
     rows_see_each_other,
     tokens_seen_outside_attention,
 )
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.parallel_model import OtherStage
 from lean_finetune.step.preference_loss import PreferenceLoss
 

@@ -23,9 +23,9 @@ from lean_finetune.model.experts.experts_forward import counting_rows, expert_lo
 from lean_finetune.model.pictures.picture_config import part_of_pictures
 from lean_finetune.model.precision import autocast
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss, token_losses
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences
 

@@ -10,7 +10,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import refuse_context_parallel, refuse_long_rows, refuse_packed_rows
 from lean_finetune.model.pictures.picture_config import takes_pictures
-from lean_finetune.step.activation_offload import refuse_offload
+from lean_finetune.step.offload.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.training_step import refuse_in_backward
 

@@ -39,8 +39,8 @@ from lean_finetune.pinning.locate import (
 )
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
-from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, token_part
+from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.picture_inputs import read_picture_inputs

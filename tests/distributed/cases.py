@@ -16,8 +16,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
+from lean_finetune.step.offload.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer

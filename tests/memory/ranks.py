@@ -21,8 +21,8 @@ from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import make_offload
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
+from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.picture_inputs import PictureInputs
 from lean_finetune.step.preference_loss import StepPreferences

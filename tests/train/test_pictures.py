@@ -60,7 +60,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family):
     """Rows whose tokens the model takes for others, a run that a kill changes, a tower whose adapters are lost."""
     root = picture_workspace(tmp_path, family)
-    changes = {"method": "lora", "vision": "lora", "projector": "lora"}
+    changes: dict[str, Any] = {"method": "lora", "vision": "lora", "projector": "lora"}
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
     check_plain_copies(root, tmp_path / "adapter", changes)
