@@ -28,7 +28,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import Plan, worst_steps
 from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.step.batches import load
+from lean_finetune.step.batch_stream import load
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows, read_lengths
 from lean_finetune.train.heldout_loss import heldout_batches

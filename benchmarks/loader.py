@@ -27,7 +27,8 @@ from lean_finetune.data.shards.shard_files import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import read_index, run_steps
-from lean_finetune.step.batches import Batch, collate, load
+from lean_finetune.step.batch_stream import load
+from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.token_rows import TokenRows
 
 ROWS, QUICK_ROWS = 300_000, 3_000

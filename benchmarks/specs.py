@@ -15,8 +15,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
+from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step

@@ -1,19 +1,28 @@
 """Small models that take images, by family: config, random weights, tokenizer, chat template and processor."""
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 TINY = Path(__file__).parents[1] / "lean_finetune" / "tiny"
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}PLACE{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -31,73 +40,188 @@ TEXT = {
 }
 
 
-def tokenizer() -> Any:
-    """The shipped tokenizer with tokens for pictures."""
-    made: Any = AutoTokenizer.from_pretrained(TINY)
-    made.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    made.chat_template = TEMPLATE
+@dataclass(frozen=True, kw_only=True)
+class SmallFamily:
+    """How the small model of a family is made."""
+
+    config: Callable[[Any, dict[str, Any]], Any]
+    """The model's config, from the tokenizer and sizes of the language model."""
+    images: Any
+    """The image processor."""
+    place: str
+    """What the chat template writes for a picture."""
+    marks: tuple[str, ...]
+    """Special tokens for pictures."""
+    named: dict[str, str] = field(default_factory=dict)
+    """Those that the tokenizer has as attributes."""
+    processor: dict[str, Any] = field(default_factory=dict)
+    """processor_config.json; none if it is empty."""
+
+
+def tokenizer(family: str = "qwen2_5_vl") -> Any:
+    """The shipped tokenizer with a family's tokens for pictures."""
+    known = FAMILIES[family]
+    made: Any = AutoTokenizer.from_pretrained(TINY, extra_special_tokens=known.named)
+    made.add_special_tokens({"additional_special_tokens": list(known.marks)})
+    made.chat_template = TEMPLATE.replace("PLACE", known.place)
     return made
 
 
 def vision_model(directory: Path, family: str = "qwen2_5_vl", *, seed: int = 0, **text: Any) -> Path:
     """Write a small model of a family that takes images; `text` are sizes of its language model."""
-    words = tokenizer()
-    config, images = FAMILIES[family](words, text)
+    words, known = tokenizer(family), FAMILIES[family]
+    config = known.config(words, {**TEXT, "vocab_size": len(words), **text})
     torch.manual_seed(seed)
     kind: Any = AutoModelForMultimodalLM._model_mapping[type(config)]
     model = kind._from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     model.save_pretrained(directory)
-    images.save_pretrained(directory)
+    known.images.save_pretrained(directory)
+    if known.processor:
+        (directory / "processor_config.json").write_text(json.dumps(known.processor))
     words.save_pretrained(directory)
     return directory
 
 
-def _ids(words: Any) -> dict[str, Any]:
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    return dict(zip(names, words.convert_tokens_to_ids(list(MARKS)), strict=True))
+QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def _text(words: Any, text: dict[str, Any], kind: str) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    return {**TEXT, "model_type": kind, "vocab_size": len(words), "rope_parameters": rope, **text}
+def _qwen(name: str, text_type: str, vision: dict[str, Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    def config(words: Any, text: dict[str, Any]) -> Any:
+        names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+        ids = dict(zip(names, words.convert_tokens_to_ids(list(QWEN_MARKS)), strict=True))
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        text = {"model_type": text_type, "rope_parameters": rope, **text}
+        kind = getattr(transformers, name)
+        return kind(text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
+
+    return config
 
 
-def _qwen2_5_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers import Qwen2_5_VLConfig
+def _two_parts(
+    name: str, text_type: str, vision: dict[str, Any], mark: str, **more: Any
+) -> Callable[[Any, dict[str, Any]], Any]:
+    """The config of a model whose only token for pictures is `mark`."""
 
-    vision = {
-        **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
-        **{"fullatt_block_indexes": [1], "patch_size": 14, "window_size": 56},
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=_text(words, text, "qwen2_5_vl_text"), vision_config=vision, **_ids(words), tie_word_embeddings=True
+    def config(words: Any, text: dict[str, Any]) -> Any:
+        text = {"model_type": text_type, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **text}
+        number = words.convert_tokens_to_ids(mark)
+        return getattr(transformers, name)(text_config=text, vision_config=vision, image_token_id=number, **more)
+
+    return config
+
+
+def _qwen_family(config: Callable[[Any, dict[str, Any]], Any], patch: int = 14) -> SmallFamily:
+    return SmallFamily(
+        config=config,
+        images=Qwen2VLImageProcessorPil(patch_size=patch),
+        place="<|vision_start|><|image_pad|><|vision_end|>",
+        marks=QWEN_MARKS,
     )
-    return config, Qwen2VLImageProcessorPil()
 
 
-def _qwen2_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers import Qwen2VLConfig
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+_CLIP = {"model_type": "clip_vision_model", **_SIZES, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+_PIXTRAL = {"model_type": "pixtral", **_SIZES, "head_dim": 16, "image_size": 140, "patch_size": 14}
+_CROPS = {**_SIZES, "image_size": 32, "patch_size": 8}
+_LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84]]
+_IMG = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_INTERN = {
+    **{"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    "video_token": "<video>",
+}
+_IDEFICS = (
+    *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+_CROP_SIZES: dict[str, Any] = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 
-    vision = {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14}
-    config = Qwen2VLConfig(
-        text_config=_text(words, text, "qwen2_vl_text"), vision_config=vision, **_ids(words), tie_word_embeddings=True
+
+def _pixtral(name: str, merge: int, **more: Any) -> SmallFamily:
+    return SmallFamily(
+        config=_two_parts(name, "mistral", _PIXTRAL, "[IMG]", **more),
+        images=PixtralImageProcessorPil(patch_size=14, size={"longest_edge": 140}),
+        place="[IMG]",
+        marks=_IMG,
+        processor={"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": merge},
     )
-    return config, Qwen2VLImageProcessorPil()
 
 
-def _qwen3_vl(words: Any, text: dict[str, Any]) -> tuple[Any, Any]:
-    from transformers import Qwen3VLConfig
-
-    vision = {
-        **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
-        **{"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-    }
-    config = Qwen3VLConfig(
-        text_config=_text(words, text, "qwen3_vl_text"), vision_config=vision, **_ids(words), tie_word_embeddings=True
+def _idefics(name: str, processor: str, images: Any) -> SmallFamily:
+    return SmallFamily(
+        config=_two_parts(name, "llama", _CROPS, "<image>", scale_factor=2, pad_token_id=0),
+        images=images,
+        place="<image>",
+        marks=_IDEFICS,
+        processor={"processor_class": processor, "image_seq_len": 4},
     )
-    return config, Qwen2VLImageProcessorPil(patch_size=16)
 
 
-FAMILIES: dict[str, Any] = {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}
-"""Config and image processor of a small model, by family."""
+FAMILIES: dict[str, SmallFamily] = {
+    "qwen2_5_vl": _qwen_family(
+        _qwen(
+            "Qwen2_5_VLConfig",
+            "qwen2_5_vl_text",
+            {
+                **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+                **{"fullatt_block_indexes": [1], "patch_size": 14, "window_size": 56},
+            },
+        )
+    ),
+    "qwen2_vl": _qwen_family(
+        _qwen(
+            "Qwen2VLConfig",
+            "qwen2_vl_text",
+            {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14},
+        )
+    ),
+    "qwen3_vl": _qwen_family(
+        _qwen(
+            "Qwen3VLConfig",
+            "qwen3_vl_text",
+            {
+                **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+                **{"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+            },
+        ),
+        patch=16,
+    ),
+    "llava": SmallFamily(
+        config=_two_parts("LlavaConfig", "llama", _CLIP, "<image>", image_seq_length=4),
+        images=LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        place="<image>\n",
+        marks=("<image>",),
+        processor={"processor_class": "LlavaProcessor", **_LLAVA},
+    ),
+    "llava_next": SmallFamily(
+        config=_two_parts("LlavaNextConfig", "llama", _CLIP, "<image>", image_grid_pinpoints=_PINPOINTS),
+        images=LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_PINPOINTS
+        ),
+        place="<image>\n",
+        marks=("<image>",),
+        processor={"processor_class": "LlavaNextProcessor", **_LLAVA},
+    ),
+    "pixtral": _pixtral(
+        "LlavaConfig", 1, vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1
+    ),
+    "mistral3": _pixtral("Mistral3Config", 2, spatial_merge_size=2),
+    "internvl": SmallFamily(
+        config=_two_parts(
+            "InternVLConfig",
+            "qwen2",
+            {**_SIZES, "image_size": [28, 28], "patch_size": [7, 7]},
+            "<IMG_CONTEXT>",
+            image_seq_length=4,
+        ),
+        images=GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}),
+        place="<IMG_CONTEXT>\n",
+        marks=tuple(_INTERN.values()),
+        named=_INTERN,
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    ),
+    "smolvlm": _idefics("SmolVLMConfig", "SmolVLMProcessor", SmolVLMImageProcessorPil(**_CROP_SIZES)),
+    "idefics3": _idefics("Idefics3Config", "Idefics3Processor", Idefics3ImageProcessorPil(**_CROP_SIZES)),
+}
+"""How the small model of each family is made."""

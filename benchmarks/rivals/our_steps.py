@@ -21,7 +21,8 @@ import torch
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.step.batches import Batch, load
+from lean_finetune.step.batch_stream import load
+from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.train.checkpoint.checkpointer import CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun

@@ -12,6 +12,8 @@ CompressActivations = Literal["none", "fp8", "int8"]
 OffloadState = Literal["none", "optimizer", "parameters"]
 OffloadTo = Literal["cpu", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
+"""Modes in which every GPU stores a shard of each weight."""
 FusedKernels = Literal["none", "liger", "fla"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str

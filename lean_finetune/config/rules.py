@@ -8,7 +8,7 @@ from typing import Any
 from cuda_memory.units import round_up
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
-from lean_finetune.config.field_types import HUB_PREFIX, Sharding
+from lean_finetune.config.field_types import HUB_PREFIX, SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.rule import Rule, needs
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError, shortened
@@ -213,8 +213,6 @@ def check_heldout_readers(params: Params) -> None:
 
 # Rules of params.yaml for runs on several GPUs: one row for each pair of settings that does not work.
 
-SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
-"""Modes in which every GPU stores a shard of each weight."""
 GATHERED_LAYERS: frozenset[Sharding] = frozenset({"zero3", "hsdp"})
 """Modes in which a layer's full weights exist only while it computes."""
 

@@ -8,6 +8,7 @@ from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.field_types import (
     ALL_LINEAR,
+    SPLIT_WEIGHTS,
     AnyPrecision,
     AttentionName,
     CompressActivations,
@@ -255,6 +256,11 @@ class Train(BaseWeights):
     def layout(self, gpus: int) -> ParallelLayout:
         """The mesh of so many GPUs; dimension `data` is what the others leave."""
         return ParallelLayout.of(gpus, self.context_parallel, self.tensor_parallel, self.pipeline_stages)
+
+    @property
+    def runs_towers_together(self) -> bool:
+        """Whether processes must run a model's parts for pictures together: they share its weights or gradients."""
+        return self.sharding in SPLIT_WEIGHTS or (self.vision, self.projector) != ("frozen", "frozen")
 
     def sharding_on(self, gpus: int) -> Sharding:
         """How so many GPUs share weights. One that fetches its layers from the host does so as zero3."""

@@ -24,6 +24,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.tensor_shards import TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
+from lean_finetune.model.pictures.picture_config import part_of_pictures
 from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -115,6 +116,8 @@ class ShardedModel(ParallelModel):
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_micro_batch = sum_every_micro_batch
+        # Torch loses a part's gradients where the step's last micro-batch does not reach it: one without pictures.
+        self._sum_between_groups_every_time = any(part_of_pictures(name) for name, _ in named_trained(model))
         layers = layers_to_shard(model)
         check_same_shapes(model, world, device)
         pinned = device.type == "cuda"
@@ -153,7 +156,7 @@ class ShardedModel(ParallelModel):
         """See ParallelModel."""
         self._root.set_requires_gradient_sync(last or self._sum_every_micro_batch)
         # Groups with the same shards (hsdp) sum theirs once a step, at its end.
-        self._root.set_requires_all_reduce(last)
+        self._root.set_requires_all_reduce(last or self._sum_between_groups_every_time)
         return nullcontext()
 
     def trained_parameters(self) -> NamedParameters:

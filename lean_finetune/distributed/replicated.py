@@ -20,6 +20,7 @@ from torch import nn
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
+from lean_finetune.model.pictures.picture_config import part_of_pictures
 from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, ShardSlice, named_trained
 
 PACKED_BYTES = 2**20
@@ -125,7 +126,7 @@ class GradientReducer:
         try:
             yield
             while self._unsent:  # Gradients that only earlier backwards reached.
-                self._works.append(self._unsent.popleft().send())
+                self._send_first()
             for work in self._works:
                 work.wait()
         finally:
@@ -136,7 +137,11 @@ class GradientReducer:
         """Backward has computed a gradient: send every bucket whose turn has come."""
         bucket.missing -= 1
         while self._unsent and not self._unsent[0].missing:
-            self._works.append(self._unsent.popleft().send())
+            self._send_first()
+
+    def _send_first(self) -> None:
+        if (work := self._unsent.popleft().send()) is not None:
+            self._works.append(work)
 
 
 class _Bucket:
@@ -147,25 +152,30 @@ class _Bucket:
         self.missing = 0
         self._group = group
 
-    def send(self) -> dist.Work:
+    def send(self) -> dist.Work | None:
         """Start the all-reduce: of a single gradient in place, of several in a tensor of which they become views.
+
+        None if there is no gradient: in a step without pictures, of the parts for pictures.
 
         Raises:
             UserError: a gradient is missing.
         """
+        reached = [parameter for _, parameter in self.parameters if parameter.grad is not None]
         for name, parameter in self.parameters:
-            if parameter.grad is None:
+            if parameter.grad is None and not part_of_pictures(name):
                 raise UserError(
                     f"train.sharding: ddp and zero1 sum the gradients of all trained tensors; {name} got none in this "
                     "step; set hardware.num_gpus=1, or adapt other modules (train.lora.targets)"
                 )
-        gradients = [cast(torch.Tensor, parameter.grad) for _, parameter in self.parameters]
+        if not reached:
+            return None
+        gradients = [cast(torch.Tensor, parameter.grad) for parameter in reached]
         # Flat views in memory order; autograd gives a gradient the strides of its parameter.
         flat = [gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients]
         sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         if len(flat) > 1:
             packed = sent.split([part.numel() for part in flat])
-            for (_, parameter), gradient, part in zip(self.parameters, gradients, packed, strict=True):
+            for parameter, gradient, part in zip(reached, gradients, packed, strict=True):
                 parameter.grad = part.as_strided(gradient.shape, gradient.stride())
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
@@ -175,7 +185,8 @@ class _Bucket:
 def sum_gradients(trained: NamedParameters, group: dist.ProcessGroup) -> None:
     """Sum gradients over a group after backward; raises UserError if one is missing."""
     for parameters in gradient_buckets(trained):
-        _Bucket(parameters, group).send().wait()
+        if (work := _Bucket(parameters, group).send()) is not None:
+            work.wait()
 
 
 def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:

@@ -10,9 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lean_finetune.config.field_types import Method
+from lean_finetune.config.field_types import SPLIT_WEIGHTS, Method
 from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
-from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.context_parallel import HeadExchange

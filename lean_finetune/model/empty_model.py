@@ -31,6 +31,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
+from lean_finetune.model.pictures.full_masks import full_or_mask
 from lean_finetune.model.pictures.picture_config import takes_pictures
 from lean_finetune.model.pictures.picture_parts import WithPictures, parts_beside_text, vision_parts
 from lean_finetune.model.recurrent.packed_layers import of_packed_rows
@@ -163,7 +164,11 @@ def stored_left_out(model: PreTrainedModel, stored: Mapping[str, FileTensor]) ->
 
 # Build models without weights from their config.
 
-REPLACED = {"mamba_selective_scan": selective_scan, "FalconLinear": nn.Linear}
+REPLACED = {
+    "mamba_selective_scan": selective_scan,
+    "FalconLinear": nn.Linear,
+    "create_bidirectional_mask": full_or_mask,
+}
 """What families' code uses in place of its own, by its name there: bitsandbytes packs no layers of Falcon's class."""
 
 

@@ -126,6 +126,8 @@ class MicroBatch:
     """What its rows are; of labelled rows, they are those with the labels, of even numbers."""
     pictures: tuple[Sizes, ...] = ()
     """The sizes of the pictures of each row; empty if no row has one."""
+    beside_pictures: bool = False
+    """Whether its GPU runs the tower for no row of its own: see `Plan.towers_together`."""
 
     @property
     def padded_tokens(self) -> int:
@@ -159,6 +161,12 @@ class Plan:
     """What its rows are."""
     pictures: RowPictures | None = None
     """Of all training rows; None if they are text alone. Not part of the file."""
+    towers_together: bool = False
+    """Whether GPUs without pictures run the vision tower while others do (`Train.runs_towers_together`). Not part of
+    the file."""
+    beside: np.ndarray | None = None
+    """`beside_pictures` of the plan of one GPU of several, bool; None: it follows from the plan. Not part of the
+    file."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -223,6 +231,17 @@ class Plan:
         """First micro-batch of each step, and the end of the last one, int64."""
         return np.searchsorted(self.step, np.arange(self.step[0], self.step[-1] + 2))
 
+    @cached_property
+    def beside_pictures(self) -> np.ndarray:
+        """Whether a micro-batch is without pictures and another GPU's of the same turn is not, bool."""
+        if self.beside is not None:
+            return self.beside
+        if self.pictures is None or not self.towers_together:
+            return np.zeros(len(self), bool)
+        shows = sums_between(self.pictures.patches[self.rows] > 0, self.bounds) > 0
+        in_turn = np.logical_or.reduceat(shows, np.arange(0, len(self), self.ranks))
+        return np.repeat(in_turn, self.ranks)[: len(self)] & ~shows
+
     @property
     def steps(self) -> "StepViews":
         """The optimizer steps as a lazy sequence of lists of micro-batches."""
@@ -242,6 +261,7 @@ class Plan:
             flat=self.flat,
             kind=self.kind,
             pictures=self.pictures,
+            beside=self.beside_pictures[own],
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
@@ -253,6 +273,7 @@ class Plan:
             flat=self.flat,
             kind=self.kind,
             pictures=() if self.pictures is None else self.pictures.of_rows(rows),
+            beside_pictures=bool(self.beside_pictures[number]),
         )
 
 
@@ -400,7 +421,8 @@ def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bo
     if chunk and padding is not None:
         figures.append((sums_between(-(-lengths[plan.rows] // chunk), plan.bounds) + -(-padding // chunk)) * chunk)
     if plan.pictures is not None:
-        figures.append(sums_between(plan.pictures.patches[plan.rows], plan.bounds))
+        patches = sums_between(plan.pictures.patches[plan.rows], plan.bounds)
+        figures.append(np.maximum(patches, plan.beside_pictures))  # A blank picture has the fewest patches of all.
     return np.stack(figures, axis=1)
 
 

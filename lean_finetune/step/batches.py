@@ -1,11 +1,8 @@
-"""Micro-batches as tensors, and the threads that make them ahead of the step."""
+"""Micro-batches as tensors."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,8 +11,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch, Plan
-from lean_finetune.plan.bucketed import split_micro_batches
+from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
 from lean_finetune.plan.row_pictures import Sizes
 from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
@@ -80,6 +76,8 @@ class Batch:
     """What objectives of preferences need; None for others."""
     pictures: PictureTensors | None = None
     """The model's arguments for the pictures of the rows; None if no row has one."""
+    blank: PictureTensors | None = None
+    """The arguments of the vision tower for a picture of no row, if it runs beside the towers of other processes."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -92,14 +90,17 @@ class Batch:
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
             answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
-            pictures=self.pictures and {name: _moved(value, device) for name, value in self.pictures.items()},
+            pictures=_moved(self.pictures, device),
+            blank=_moved(self.blank, device),
         )
 
 
-def _moved(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of pictures on the device: on a CPU too a new one, since its memory meter must count the pixels."""
-    moved = value.to(device, non_blocking=value.is_pinned())
-    return moved.clone() if moved is value else moved
+def _moved(pictures: PictureTensors | None, device: torch.device | str) -> PictureTensors | None:
+    """Pictures on the device: on a CPU too new tensors, since its memory meter must count the pixels."""
+    if pictures is None:
+        return None
+    moved = {name: value.to(device, non_blocking=value.is_pinned()) for name, value in pictures.items()}
+    return {name: value.clone() if value is pictures[name] else value for name, value in moved.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,8 @@ class BatchShape:
     """What its rows are."""
     pictures: tuple[Sizes, ...] = ()
     """Height and width in pixels of each picture of each row; empty if no row has one."""
+    beside_pictures: bool = False
+    """Whether the vision tower runs for no row, as other processes' do."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -143,6 +146,7 @@ class BatchShape:
             packed_lengths=joined,
             kind=micro_batch.kind,
             pictures=micro_batch.pictures,
+            beside_pictures=micro_batch.beside_pictures,
         )
 
 
@@ -281,8 +285,9 @@ def read_batch(
         UserError: the plan was made for other tokens.
     """
     rows = micro_batch.rows
+    blank = blank_picture(tokens, pin_memory=pin_memory) if micro_batch.beside_pictures else None
     if not len(rows):
-        return idle_batch(pad_id, part)
+        return replace(idle_batch(pad_id, part), blank=blank)
     fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
     if fits:
         needed = tokens.lengths[rows].sum() if micro_batch.flat else tokens.lengths[rows].max()
@@ -297,7 +302,7 @@ def read_batch(
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
     if micro_batch.kind is not RowKind.ANSWER:
         batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
-    batch = with_pictures(batch, tokens, rows, pin_memory=pin_memory)
+    batch = replace(with_pictures(batch, tokens, rows, pin_memory=pin_memory), blank=blank)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
@@ -312,7 +317,18 @@ def with_pictures(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memo
     assert tokens.picture_inputs is not None, "the model takes no pictures"
     pictures = [[tokens.picture_files.open(one) for one in of_row] for of_row in hashes]
     made = tokens.picture_inputs.tensors(batch.input_ids_BT, pictures)
-    return replace(batch, pictures={name: value.pin_memory() for name, value in made.items()} if pin_memory else made)
+    return replace(batch, pictures=_pinned(made) if pin_memory else made)
+
+
+def blank_picture(tokens: TokenRows, *, pin_memory: bool = False) -> PictureTensors:
+    """The arguments of the vision tower for a picture of no row."""
+    assert tokens.picture_inputs is not None, "the model takes no pictures"
+    made = tokens.picture_inputs.blank
+    return _pinned(made) if pin_memory else made
+
+
+def _pinned(pictures: PictureTensors) -> PictureTensors:
+    return {name: value.pin_memory() for name, value in pictures.items()}
 
 
 def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:
@@ -379,122 +395,3 @@ def empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
     labelled = shape.kind is RowKind.LABELLED
     desirable_R = torch.empty(rows, dtype=torch.bool, device=device) if labelled else None
     return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R, desirable_R=desirable_R)
-
-
-# Load the micro-batches of a plan in order, read ahead by threads.
-
-BATCHES_AHEAD = 2
-"""Batches in flight per thread: one in the making and one ready. Each takes about 100 bytes of RAM per token."""
-
-
-def load(
-    tokens: TokenRows,
-    plan: Plan,
-    *,
-    start_step: int = 0,
-    rank: int = 0,
-    pad_id: int,
-    pin_memory: bool = False,
-    threads: int = 0,
-    max_tokens: int | None = None,
-    part: TokenPart | None = None,
-) -> Generator[Batch]:
-    """Yield the batches of one rank in the plan's order.
-
-    Of labelled rows, a step's batches of mismatched answers come before all others.
-
-    Order and bytes do not depend on `threads`, which read ahead; with 0 each batch is made when it is needed. Nothing
-    before `start_step` is read. Micro-batches of more than `max_tokens` padded tokens are split. A micro-batch without
-    rows becomes a row of padding. With a `part`, batches have that part of their tokens. Close the iterator to end its
-    threads early.
-
-    Raises:
-        UserError: at the batch concerned: the plan was made for other tokens, or the tokens are damaged.
-    """
-    own = (own_micro_batches(tokens, plan, step, rank, max_tokens) for step in range(start_step, len(plan.steps)))
-    planned = chain.from_iterable(_with_mismatches(tokens, one) if plan.mismatched else one for one in own)
-    read = partial(read_batch, tokens, pad_id=pad_id, pin_memory=pin_memory, part=part)
-    return _read_ahead(read, planned, threads) if threads else (read(micro_batch) for micro_batch in planned)
-
-
-def own_micro_batches(tokens: TokenRows, plan: Plan, step: int, rank: int, max_tokens: int | None) -> list[MicroBatch]:
-    """The micro-batches of one rank in a step; micro-batches of more than `max_tokens` padded tokens are split."""
-    own = [one for one in plan.steps[step] if one.rank == rank]
-    return own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
-
-
-def _with_mismatches(tokens: TokenRows, own: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches of labelled rows behind those of their mismatched answers, which may need longer joined ones."""
-    mismatched = []
-    for one in own:
-        rows = one.rows + 1
-        length = max(one.length, int(tokens.lengths[rows].sum())) if one.flat else one.length
-        supervised = int(tokens.supervised[rows].sum())
-        mismatched.append(replace(one, rows=rows, length=length, supervised=supervised))
-    return [*mismatched, *own]
-
-
-def _read_ahead(read: Callable[[MicroBatch], Batch], planned: Iterator[MicroBatch], threads: int) -> Generator[Batch]:
-    """Make batches in threads and yield them in order."""
-    waiting: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="loader") as pool:
-        try:
-            for micro_batch in planned:
-                waiting.append(pool.submit(read, micro_batch))
-                if len(waiting) > threads * BATCHES_AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            # Else the pool would make all batches that were asked for before it ends.
-            for future in waiting:
-                future.cancel()
-
-
-class BatchStream:
-    """The batches of one process, step by step in order. Close it to end its reader threads."""
-
-    def __init__(
-        self,
-        rows: TokenRows,
-        plan: Plan,
-        *,
-        start_step: int,
-        rank: int,
-        pad_id: int,
-        pin_memory: bool,
-        threads: int,
-        part: TokenPart | None = None,
-    ):
-        """Start reading ahead at a step; arguments as `load`."""
-        self._rows, self._plan, self._rank = rows, plan, rank
-        self._load = partial(
-            load, rows, plan, rank=rank, pad_id=pad_id, pin_memory=pin_memory, threads=threads, part=part
-        )
-        self._batches: Generator[Batch] = self._load(start_step=start_step)
-        self._max_tokens: int | None = None
-
-    def step(self, step: int) -> tuple[list[MicroBatch], Iterator[Batch]]:
-        """Return this process's micro-batches of the next step, and an iterator over their tensors.
-
-        Of labelled rows, as many batches of mismatched answers come before them.
-
-        Raises:
-            UserError: from the iterator: the plan was made for other tokens, or the token files are damaged.
-        """
-        micro_batches = own_micro_batches(self._rows, self._plan, step, self._rank, self._max_tokens)
-        return micro_batches, islice(self._batches, len(micro_batches) * (2 if self._plan.mismatched else 1))
-
-    def split(self, step: int, max_tokens: int) -> None:
-        """Restart at `step` with at most `max_tokens` padded tokens in a micro-batch of several rows.
-
-        This applies to all later steps: their micro-batches are as large and would fail first.
-        """
-        # What was read ahead has the old sizes.
-        self._batches.close()
-        self._max_tokens = max_tokens
-        self._batches = self._load(start_step=step, max_tokens=max_tokens)
-
-    def close(self) -> None:
-        """End the reader threads."""
-        self._batches.close()

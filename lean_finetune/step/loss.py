@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
@@ -24,9 +25,9 @@ from lean_finetune.model.model_config import (
     rows_see_each_other,
     tokens_seen_outside_attention,
 )
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.parallel_model import OtherStage
 from lean_finetune.step.preference_loss import PreferenceLoss
 
@@ -69,11 +70,13 @@ def _decoder_output(
     positions_BT: torch.Tensor | None,
     exchange: TokenExchange | None,
     pictures: PictureTensors | None,
+    blank: PictureTensors | None = None,
     **more: bool,
 ) -> Any:
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
 
-    With `pictures`, of the complete model without its head.
+    With `pictures`, of the complete model without its head. With `blank`, after its parts for pictures have run for
+    this picture of no row.
 
     Raises:
         UserError: the family's code takes no positions, or does not pass the packed rows, or the exchange of divided
@@ -86,8 +89,12 @@ def _decoder_output(
         raise tokens_seen_outside_attention(name)
     if packed_rows is not None and not takes_positions and has_attention(lm.config):
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
+    inputs: dict[str, torch.Tensor] = {"input_ids": input_ids_BT}
+    if blank is not None and (beside := _tower_beside_others(lm, blank)).requires_grad:
+        # Backward must reach the tower through the decoder, as for real pictures: FSDP sums gradients in this order.
+        inputs = {"inputs_embeds": lm.get_input_embeddings()(input_ids_BT) + beside}
     with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
-        output = decoder(input_ids=input_ids_BT, use_cache=False, **{**(pictures or {}), **arguments}, **more)
+        output = decoder(**inputs, use_cache=False, **{**(pictures or {}), **arguments}, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
     return output
@@ -121,7 +128,7 @@ def summed_loss(
     more = {"output_router_logits": True} if router_aux_loss else {}
     with nullcontext() if offload is None else offload.saving(lm):
         output = _decoder_output(
-            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, **more
+            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.pictures, batch.blank, **more
         )
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
@@ -139,6 +146,19 @@ def summed_loss(
         weight = router_aux_loss * len(batch.supervised_index_N) / divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
     return loss
+
+
+def _tower_beside_others(lm: PreTrainedModel, blank: PictureTensors) -> torch.Tensor:
+    """Run the vision tower for a picture of no row; returns 0, from which backward gives it gradients of 0.
+
+    Sharded weights are gathered, and gradients summed, by all processes that share them or by none.
+    """
+    model: Any = lm.base_model
+    output = model.get_image_features(**blank, return_dict=True)
+    features = tree_iter((output.pooler_output, getattr(output, "deepstack_features", None)))
+    # An empty part of them: a product with 0 would not be 0 for features that are not finite.
+    parts = [each.flatten()[:0].sum().float() for each in features if isinstance(each, torch.Tensor)]
+    return torch.stack(parts).sum()
 
 
 def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:

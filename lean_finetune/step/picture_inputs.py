@@ -4,6 +4,7 @@ Shape legend: B rows of the micro-batch, T padded length in tokens.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from inspect import isfunction, signature
 from pathlib import Path
 from types import MethodType
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModel, PretrainedConfig
 
-from lean_finetune.data.pictures.families import Size
-from lean_finetune.data.pictures.processor import PictureProcessor, blank
+from lean_finetune.data.pictures.families import Size, blank
+from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 PictureTensors = dict[str, torch.Tensor]
 """Arguments of the model by name: pixel_values and others of its family, and position_ids if pictures change them."""
 
+SMALLEST = Size(28, 28)
+"""Of a picture of no row; processors make it larger where they have a limit."""
+
 
 class PictureInputs:
     """Makes the arguments of a model for the pictures of its rows."""
@@ -29,8 +33,13 @@ class PictureInputs:
     def __init__(self, processor: PictureProcessor, config: PretrainedConfig):
         """`processor` and `config` are the model's own."""
         self._processor, self._config = processor, config
-        self._image_token_id: int = config.image_token_id
+        self.image_token_id: int = config.image_token_id
         self._model: Any = AutoModel._model_mapping[type(config)]
+
+    @property
+    def drops_zeros(self) -> bool:
+        """Whether the model looks for crops of zeros, as `PictureFamily.drops_zeros`."""
+        return self._processor.drops_zeros
 
     def tensors(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
         """The arguments for rows of token ids, int64, and the pictures of each row, in RGB.
@@ -43,6 +52,11 @@ class PictureInputs:
             made["position_ids"] = self._positions(ids_BT, made)
         return made
 
+    @cached_property
+    def blank(self) -> PictureTensors:
+        """The arguments of the tower for one small black picture, of no row."""
+        return self._processor.arguments([[blank(SMALLEST)]])
+
     def for_generation(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
         """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
         made: PictureTensors = self._processor.arguments(pictures)
@@ -52,7 +66,7 @@ class PictureInputs:
         """Which tokens pictures fill, for models that ask for it."""
         if "mm_token_type_ids" not in signature(self._model.forward).parameters:
             return {}
-        return {"mm_token_type_ids": (ids_BT == self._image_token_id).int()}
+        return {"mm_token_type_ids": (ids_BT == self.image_token_id).int()}
 
     def of_shapes(self, ids_BT: torch.Tensor, sizes: Sequence[Sequence[tuple[int, int]]]) -> PictureTensors:
         """The arguments for black pictures of these sizes, whose tokens are put into `ids_BT` in place."""
@@ -61,7 +75,7 @@ class PictureInputs:
             place = 0
             for size in of_row:
                 count = self.tokens(Size(*size))
-                ids[row, place : place + count] = self._image_token_id
+                ids[row, place : place + count] = self.image_token_id
                 place += count + 1  # Another token parts two pictures, as in every family's text.
         return self.tensors(ids_BT, [[blank(Size(*size)) for size in of_row] for of_row in sizes])
 
@@ -75,7 +89,7 @@ class PictureInputs:
         wanted = signature(self._model.get_rope_index).parameters
         arguments = {
             "input_ids": ids_BT,
-            "mm_token_type_ids": (ids_BT == self._image_token_id).int(),
+            "mm_token_type_ids": (ids_BT == self.image_token_id).int(),
             "image_grid_thw": made["image_grid_thw"],
         }
         positions_3BT: torch.Tensor

@@ -20,11 +20,12 @@ from cuda_memory.units import counted
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import counting_rows, expert_load, forget_rows
+from lean_finetune.model.pictures.picture_config import part_of_pictures
 from lean_finetune.model.precision import autocast
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss, token_losses
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences
 
@@ -296,14 +297,20 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(parallel: ParallelModel) -> None:
+def refuse_dead_adapters(parallel: ParallelModel, *, pictures: bool) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
+
+    `pictures`: whether the step has any; without, those of the parts for pictures have none.
 
     Raises:
         UserError: naming the first such layer.
     """
     # B alone: the gradient of A is zero as long as B is, as at the start of a run.
-    adapters = {name: parameter for name, parameter in parallel.trained_parameters() if "lora_B." in name}
+    adapters = {
+        name: parameter
+        for name, parameter in parallel.trained_parameters()
+        if "lora_B." in name and (pictures or not part_of_pictures(name))
+    }
     alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
     for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):
         if not is_alive:

@@ -10,7 +10,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import refuse_context_parallel, refuse_long_rows, refuse_packed_rows
 from lean_finetune.model.pictures.picture_config import takes_pictures
-from lean_finetune.step.activation_offload import refuse_offload
+from lean_finetune.step.offload.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
 from lean_finetune.step.training_step import refuse_in_backward
 
@@ -60,17 +60,17 @@ def refuse_parts(train: Train, config: PretrainedConfig) -> None:
             if mode != "frozen":
                 raise UserError(f"train.{name}: has an effect only on rows with images; got {mode}; set it to frozen")
         return
-    given = {
-        "sharding": (train.sharding, "none"),
-        "context_parallel": (train.context_parallel, 1),
-        "tensor_parallel": (train.tensor_parallel, 1),
-        "pipeline_stages": (train.pipeline_stages, 1),
-        "offload": (train.offload if train.offload == "parameters" else "none", "none"),
-        "sequence_tiles": (train.sequence_tiles, None),
+    given: dict[str, tuple[object, object, str]] = {
+        "context_parallel": (train.context_parallel, 1, "would divide a picture's tokens among GPUs"),
+        "tensor_parallel": (train.tensor_parallel, 1, "divides the products of the language model alone"),
+        "pipeline_stages": (train.pipeline_stages, 1, "has no stage for a vision tower"),
+        "offload": (train.offload if train.offload == "parameters" else "none", "none", NOT_TRIED),
+        "sequence_tiles": (train.sequence_tiles, None, NOT_TRIED),
     }
-    for name, (value, usual) in given.items():
+    for name, (value, usual, reason) in given.items():
         if value != usual:
             remedy = "leave it blank" if usual is None else f"set it to {usual}"
-            if name == "sharding":
-                remedy += ", and hardware.num_gpus=1"
-            raise UserError(f"train.{name}: was not tried with rows that have images; got {value}; {remedy}")
+            raise UserError(f"train.{name}: {reason}; got {value} and rows with images; {remedy}")
+
+
+NOT_TRIED = "was not tried with a vision tower"

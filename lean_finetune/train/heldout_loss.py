@@ -16,6 +16,7 @@ from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.batches import (
     Batch,
     TokenPart,
+    blank_picture,
     collate,
     idle_batch,
     part_of,
@@ -24,6 +25,7 @@ from lean_finetune.step.batches import (
 )
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import Diverged
@@ -65,7 +67,18 @@ class HeldoutLosses:
         if preference_loss is not None and preference_loss.step.has_mismatches:
             mismatched = batches(mismatched=True)
             estimate_divergence(parallel, mismatched, job.pad_id, job.train, chunk, job.device, preference_loss)
-        loss = heldout_loss(parallel, batches(), job.pad_id, job.train, chunk, job.device, job.part, preference_loss)
+        together = job.heldout.picture_inputs is not None and job.train.runs_towers_together
+        loss = heldout_loss(
+            parallel,
+            batches(),
+            job.pad_id,
+            job.train,
+            chunk,
+            job.device,
+            job.part,
+            preference_loss,
+            blank=blank_picture(job.heldout) if together else None,
+        )
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
@@ -131,14 +144,22 @@ def heldout_batches(
 
 
 def own_batches(
-    parallel: ParallelModel, batches: Iterator[Batch], idle: Batch, device: torch.device
+    parallel: ParallelModel,
+    batches: Iterator[Batch],
+    idle: Batch,
+    device: torch.device,
+    blank: PictureTensors | None = None,
 ) -> Iterator[Batch]:
     """This process's batches on the device: those of its index in dimension `data` of the layout.
 
-    Every process takes all batches, so all make equally many passes: each gathers sharded weights.
+    Every process takes all batches, so all make equally many passes: each gathers sharded weights. With `blank`, also
+    those of the vision tower, which processes without pictures run for this picture of no row.
     """
     while group := list(islice(batches, parallel.layout.data)):
-        yield (group[parallel.place.data] if parallel.place.data < len(group) else idle).to(device)
+        own = group[parallel.place.data] if parallel.place.data < len(group) else idle
+        if own.pictures is None and any(batch.pictures is not None for batch in group):
+            own = replace(own, blank=blank)
+        yield own.to(device)
 
 
 @torch.no_grad()
@@ -170,10 +191,11 @@ def heldout_loss(
     device: torch.device,
     part: TokenPart | None = None,
     preference_loss: PreferenceLoss | None = None,
+    blank: PictureTensors | None = None,
 ) -> float:
     """Return the mean cross-entropy per trained token over held-out batches, without dropout.
 
-    With a `preference_loss`, the loss of all its rows, which are those of the batches.
+    With a `preference_loss`, the loss of all its rows, which are those of the batches. `blank` as of `own_batches`.
     All processes call this with all batches; each computes those of its index in dimension `data` of the layout.
     """
     parallel.model.eval()
@@ -181,7 +203,7 @@ def heldout_loss(
     tokens = 0
     with autocast(train, device.type):
         compute = partial(summed_loss, chunk=chunk, exchange=parallel.exchange, preference_loss=preference_loss)
-        for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device):
+        for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device, blank):
             loss = parallel.run(partial(compute, batch=batch))
             if parallel.computes_loss:
                 summed += loss

@@ -39,8 +39,8 @@ from lean_finetune.pinning.locate import (
 )
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
-from lean_finetune.step.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.batches import TokenPart, token_part
+from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.picture_inputs import read_picture_inputs
@@ -356,4 +356,4 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     rows = TokenRows(paths.tokens, "train", params.train.row_kind)
     refuse_other_tokens(plan, rows.lengths)
     refuse_other_objective(plan, params.train.row_kind)
-    return replace(plan, pictures=rows.pictures), rows
+    return replace(plan, pictures=rows.pictures, towers_together=params.train.runs_towers_together), rows

@@ -12,7 +12,8 @@ import torch
 
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.batches import Batch, BatchStream
+from lean_finetune.step.batch_stream import BatchStream
+from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.parallel_model import ParallelModel
@@ -215,7 +216,7 @@ class Trainer:
         """Stop before an update that would break the weights, or if an adapter would never train."""
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
-            refuse_dead_adapters(parallel)
+            refuse_dead_adapters(parallel, pictures=any(one.pictures for one in micro_batches))
 
     def load(self) -> tuple[TrainingRun, HostPeak]:
         """Load the model and create its optimizer with all its state; then seed dropout."""

@@ -16,12 +16,13 @@ from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.step.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
+from lean_finetune.step.offload.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
+from tests.distributed.picture_rows import picture_batches
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 
@@ -64,6 +65,8 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     """Directory of an adapter that goes on."""
+    pictures: bool = False
+    """Whether some rows have pictures, in every second step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +182,22 @@ def learn(case: Case, world: World) -> Outcome:
     disk = optim.pop("disk", None)
     layout = layout_of(case, world.size)
     adapter = None if case.adapter is None else Path(case.adapter)
-    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, stage_layers=case.stages)
+    parts: dict[str, Any] = {"pictures": case.pictures, "stage_layers": case.stages}
+    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, **parts)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
     scaler = LossScaler() if train.scales_loss else None
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
     offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
+    every_second: list[Batch] | None = None
+    if case.pictures:
+        (batches, supervised), (every_second, _) = (
+            picture_batches(
+                case.directory, case.sizes, layout, world.rank, shown=shown, together=train.runs_towers_together
+            )
+            for shown in (True, False)
+        )
     preferences, mismatched = preferences_of(train), list[Batch]()
     if preferences is not None:
         batches = with_answers(case, layout, world.rank)
@@ -195,7 +207,7 @@ def learn(case: Case, world: World) -> Outcome:
         training_step(
             parallel.local_shard,
             optimizer,
-            iter(batches),
+            iter(batches if step % 2 == 0 or every_second is None else every_second),
             supervised_tokens=supervised,
             train=train,
             foreach=False,
@@ -208,7 +220,7 @@ def learn(case: Case, world: World) -> Outcome:
             preferences=preferences,
             mismatched=iter(mismatched),
         )
-        for _ in range(case.steps)
+        for step in range(case.steps)
     ]
     return Outcome(
         losses=[result.loss.item() for result in results],

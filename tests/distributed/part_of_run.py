@@ -28,6 +28,8 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from tests.small_model import CPU
 from tests.train.interrupted import small_job
+from tests.train.picture_jobs import MIXED
+from tests.train.picture_jobs import job_of as job_of_pictures
 
 FILE_BYTES = 1024
 """Less than a part of any checkpoint here."""
@@ -51,6 +53,9 @@ class PartOfRun:
     """A step after which only the last process gets a stop signal."""
     full_disk_rank: int | None = None
     """A process whose files may not grow, as under a quota: it cannot write its part of any checkpoint."""
+    vision: str = "frozen"
+    workspace: str | None = None
+    """Of `picture_workspace`, for rows with pictures."""
     every_step: bool = False
     """Make a checkpoint after each step."""
 
@@ -63,7 +68,10 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         "optim": {"optimizer": part.optimizer},
         "lora_experts": part.experts,
     }
-    job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
+    if part.workspace is None:
+        job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
+    else:
+        job = job_of_pictures(Path(part.workspace), MIXED, method=part.method, vision=part.vision)
     train = changed(job.train, **sharing_of(part.mode))
     dealt, ranks = [], train.layout(world.size).data
     for step in job.plan.steps:
@@ -71,6 +79,7 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         full = [*step, *[idle] * (-len(step) % ranks)]
         dealt += [replace(one, rank=number % ranks) for number, one in enumerate(full)]
     plan, layers = Plan.of(dealt, ranks=ranks), LAYERS.get(part.mode)
+    plan = replace(plan, pictures=job.plan.pictures, towers_together=train.runs_towers_together)
     return replace(job, plan=plan, train=train, world=world, stage_layers=layers)
 
 
@@ -159,6 +168,7 @@ def run_part(part: PartOfRun, world: World) -> dict[str, Any]:
         "first_step": first_step,
         "messages": messages,
         "losses": losses,
+        "heldout": [row["heldout_loss"] for row in result.curves if row.get("heldout_loss") is not None],
         "weights": str(path),
         "last_step": store.last_step(),
     }

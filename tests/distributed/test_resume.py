@@ -14,6 +14,7 @@ from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.distributed.worker import do_run_part
 from tests.step.common import slow
 from tests.train.interrupted import STEPS
+from tests.train.picture_jobs import picture_workspace
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,6 +66,26 @@ def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path,
     """Weights, state, and what dropout draws in each process."""
     dropout = 0.1 if method == "lora" else 0.0
     check_exact(pair, small_llama, tmp_path, mode, method=method, optimizer=optimizer, dropout=dropout)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return picture_workspace(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "method", "vision"),
+    [("zero3", "lora", "lora"), ("ddp", "full", "full"), ("zero1", "lora", "frozen"), ("zero2", "qlora", "lora")],
+)
+def test_rows_with_pictures_resume_to_the_bit(pictures: Path, tmp_path: Path, pair: Group, mode, method, vision):
+    """Turns in which one process has pictures; held-out rows too. One process learns the same."""
+    options = {"method": method, "vision": vision, "workspace": str(pictures)}
+    check_exact(pair, pictures / "model", tmp_path, mode, **options)
+    together = Runner(pictures / "model", tmp_path / "again", **options).part(pair, mode)
+    alone = Runner(pictures / "model", tmp_path / "one", **options).part(pair, "none")
+    assert together["losses"] == pytest.approx(alone["losses"], abs=LOSS)
+    assert together["heldout"] == pytest.approx(alone["heldout"], abs=LOSS) and len(alone["heldout"]) == 3
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import halved
+from lean_finetune.plan.batch_plan import MicroBatch, Plan, memory_figures
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -90,3 +91,23 @@ def test_rows_with_pictures_are_not_shortened():
     with pytest.raises(UserError, match="data.max_length: would cut images"):
         index_of().shortened(30)
     assert (index_of(pictures=None).shortened(30).lengths == 30).all()
+
+
+def test_a_gpu_without_pictures_runs_the_tower_in_the_turns_in_which_others_do():
+    """A turn of two GPUs that only one of them knows to have pictures, or the fewest patches counted as none."""
+    shown, text = np.array([1], np.int32), np.array([0], np.int32)
+    turns = [(shown, text), (text, text), (text[:0], shown), (shown, shown)]
+    micro_batches = [
+        MicroBatch(epoch=0, step=0, rank=rank, rows=rows, length=46 * len(rows), supervised=5 * len(rows))
+        for turn in turns
+        for rank, rows in enumerate(turn)
+    ]
+    plan = replace(Plan.of(micro_batches, ranks=2), pictures=PICTURES)
+    assert not any(one.beside_pictures for one in plan.steps[0])
+    together = replace(plan, towers_together=True)
+    assert [one.beside_pictures for one in together.steps[0]] == [False, True, False, False, True, False, False, False]
+    assert [one.beside_pictures for one in together.of_rank(1).steps[0]] == [True, False, False, False]
+    lengths = index_of().lengths
+    assert BatchShape.of(together.micro_batch(1), lengths).beside_pictures
+    figures = memory_figures(together, lengths, tiled=False, windowed=False)[:, -1]
+    assert figures.tolist() == [PATCHES[1], 1, 0, 0, 1, PATCHES[1], PATCHES[1], PATCHES[1]]

@@ -11,8 +11,8 @@ import torch
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import Batch, collate
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, StepResult, training_step
 from tests.small_model import CPU, VOCABULARY, spec_of

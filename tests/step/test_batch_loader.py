@@ -9,7 +9,8 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.batches import IGNORED, Batch, load, read_batch
+from lean_finetune.step.batch_stream import load
+from lean_finetune.step.batches import IGNORED, Batch, read_batch
 from lean_finetune.step.token_rows import TokenRows
 from tests.token_files import Row, write_tokens
 

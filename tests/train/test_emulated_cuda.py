@@ -14,8 +14,8 @@ from benchmarks.specs import changed
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
-from lean_finetune.step.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.offload.activation_offload import ActivationOffload, HostStore
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train

@@ -17,7 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.activation_offload import make_offload
+from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.job import TrainJob

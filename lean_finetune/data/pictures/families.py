@@ -4,11 +4,17 @@ transformers' processor is the authority. A family says what its `replace_image_
 without processing one, and how many patches the vision tower makes of it.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
+from math import isqrt
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.decode_picture import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +36,8 @@ class PictureFamily:
     """transformers' class."""
     models: ClassVar[tuple[str, ...]]
     """Values of model_type in config.json. Others may name the same class."""
+    drops_zeros: ClassVar[bool] = False
+    """Whether the model leaves out crops whose pixels are all zero. `arguments` returns none."""
 
     def __init__(self, processor: Any):
         """`processor` is transformers', of Pillow's backend."""
@@ -98,6 +106,13 @@ def check_limits(name: str, fewest: int, most: int) -> None:
         )
 
 
+def refuse_limits(most: int | None, fewest: int | None, reason: str) -> None:
+    """Refuse a limit that the family lacks."""
+    name, value = (MOST, most) if most is not None else (FEWEST, fewest)
+    if value is not None:
+        raise UserError(f"{name}: cannot be set for this model: {reason}; got {value}; leave it blank")
+
+
 class QwenFamily(PictureFamily):
     """Qwen's processors: a picture keeps its proportions, and the size of the processor counts its pixels."""
 
@@ -137,7 +152,243 @@ class Qwen3VL(QwenFamily):
     processor_class, models = "Qwen3VLProcessor", ("qwen3_vl",)
 
 
-FAMILIES: tuple[type[PictureFamily], ...] = (Qwen25VL, Qwen2VL, Qwen3VL)
-"""Families that are trained with pictures."""
+class Llava(PictureFamily):
+    """LLaVA 1.5: every picture is resized and cut to one size."""
+
+    processor_class, models = "LlavaProcessor", ("llava",)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        height, width = self._shape
+        refuse_limits(most, fewest, f"{self.processor_class} makes {width} x {height} pixels of every picture")
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        short = self.images.size.shortest_edge
+        if short and short**2 * max(size) / min(size) > MAX_PIXELS:
+            raise ValueError(f"with {short} pixels of its shorter edge it would have over {MAX_PIXELS:,}")
+        return self._blank
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        height, width = self._shape
+        return (height // self.processor.patch_size) * (width // self.processor.patch_size)
+
+    @cached_property
+    def _blank(self) -> dict[str, Any]:
+        """A processed picture, as large as any other."""
+        images = self.images
+        if not images.do_center_crop and not (images.do_resize and images.size.height and images.size.width):
+            raise ValueError("do_center_crop is off, so that pictures of different sizes cannot be in one batch")
+        return PictureFamily.arguments(self, [blank(Size(64, 64))])
+
+    @property
+    def _shape(self) -> Size:
+        """Pixels of every processed picture, or of every crop."""
+        return Size(*self._blank["pixel_values"].shape[-2:])
+
+
+class LlavaNext(Llava):
+    """LLaVA-Next: a small form of the picture, and crops of a large one, whose size is the best of a list."""
+
+    processor_class, models = "LlavaNextProcessor", ("llava_next",)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        refuse_limits(
+            most, fewest, f"image_grid_pinpoints of {self.processor_class} and of config.json decide the size"
+        )
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        return {"pixel_values": self._blank["pixel_values"][None], "image_sizes": [tuple(size)]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        return self._crops(size) * super().patches(size)
+
+    def _crops(self, size: Size) -> int:
+        """Crops of a picture of this size, and its small form."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        height, width = select_best_resolution(tuple(size), self.images.image_grid_pinpoints)
+        return -(-height // self._shape.height) * -(-width // self._shape.width) + 1
+
+    def arguments(self, pictures: Sequence["Image"]) -> dict[str, Any]:
+        """See the base class. The model also takes all crops in one list, without those that pad pictures with few."""
+        import torch
+
+        made = super().arguments(pictures)
+        counts = [self._crops(Size(*size)) for size in made["image_sizes"].tolist()]
+        crops = [picture[:count] for picture, count in zip(made["pixel_values"].numpy(), counts, strict=True)]
+        return {**made, "pixel_values": torch.from_numpy(np.concatenate(crops))}
+
+
+class Pixtral(PictureFamily):
+    """Pixtral and Mistral Small 3: a picture keeps its proportions, and no edge is longer than a limit."""
+
+    processor_class, models = "PixtralProcessor", ("mistral3", "llava")
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """See the base class. Without torchvision, the module of the class imports only with Pillow's functions."""
+        from transformers.models.pixtral import image_processing_pil_pixtral
+        from transformers.utils.import_utils import is_torchvision_available
+
+        if is_torchvision_available():
+            return super().processor_kind()
+        name = "transformers.models.pixtral.image_processing_pixtral"
+        sys.modules[name] = image_processing_pil_pixtral
+        try:
+            kind: type = import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+        finally:
+            del sys.modules[name]
+        return kind
+
+    def __init__(self, processor: Any):
+        """See the base class."""
+        super().__init__(processor)
+        if not self.images.size.longest_edge:
+            raise ValueError("its size has no longest_edge")
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. The longest edge becomes that of a square with the most pixels."""
+        refuse_limits(None, fewest, f"{self.processor_class} makes no picture larger")
+        assert most is not None
+        edge = min(isqrt(most), self.images.size.longest_edge)
+        self.images.size = type(self.images.size)(longest_edge=edge)
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        from transformers.image_utils import ChannelDimension
+
+        resized: Any = sys.modules[type(self.processor).__module__].get_resize_output_image_size
+        edge, patch_size = self.images.size.longest_edge, self.processor.patch_size * self.processor.spatial_merge_size
+        picture = np.broadcast_to(np.uint8(0), (3, *size))
+        found = resized(picture, (edge, edge), (patch_size, patch_size), ChannelDimension.FIRST)
+        if not all(found):
+            raise ValueError(f"resized to {edge} pixels, its shorter edge would have none")
+        return {"image_sizes": [found]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        [(height, width)] = self.described(size)["image_sizes"]
+        return int(height // self.processor.patch_size) * int(width // self.processor.patch_size)
+
+
+class InternVL(PictureFamily):
+    """InternVL: crops of one size, and a small form of the picture if it has several."""
+
+    processor_class, models = "InternVLProcessor", ("internvl",)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. They limit the number of crops."""
+        crop = self.images.size.height * self.images.size.width
+        low = self.images.min_patches if fewest is None else -(-fewest // crop)
+        high = self.images.max_patches if most is None else most // crop
+        if not high:
+            raise UserError(f"{MOST}: must hold one crop of {crop} pixels; got {most}; raise it")
+        check_limits(MOST if most is not None else FEWEST, low * crop, high * crop)
+        self.images.min_patches, self.images.max_patches = low, high
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        return {"num_patches": [self.images.get_number_of_image_patches(size.height, size.width, self._options)]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class. The processor does not know those of the tower: those of one token count as one."""
+        return int(self.described(size)["num_patches"][0] * self.processor.image_seq_length)
+
+
+class Idefics3(PictureFamily):
+    """Idefics 3 and the first SmolVLM: crops of one size, and a small form of the picture."""
+
+    processor_class, models = "Idefics3Processor", ("idefics3",)
+    drops_zeros = True
+
+    def __init__(self, processor: Any):
+        """See the base class."""
+        super().__init__(processor)
+        longest, crop = self.images.size["longest_edge"], self._crop
+        if self.images.do_image_splitting and longest % crop:  # transformers then counts other crops than it makes.
+            raise ValueError(f"its longest edge of {longest} pixels is no multiple of a crop's, {crop}")
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. The longest edge becomes a number of crops."""
+        crop = self._crop
+        refuse_limits(None, fewest, f"{self.processor_class} gives every picture the same longest edge")
+        assert most is not None
+        if most < crop**2:
+            raise UserError(f"{MOST}: must hold one crop of {crop**2} pixels; got {most}; raise it")
+        edge = min(isqrt(most) // crop * crop, self.images.size["longest_edge"])
+        self.images.size = type(self.images.size)(longest_edge=edge)
+
+    @property
+    def _crop(self) -> int:
+        """Pixels of an edge of a crop."""
+        return int(self.images.max_image_size["longest_edge"])
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        _, rows, columns = self.images.get_number_of_image_patches(size.height, size.width, self._options)
+        return {"rows": [[rows]], "cols": [[columns]]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class. The processor does not know those of the tower: those of one token count as one."""
+        found = self.described(size)
+        return int(found["rows"][0][0] * found["cols"][0][0] + 1) * int(self.processor.image_seq_len)
+
+    def arguments(self, pictures: Sequence["Image"]) -> dict[str, Any]:
+        """See the base class. All crops have one size, so that a mask of their pixels says nothing."""
+        made = super().arguments(pictures)
+        if bool(made["pixel_attention_mask"].all()):
+            del made["pixel_attention_mask"]
+        return made
+
+
+class SmolVLM(Idefics3):
+    """SmolVLM 2."""
+
+    processor_class, models = "SmolVLMProcessor", ("smolvlm",)
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """See the base class. For videos it asks for a package that writes numbers in words, and for a processor."""
+        kind: Any = super().processor_kind()
+        module: Any = sys.modules[kind.__module__]
+        module.num2words = module.num2words or _no_videos
+
+        class OfPictures(kind):
+            # transformers reads the names of these arguments.
+            def __init__(
+                self,
+                image_processor: Any,
+                tokenizer: Any,
+                video_processor: Any = None,
+                image_seq_len: int = 169,
+                chat_template: str | None = None,
+            ):
+                super().__init__(image_processor, tokenizer, video_processor, image_seq_len, chat_template)
+
+        OfPictures.__name__, OfPictures.__module__ = kind.__name__, kind.__module__
+        return OfPictures
+
+
+def _no_videos(number: int) -> str:
+    raise NotImplementedError("videos are not trained")
+
+
+FAMILIES: tuple[type[PictureFamily], ...] = (
+    *(Qwen25VL, Qwen2VL, Qwen3VL),
+    *(Llava, LlavaNext, Pixtral, InternVL, SmolVLM, Idefics3),
+)
+"""Families that are trained with pictures. Of those with the same models, the first is for files that name none."""
 MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))
 """Values of model_type of these families."""
+
+
+def blank(size: Size) -> "Image":
+    """A black picture."""
+    from PIL import Image
+
+    return Image.new("RGB", (size.width, size.height))

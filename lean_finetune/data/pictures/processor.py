@@ -42,6 +42,7 @@ class PictureProcessor:
             self._family.limit(max_pixels, min_pixels)
         self.image_token: str = self._processor.image_token
         """A picture's placeholder in the chat template's rendering, and each token that its pixels fill."""
+        self.drops_zeros = self._family.drops_zeros
 
     def arguments(self, pictures: Sequence[Sequence["Image"]]) -> dict[str, Any]:
         """The model's arguments for the pictures of several rows, such as pixel_values, as the processor returns them.
@@ -130,10 +131,3 @@ class _WithoutVideos:
     def get_attributes(cls) -> list[str]:
         """The parts of the processor, in the order of its constructor's arguments."""
         return [name for name in super().get_attributes() if name != "video_processor"]  # type: ignore[misc]
-
-
-def blank(size: Size) -> "Image":
-    """A black picture."""
-    from PIL import Image
-
-    return Image.new("RGB", (size.width, size.height))

@@ -278,6 +278,8 @@ class Run:
         Raises:
             UserError: rows or steps do not suit the model or a switch.
         """
+        together = self.setting.train.runs_towers_together
+        planned = replace(planned, plan=replace(planned.plan, towers_together=together))
         plan, lengths = planned.own_plan, planned.lengths
         setting = replace(self.setting, accumulates_gradients=planned.accumulates_gradients)
         longest, count = longest_row(planned.plan, lengths), len(plan.steps)

@@ -49,7 +49,7 @@ OPTIMIZER_8BIT_PASSES = 2
 COMPRESSION_BYTES = 50
 """Bytes that compressing and decompressing a value reads and writes, all passes of its kernels, without a cache."""
 COMPRESSED_BYTES = 1 + 4 / 128
-"""Bytes of a compressed value: its code, and its share of a scale (see lean_finetune.step.activation_offload)."""
+"""Bytes of a compressed value: its code, and its share of a scale (see step.offload.activation_offload)."""
 SAVED_VALUES = 28
 """Values per token that a layer saves for backward, in multiples of its width. Traced: Llama-3.1-8B, LoRA, bf16."""
 

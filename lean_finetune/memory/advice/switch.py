@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.config.rules import GATHERED_LAYERS
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 from lean_finetune.memory.trace.setting import Setting
 

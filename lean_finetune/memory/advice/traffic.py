@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from cuda_memory.gpus import GIGA
 from cuda_memory.units import readable_size
-from lean_finetune.config.field_types import Sharding
-from lean_finetune.config.rules import GATHERED_LAYERS, SPLIT_WEIGHTS
+from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
+from lean_finetune.config.rules import GATHERED_LAYERS
 from lean_finetune.distributed.replicated import layer_of
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import (

@@ -11,7 +11,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from cuda_memory.units import readable_size
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
-from lean_finetune.config.rules import SPLIT_WEIGHTS
+from lean_finetune.config.field_types import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.evaluation_phases import (
     GenerationShape,

@@ -33,7 +33,7 @@ from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.precision import adapter_dtype, base_dtype
-from lean_finetune.step.batches import BATCHES_AHEAD
+from lean_finetune.step.batch_stream import BATCHES_AHEAD
 from lean_finetune.step.offload.disk_weights import BLOCK_BYTES
 from lean_finetune.step.offload.master_weights import STAGING_BYTES
 
@@ -193,7 +193,7 @@ LOADING = ("loading", "model")
 GPUS_OF_A_NODE = 8
 """GPUs of a host, if their number is not known."""
 BATCH_TOKEN_BYTES = 100
-"""RAM of a batch per token (see lean_finetune.step.batches)."""
+"""RAM of a batch per token (see lean_finetune.step.batch_stream)."""
 
 
 def _derived(count: int, why: str) -> Figure:

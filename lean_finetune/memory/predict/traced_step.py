@@ -26,8 +26,8 @@ from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, Sizes, memory_figures, worst_micro_batches
-from lean_finetune.step.activation_offload import ActivationOffload
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
+from lean_finetune.step.offload.activation_offload import ActivationOffload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -230,7 +230,7 @@ def _run_steps(
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU, parts, None if pictures is None else pictures.of(shape))
+            yield empty_batch(shape, CPU, parts) if pictures is None else pictures.batch(shape)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.
@@ -295,7 +295,7 @@ class _Counted:
 
 
 class CountingStore:
-    """A store for `lean_finetune.step.activation_offload` that has no values: it counts bytes and their peak."""
+    """A store for `step.offload.activation_offload` that has no values: it counts bytes and their peak."""
 
     def __init__(self, *, pinned: bool):
         """`pinned`: blocks are powers of two, as in CUDA's CachingHostAllocator."""

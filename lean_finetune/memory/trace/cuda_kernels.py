@@ -30,7 +30,7 @@ from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kern
 from lean_finetune.model.experts import grouped_matmul  # noqa: F401 (registers the operation named below)
 from lean_finetune.model.experts.grouped_matmul import unpacked_bytes
 from lean_finetune.plan.batch_plan import ATTENTION_TILE_TOKENS
-from lean_finetune.step.activation_offload import chunk_bytes
+from lean_finetune.step.offload.activation_offload import chunk_bytes
 
 TUNING_BYTES = 256 * 2**20
 """Triton's buffer while it times the configurations of a kernel (triton/backends/nvidia/driver.py)."""

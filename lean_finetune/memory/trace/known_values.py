@@ -5,7 +5,7 @@ of integers that follow from those sizes keep a real copy beside the fake one, a
 runs on the copies too. Other tensors stay without values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,16 +19,21 @@ from torch.utils._pytree import tree_any, tree_iter, tree_map
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.plan.batch_plan import Sizes
-from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
 
+CPU = torch.device("cpu")
 aten = torch.ops.aten
+ONE = "one_value"
+"""Attribute of a fake tensor of other types: the value that it has throughout."""
 EXACT = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Types whose values are kept."""
-MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 28
 """Larger results keep no values."""
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 """Operations whose second argument are indices, which may be masks."""
+REPEATED = {aten.view.default, aten._to_copy.default, aten.eq.Scalar}
+"""Operations that make a tensor with one value throughout of another."""
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -43,13 +48,15 @@ class KnownValuesMode(CachedFakeMode):
 
     def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
         """As of any fake mode, for operations whose results have no values."""
-        if _has_tensor(args, kwargs) and not tree_any(_is_known, (args, kwargs)):
+        if _has_tensor(args, kwargs) and not tree_any(_knows, (args, kwargs)):
             return super().known_result(func, args, kwargs)
         return MISSING
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         """The result of one operation, with values if all tensors that it reads have them."""
         kwargs = kwargs or {}
+        if func in REPEATED and hasattr(args[0], ONE):
+            return self._repeated(func, types, args, kwargs)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         known = [each for each in tensors if _is_known(each)]
         if func in INDEXED and not _is_known(args[0]):
@@ -60,6 +67,18 @@ class KnownValuesMode(CachedFakeMode):
         elif known or (not tensors and _is_deterministic(func)):
             return self._with_values(func, types, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _repeated(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
+        """The result of an operation on a tensor that has one value throughout."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        one = getattr(args[0], ONE)
+        with unset_fake_temporarily():
+            made = one if func is aten.view.default else func(one, *args[1:], **kwargs)
+            if made.dtype in EXACT:
+                setattr(out, KNOWN_VALUE, made.expand(out.shape))
+            else:
+                setattr(out, ONE, made)
+        return out
 
     def _with_values(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
         """The result of an operation that reads known values alone."""
@@ -109,7 +128,7 @@ class KnownPictures:
     def __init__(self, inputs: PictureInputs, worst: Sizes = ()):
         """`inputs` makes the real ones; `worst` are the sizes of the pictures of the row with most patches."""
         self._inputs, self._worst = inputs, worst
-        self._made: dict[tuple[Any, ...], dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
+        self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
     def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
         """As `of`, with the pictures of the worst row in each row: for batches of other rows than those of the plan."""
@@ -119,26 +138,47 @@ class KnownPictures:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""
         if not any(shape.pictures):
             return None
-        key = shape.rows, shape.length, shape.pictures
+
+        def made() -> PictureTensors:
+            ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
+            return {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
+
+        tensors = self._fake((shape.rows, shape.length, shape.pictures), made)
+        return tensors.pop(""), tensors
+
+    def batch(self, shape: BatchShape) -> Batch:
+        """A micro-batch of the plan."""
+        blank = self._fake("blank", lambda: self._inputs.blank) if shape.beside_pictures else None
+        return replace(empty_batch(shape, CPU, given=self.of(shape)), blank=blank)
+
+    def _fake(self, key: Hashable, make: Callable[[], PictureTensors]) -> PictureTensors:
+        """Fake tensors like those that `make` returns once for a key."""
         if key not in self._made:
             with _disable_current_modes():  # The trace would count these tensors.
-                ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
-                made = {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
-            # The pixels themselves are not kept.
-            self._made[key] = {
-                name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
-                for name, value in made.items()
-            }
+                made = make()
+                # The pixels themselves are not kept.
+                self._made[key] = {
+                    name: (value.shape, value.dtype, value if value.dtype in EXACT else None)
+                    for name, value in made.items()
+                }
+                self._one = torch.ones(())
         tensors: PictureTensors = {}
         for name, (size, dtype, value) in self._made[key].items():
             tensors[name] = torch.empty(size, dtype=dtype)
             if value is not None:
                 setattr(tensors[name], KNOWN_VALUE, value)
-        return tensors.pop(""), tensors
+            elif self._inputs.drops_zeros:  # Pixels that are not zero.
+                setattr(tensors[name], ONE, self._one)
+        return tensors
 
 
 def _is_known(value: Any) -> bool:
     return _value(value) is not None
+
+
+def _knows(value: Any) -> bool:
+    """Whether something is known of a tensor's values."""
+    return _is_known(value) or hasattr(value, ONE)
 
 
 def _value(value: Any) -> torch.Tensor | None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from lean_finetune.config.field_types import Sharding
+from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rules import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, WEIGHTS
 

@@ -33,6 +33,11 @@ def without_pictures(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def part_of_pictures(name: str) -> bool:
+    """Whether a module or a tensor is in a part for pictures."""
+    return any(f".{part}." in f".{name}." for part in VISION_PARTS)
+
+
 def are_of_pictures(names: Iterable[str]) -> bool:
     """Whether one of an adapter's tensors belongs to a part for pictures."""
-    return any(f".{part}." in name for name in names for part in VISION_PARTS)
+    return any(map(part_of_pictures, names))

@@ -61,22 +61,42 @@ def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
     """Names of the parameters and modules of a model's parts for pictures that are not trained."""
     parts = vision_parts(model)
     named = [*model.named_parameters(), *model.named_modules()] if parts else []
-    modes = {True: train.projector, False: train.vision}
+    modes, unread = {True: train.projector, False: train.vision}, _unread_parts(model) if parts else ()
     return [
-        name for name, _ in named if name.startswith(parts) and modes[PROJECTOR.search(name) is not None] == "frozen"
+        name
+        for name, _ in named
+        if name.startswith(parts)
+        and (modes[PROJECTOR.search(name) is not None] == "frozen" or f"{name}.".startswith(unread))
     ]
+
+
+def _unread_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names, each with a dot behind it, of the tower's parts that follow the last layer that the projector reads.
+
+    They get no gradient. LLaVA reads the layer before the last.
+    """
+    read = getattr(model.config, "vision_feature_layer", None)
+    if read is None:
+        return ()
+    count: int = model.config.vision_config.num_hidden_layers
+    last = max(layer if layer >= 0 else count + 1 + layer for layer in ([read] if isinstance(read, int) else read))
+    tower = {name: part for name, part in model.named_modules() if name.startswith(vision_parts(model))}
+    layers = [name for name, part in tower.items() if isinstance(part, nn.ModuleList) and len(part) == count]
+    after = [f"{name}.{number}." for name in layers for number in range(last, count)]
+    return (*after, *(f"{name}." for name in tower if name.endswith((".post_layernorm", ".head"))))
 
 
 def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
     """Names of the layers in a model's parts for pictures that get no adapter."""
     parameters = {name for name, _ in model.named_parameters()}
-    return {name.rpartition(".")[0] for name in frozen_names(model, train) if name in parameters}
+    layers = {name.rpartition(".")[0] for name in frozen_names(model, train) if name in parameters}
+    return {name for name in layers if name.startswith(vision_parts(model))}  # A part may be a parameter alone.
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
     """Freeze the parts for pictures that are not trained (train.vision, train.projector).
 
-    They stay in evaluation mode, and keep nothing for backward.
+    They stay in evaluation mode. A frozen tower keeps nothing for backward.
 
     Call it before adapters are added: they are in no frozen part.
     """
@@ -94,7 +114,7 @@ def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
         if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
     }
     outermost = [module for name, module in complete.items() if name.rpartition(".")[0] not in complete]
-    for module in outermost:
+    for module in outermost if train.vision == "frozen" else ():  # A frozen projector passes gradients to the tower.
         # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
         # a frozen tower would keep all its activations.
         module.forward = torch.no_grad()(module.forward)

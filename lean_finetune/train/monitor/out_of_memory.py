@@ -23,7 +23,8 @@ from lean_finetune.core.atomic_files import atomic_path, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.batches import Batch, BatchStream
+from lean_finetune.step.batch_stream import BatchStream
+from lean_finetune.step.batches import Batch
 from lean_finetune.train.monitor.memory_monitor import READING, AddressLimit, OomFailure, RunPosition
 
 MESSAGES = (

@@ -9,8 +9,14 @@ import torch
 from transformers import PretrainedConfig
 
 from cuda_memory.units import MIB, readable_size
-from lean_finetune.config.field_types import DeviceChoice, OffloadActivations, OffloadState, OffloadTo, Sharding
-from lean_finetune.config.rules import SPLIT_WEIGHTS
+from lean_finetune.config.field_types import (
+    SPLIT_WEIGHTS,
+    DeviceChoice,
+    OffloadActivations,
+    OffloadState,
+    OffloadTo,
+    Sharding,
+)
 from lean_finetune.config.schema import Run, Train
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError

@@ -33,7 +33,9 @@ STEPS: TracedSteps = (
     (padded(3, 96, 150),),
     (replace(padded(1, 200, 60), pictures=(((280, 280),),)),),
 )
-CASES: list[tuple[str, dict[str, Any]]] = [("qwen2_5_vl", {"method": "lora", "grad_ckpt": True})]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (family, {"method": "lora", "grad_ckpt": True}) for family in ("qwen2_5_vl", "mistral3", "llava_next", "smolvlm")
+]
 TRAINED = [
     {"method": "full", "vision": "full", "projector": "full"},
     {"method": "full", "projector": "full", "grad_ckpt": True},
@@ -50,6 +52,7 @@ SLOW = [
     for family in FAMILIES
     for method in ("full", "lora", "qlora", "int8_lora")
     for grad_ckpt in (False, True)
+    if (family, {"method": method, "grad_ckpt": grad_ckpt}) not in CASES
 ] + [(family, changes) for family in FAMILIES for changes in TRAINED]
 
 

@@ -1,0 +1,76 @@
+"""Rows with pictures on several GPUs: predictions of every process against what it counts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lean_finetune.memory.predict.peak import predict
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
+from lean_finetune.memory.trace.known_values import KnownPictures
+from lean_finetune.model.model_config import read_config
+from tests.distributed.group import Group, group_of
+from tests.distributed.picture_rows import inputs_of
+from tests.distributed.test_pictures import MODES, TRAINED
+from tests.memory.common import CPU_TARGET, shape
+from tests.memory.predict.test_sharded import TOLERATED_BYTES, TOLERATED_SHARE
+from tests.memory.ranks import do_picture_peaks, shared_setting
+from tests.small_vision import FAMILIES, vision_model
+from tests.step.common import slow
+
+pytestmark = pytest.mark.multiprocess
+
+SHOWN = replace(shape(3, 160, 200), pictures=(((100, 200),), ((60, 60), (112, 56)), ()))
+FEW = replace(shape(2, 128, 100), pictures=(((120, 90),), ()))
+TEXT = shape(3, 96, 150)
+# Turns of both with pictures, of one of them in each, of none.
+BOTH, FIRST, SECOND, NONE = (SHOWN, FEW), (SHOWN, TEXT), (TEXT, FEW), (TEXT, TEXT)
+
+
+def steps_of(rank: int, *, together: bool) -> TracedSteps:
+    """The micro-batches of one of two processes."""
+    return tuple(
+        tuple(
+            replace(turn[rank], beside_pictures=together and not turn[rank].pictures and any(turn[1 - rank].pictures))
+            for turn in step
+        )
+        for step in ((FIRST, SECOND), (BOTH,), (NONE,))
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    """Two processes."""
+    with group_of(2) as group:
+        yield group
+
+
+CASES: list[tuple[str, str, str, str, bool]] = [
+    *product(("qwen2_5_vl",), MODES, ("full",), ("frozen", "full"), (False,)),
+    *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("frozen", "lora"), (False, True)),
+    *product(FAMILIES, ("ddp", "zero3"), ("lora",), ("frozen", "lora"), (True,)),
+]
+FAST = [("qwen2_5_vl", "zero3", "lora", "lora", True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "method", "trained", "ckpt"), [one if one in FAST else slow(*one) for one in CASES]
+)
+def test_every_process_counts_what_is_predicted(tmp_path, pair: Group, family, mode, method, trained, ckpt):
+    """A tower that runs beside another process's and is counted nowhere, or gathered layers that outlive it."""
+    directory = vision_model(tmp_path / family, family)
+    changes: dict[str, Any] = {"method": method, **TRAINED[trained], "grad_ckpt": ckpt}
+    setting = shared_setting(mode, 2, "two turns", **changes)
+    steps = tuple(steps_of(rank, together=setting.train.runs_towers_together) for rank in range(2))
+    counted = pair.ask(do_picture_peaks, directory, setting, steps)
+    if mode == "zero1":  # Predicted is the process that updates most: either may have either's micro-batches.
+        by_rank = [pair.ask(do_picture_peaks, directory, setting, (own, own)) for own in steps]
+        counted = [{phase: max(one[phase] for one in found) for phase in found[0]} for found in by_rank]
+    config, pictures = read_config(directory, pictures=True), KnownPictures(inputs_of(str(directory)))
+    predicted = [predict(TracedModel(config, setting, CPU_TARGET, pictures), own).by_phase for own in steps]
+    for rank, phase in product(range(2), predicted[0]):
+        found, peak = counted[rank][phase], predicted[rank][phase]
+        allowed = max(TOLERATED_SHARE * found, TOLERATED_BYTES)
+        assert abs(peak.bytes - found) <= allowed, (rank, phase, peak.bytes - found, found, peak)
