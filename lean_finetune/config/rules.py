@@ -19,6 +19,7 @@ SWITCHED_OFF: Mapping[str, Any] = {
     **{"train.sequence_tiles": None, "train.offload_to": "cpu", "train.fused_kernels": "none"},
     "train.grad_ckpt_policy": "full",
     **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
+    **dict.fromkeys(("train.vision", "train.projector"), "frozen"),
 }
 """Memory switches with the value that turns each off. A preset sets it, and what describes a run lists other values."""
 

@@ -390,8 +390,8 @@ def _check(path: Path, plan: Plan) -> None:
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
 # window the length (its mask is length × length), with layers that work in chunks of a row (Mamba 2, the delta rule)
-# rows and length, since each row is padded to full chunks: packed rows are, too, and the patches of pictures. So the
-# candidates are micro-batches that no other exceeds in all figures.
+# rows and length, since each row is padded to full chunks: packed rows are, too, the patches of pictures, and their
+# pixels with padding. So the candidates are micro-batches that no other exceeds in all figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
 # the first micro-batches of steps (one on every GPU) are compared apart from the later ones. Nothing else differs
@@ -421,6 +421,8 @@ def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bo
     if chunk and padding is not None:
         figures.append((sums_between(-(-lengths[plan.rows] // chunk), plan.bounds) + -(-padding // chunk)) * chunk)
     if plan.pictures is not None:
+        if plan.pictures.frames is not None:
+            figures.append(plan.pictures.padded_pixels(plan.rows, plan.bounds))
         patches = sums_between(plan.pictures.patches[plan.rows], plan.bounds)
         figures.append(np.maximum(patches, plan.beside_pictures))  # A blank picture has the fewest patches of all.
     return np.stack(figures, axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.index_columns import LIMITS, PATCHES, PICTURE_SIZES
+from lean_finetune.data.pictures.index_columns import FRAMES, LIMITS, PATCHES, PICTURE_SIZES
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import damaged, open_batches, read_column, refuse_other_rows
 from lean_finetune.plan.row_pictures import PICTURE_TYPES, RowPictures
@@ -139,7 +139,11 @@ def read_pictures(index: Path) -> RowPictures | None:
     counts = np.concatenate([np.diff(one.offsets.to_numpy()) for one in lists]) // 2
     if not counts.any():
         return None
+    frames = np.zeros((len(counts), 2), np.int32)
+    padded = np.concatenate([np.diff(batch.column(FRAMES).offsets.to_numpy()) > 0 for batch in batches])
+    frames[padded] = np.concatenate([batch.column(FRAMES).flatten().to_numpy() for batch in batches]).reshape(-1, 2)
     return RowPictures(
+        frames=frames if padded.any() else None,
         sizes=np.concatenate([one.flatten().to_numpy() for one in lists]).reshape(-1, 2),
         bounds=np.append(0, np.cumsum(counts, dtype=np.int64)),
         patches=read_column(batches, PATCHES, np.int32),

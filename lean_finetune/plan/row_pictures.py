@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.pictures.index_columns import PATCHES, PICTURE_SIZES
+from lean_finetune.data.pictures.index_columns import FRAMES, PATCHES, PICTURE_SIZES
 
-PICTURE_TYPES = {PICTURE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),)}
+PICTURE_TYPES = {PICTURE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),), FRAMES: (pa.list_(pa.int32()),)}
 
 Sizes = tuple[tuple[int, int], ...]
 """(height, width) in pixels of each picture of a row."""
@@ -23,6 +23,8 @@ class RowPictures:
     """int64, shape (rows + 1,): row r has pictures bounds[r] to bounds[r + 1]."""
     patches: np.ndarray
     """int32, shape (rows,): patches of all pictures of a row; 0 for a row of text."""
+    frames: np.ndarray | None = None
+    """int32, shape (rows, 2): largest height and width of a row's processed pictures; None if they are not padded."""
     max_pixels: int | None
     """data.image_max_pixels of the tokens."""
     min_pixels: int | None
@@ -37,6 +39,20 @@ class RowPictures:
         """The sizes of the pictures of each of several rows; empty if none has one."""
         sizes = tuple(map(self.of, rows.tolist()))
         return sizes if any(sizes) else ()
+
+    def padded_pixels(self, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """Pixels of each micro-batch whose pictures are padded to the largest of it, int64.
+
+        `rows` are those of all micro-batches, and those of one are from `bounds` of its number to that of the next.
+        """
+        assert self.frames is not None, "pictures are not padded"
+        found = np.zeros(len(bounds) - 1, np.int64)
+        filled = np.diff(bounds) > 0
+        starts = bounds[:-1][filled]
+        counts = np.add.reduceat(np.diff(self.bounds)[rows], starts)
+        heights, widths = np.maximum.reduceat(self.frames[rows], starts).astype(np.int64).T
+        found[filled] = counts * heights * widths
+        return found
 
     @property
     def worst(self) -> Sizes:

@@ -111,3 +111,14 @@ def test_a_gpu_without_pictures_runs_the_tower_in_the_turns_in_which_others_do()
     assert BatchShape.of(together.micro_batch(1), lengths).beside_pictures
     figures = memory_figures(together, lengths, tiled=False, windowed=False)[:, -1]
     assert figures.tolist() == [PATCHES[1], 1, 0, 0, 1, PATCHES[1], PATCHES[1], PATCHES[1]]
+
+
+def test_padded_pixels_find_the_micro_batch_with_one_large_picture_among_small_ones():
+    """Pixtral pads pictures: a micro-batch with fewer patches may have more pixels."""
+    frames = np.array([[100, 100], [100, 100], [400, 50], [10, 10]], np.int32)
+    bounds, sizes = np.array([0, 1, 2, 3, 5]), np.ones((5, 2), np.int32)
+    padded = RowPictures(
+        sizes=sizes, bounds=bounds, patches=np.ones(4, np.int32), frames=frames, max_pixels=None, min_pixels=None
+    )
+    found = padded.padded_pixels(np.array([0, 1, 2, 3]), np.array([0, 2, 2, 4, 4]))
+    assert found.tolist() == [2 * 100 * 100, 0, 3 * 400 * 50, 0]  # A GPU may have no row.

@@ -74,6 +74,7 @@ def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
             continue
         assert processor.patches(size) == patches_of(model.name, made), size
         assert processor.expansion(size) == text, size
+        assert processor.tokens(size) >= text.count(processor.image_token), size
         arguments = processor.arguments([[picture]])
         assert torch.equal(crops_of(arguments["pixel_values"]), crops_of(made["pixel_values"])), size
 
@@ -122,6 +123,61 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
         assert (gradient is None) == (parameter.grad is None), name
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+LIMITED = {
+    "mistral3": (140 * 70, 70 * 70, 25),
+    "pixtral": (140 * 70, 70 * 70, 25),
+    "internvl": (4 * 28 * 28, 4 * 28 * 28, 5 * 4),
+    "smolvlm": (5 * 32 * 32, 4 * 32 * 32, 5 * 4),
+    "idefics3": (5 * 32 * 32, 4 * 32 * 32, 5 * 4),
+}
+"""Most pixels, pixels of a large square picture then, and its patches (of the last three, tokens of crops)."""
+
+
+def test_the_most_pixels_limit_a_picture_or_are_refused_by_the_name_of_what_decides(model):
+    """A limit without effect, or one that the model does not know."""
+    if model.name.startswith("qwen"):
+        return
+    size = Size(1500, 1500)
+    if model.name not in LIMITED:
+        with pytest.raises(UserError, match="data.image_max_pixels: cannot be set for this model: .*; leave it blank"):
+            PictureProcessor(model, max_pixels=10_000)
+        return
+    most, pixels, patches = LIMITED[model.name]
+    limited, free = PictureProcessor(model, max_pixels=most), PictureProcessor(model)
+    if model.name in PADDED:
+        frame = limited.frame(size)
+        # Up to a token more on each edge.
+        assert frame is not None and pixels <= frame.height * frame.width < most + 2 * 28 * 140
+    else:
+        assert limited.patches(size) == patches
+    assert limited.patches(size) < free.patches(size)
+    made = limited.arguments([[Image.new("RGB", (size.width, size.height), "white")]])
+    assert limited.patches(size) == patches_of(model.name, made)
+    if model.name == "internvl":
+        assert PictureProcessor(model, min_pixels=pixels).patches(Size(28, 28)) == patches
+        return
+    with pytest.raises(UserError, match="data.image_min_pixels: cannot be set for this model"):
+        PictureProcessor(model, min_pixels=10_000)
+
+
+def test_the_processor_is_the_one_that_the_files_name(tmp_path):
+    """Pixtral in transformers' form has the type of LLaVA."""
+    directory = vision_model(tmp_path, "pixtral")
+    family = picture_family(directory)
+    assert family is not None and family.processor_class == "PixtralProcessor"
+    (directory / "processor_config.json").unlink()
+    family = picture_family(directory)
+    assert family is not None and family.processor_class == "LlavaProcessor"
+
+
+def test_a_longest_edge_that_transformers_counts_wrongly_is_refused(tmp_path):
+    directory = vision_model(tmp_path, "smolvlm")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": {"longest_edge": 120}}))
+    with pytest.raises(UserError, match="its longest edge of 120 pixels is no multiple of a crop's, 32"):
+        PictureProcessor(directory)
 
 
 def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):

@@ -66,7 +66,7 @@ class PromptPictures:
         return self._rows.stored(pictures, directory)
 
     def _patches(self, pictures: Sequence[StoredPicture]) -> int:
-        return sum(self._rows.patches(picture.size) for picture in pictures)
+        return sum(self._rows.processor.patches(picture.size) for picture in pictures)
 
     def ids(self, messages: list[Message], tools: list[Any] | None, pictures: Sequence[StoredPicture]) -> list[int]:
         """The ids of a conversation that has a `PICTURE` for each picture; raises as `Prompter.of_messages`."""

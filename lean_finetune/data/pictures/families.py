@@ -75,6 +75,10 @@ class PictureFamily:
         """
         raise NotImplementedError
 
+    def frame(self, size: Size) -> Size | None:
+        """The size of a processed picture, if those of a batch are padded to the largest; else None."""
+        return None
+
     def arguments(self, pictures: Sequence["Image"]) -> dict[str, Any]:
         """The model's arguments for pictures, as the processor returns them.
 
@@ -272,8 +276,12 @@ class Pixtral(PictureFamily):
 
     def patches(self, size: Size) -> int:
         """See the base class."""
-        [(height, width)] = self.described(size)["image_sizes"]
-        return int(height // self.processor.patch_size) * int(width // self.processor.patch_size)
+        height, width = self.frame(size)
+        return (height // self.processor.patch_size) * (width // self.processor.patch_size)
+
+    def frame(self, size: Size) -> Size:
+        """See the base class."""
+        return Size(*self.described(size)["image_sizes"][0])
 
 
 class InternVL(PictureFamily):

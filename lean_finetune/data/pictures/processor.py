@@ -68,6 +68,15 @@ class PictureProcessor:
             raise _refused(f"{size.width} x {size.height} pixels", error) from None
 
     @cache  # noqa: B019
+    def tokens(self, size: Size) -> int:
+        """Tokens of a picture of this size, with those of its family's text around and between its pixels.
+
+        Raises:
+            RowFault: the processor refuses such a picture.
+        """
+        return len(self._processor.tokenizer(self.expansion(size), add_special_tokens=False)["input_ids"])
+
+    @cache  # noqa: B019
     def patches(self, size: Size) -> int:
         """Patches of a picture of this size in the vision tower.
 
@@ -78,6 +87,10 @@ class PictureProcessor:
             return self._family.patches(size)
         except ValueError as error:
             raise _refused(f"{size.width} x {size.height} pixels", error) from None
+
+    def frame(self, size: Size) -> Size | None:
+        """The size of a processed picture, if the family pads those of a batch to the largest."""
+        return self._family.frame(size)
 
 
 def _refused(what: str, error: ValueError) -> RowFault:

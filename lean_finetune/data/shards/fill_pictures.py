@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.encode.row_tokenizer import Chunks, RowTokenizer
 from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import GivenPicture, RowFault
-from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
 
 
@@ -18,32 +18,32 @@ class RowPictures:
 
     def __init__(self, store: PictureStore, tokenizer: RowTokenizer):
         """`tokenizer` is the model's."""
-        self._store, self._processor = store, store.processor
-        number = tokenizer.id_of(self._processor.image_token)
-        assert number is not None, "a processor's image token is in its vocabulary"
+        self._store, self.processor = store, store.processor
+        number = tokenizer.id_of(self.processor.image_token)
+        if number is None:
+            raise UserError(
+                f"model.name: its tokenizer has no token {self.processor.image_token!r}, which stands for pictures; "
+                "download or save it again"
+            )
         self._fill_id = number
 
     def stored(self, given: Sequence[GivenPicture], directory: Path | None) -> tuple[StoredPicture, ...]:
         """The pictures of a row, whose file is in `directory`. Raises RowFault, see `PictureStore.add`."""
         return tuple(self._store.add(one, directory) for one in given)
 
-    def patches(self, size: Size) -> int:
-        """Patches of a picture of this size."""
-        return self._processor.patches(size)
-
     def filled(self, segments: Sequence[TextSegment], pictures: Sequence[StoredPicture]) -> list[TextSegment]:
         """The segments of a row with the tokens of each picture in its place; they are never trained.
 
         Raises RowFault if the chat template shows another number of pictures.
         """
-        mark = self._processor.image_token
+        mark = self.processor.image_token
         shown = sum(segment.text.count(mark) for segment in segments)
         if shown != len(pictures):
             raise RowFault(
                 f"the chat template shows {shown} of the row's {len(pictures)} pictures; set data.chat_template to "
                 f"one that writes {mark} for each, such as the model's own"
             )
-        expansions = iter([self._processor.expansion(one.size) for one in pictures])
+        expansions = iter([self.processor.expansion(one.size) for one in pictures])
         filled: list[TextSegment] = []
         for text, trained in segments:
             first, *others = text.split(mark)

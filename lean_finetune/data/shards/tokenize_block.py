@@ -404,5 +404,5 @@ class BlockTokenizer:
         columns: tuple[pa.Array, ...] = ()
         if self._settings.pictures:
             own = [rows.pictures[row] for row in chunks.rows.tolist()]
-            columns = index_columns(own, self.pictures.patches if any(own) else None)
+            columns = index_columns(own, self.pictures.processor if any(own) else None)
         return SideTokens(batch, chunks.supervised.astype(np.int32), digest, columns)

@@ -166,6 +166,25 @@ class Run:
         return min(self.setting.layout.pipeline, math.ceil(self.micro_batches_per_step))
 
     @property
+    def patches_of_rows(self) -> np.ndarray | None:
+        """Patches of each row's pictures; None without pictures."""
+        if self.full_row is not None:
+            return np.array([self.full_row.row_patches])
+        pictures = None if self.planned is None else self.planned.plan.pictures
+        return None if pictures is None else pictures.patches
+
+    @property
+    def most_patches(self) -> int:
+        """Patches of the micro-batch that has most; 0 without pictures."""
+        if self.full_row is not None:
+            return self.full_row.row_patches * max(len(shape.pictures) for step in self.steps for shape in step)
+        of_rows = self.patches_of_rows
+        if of_rows is None or self.planned is None:
+            return 0
+        plan = self.planned.plan
+        return int(max(of_rows[plan.micro_batch(number).rows].sum() for number in range(len(plan))))
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the largest micro-batch."""
         if self.planned is not None:
@@ -335,6 +354,7 @@ class Run:
             mode=changed.bucket.mode,
             max_tokens=changed.bucket.max_tokens,
             fixed_rows=changed.bucket.fixed_rows,
+            max_patches=changed.bucket.max_patches,
             pad_multiple=math.lcm(settings.micro_batches.pad_multiple, layout.context),
             ranks=layout.data,
         )

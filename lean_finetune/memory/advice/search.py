@@ -298,7 +298,8 @@ def _bounds(other: Candidate, candidate: Candidate) -> bool:
             return weaker == stronger
         return switch.other_memory == "same" or weaker <= stronger
 
-    return all(map(bounded, SWITCHES))
+    # The memory of a tower grows with patches, not with tokens.
+    return other.pictures == candidate.pictures and all(map(bounded, SWITCHES))
 
 
 def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int:

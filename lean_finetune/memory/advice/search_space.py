@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from lean_finetune.config.load import with_flags
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.full_rows import full_batch, in_stages
+from lean_finetune.memory.advice.full_rows import full_batch, in_stages, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import (
@@ -16,6 +17,7 @@ from lean_finetune.memory.advice.switch import (
     LESS_DATA,
     ROUNDED,
     SAME,
+    SMALLER_IMAGES,
     SMALLER_STEPS,
     UNCLIPPED,
     Support,
@@ -26,6 +28,7 @@ from lean_finetune.memory.advice.switches import SWITCHES, different, setting_wi
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.step.batches import BatchShape
+from lean_finetune.step.unsupported import refuse_parts
 
 MICRO_BATCH = "micro_batch"
 """The switch of section `bucket`: smaller micro-batches, then shorter rows."""
@@ -34,6 +37,8 @@ ROW_MULTIPLE = 8
 SAME_SPEED = 0.005
 """Slowdowns closer than this count as equal, because the cost model is no more accurate."""
 PAGED_NOTE = "8-bit optimizer state, paged from host memory"
+IMAGE_PARTS = (2, 4, 8, 16)
+"""Parts of an image's pixels that advice tries as data.image_max_pixels."""
 HARDEST = 9
 """Ease of shorter rows."""
 
@@ -106,6 +111,11 @@ class Candidate:
         """Tokens of the largest micro-batch."""
         return max(shape.rows * shape.length for step in self.run.steps for shape in step)
 
+    @property
+    def pictures(self) -> set[Any]:
+        """The pictures of its micro-batches."""
+        return {shape.pictures for step in self.run.steps for shape in step}
+
     def level(self, switch: str) -> int:
         """The level of the option of one switch."""
         return self.options[switch_names().index(switch)].level
@@ -158,9 +168,11 @@ class Space:
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that this model supports."""
         for option in options:
+            setting = setting_with(self._run.setting, option.values)
             try:
-                self._costs.least_bytes(setting_with(self._run.setting, option.values))
-            except UserError:  # Its heads or layers cannot be split so.
+                refuse_parts(setting.train, self._run.config)
+                self._costs.least_bytes(setting)
+            except UserError:  # Its heads or layers cannot be split so, or rows with images exclude the option.
                 continue
             yield option
 
@@ -266,6 +278,9 @@ def budgets_of(run: Run) -> Iterator[Option]:
     steps: TracedSteps = run.steps
     bucket, level, parts, fixed = run.bucket, 0, 1, run.bucket.mode == "fixed"
     while (fewer := halved(steps)) is not None:
+        if (patches := _fewer_patches(run, steps, 2 * parts)) is not None:
+            level += 1
+            yield replace(patches, level=level)
         steps, parts = fewer, 2 * parts
         rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
         if rows < 1 if fixed else tokens < run.longest:
@@ -282,6 +297,7 @@ def budgets_of(run: Run) -> Iterator[Option]:
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     if run.pictures is not None:  # Shorter rows would cut pictures, and such rows are left out.
+        yield from _smaller_images(run, level)
         return
     while length >= SHORTEST_ROW_TOKENS and not fixed:
         level += 1
@@ -289,6 +305,46 @@ def budgets_of(run: Run) -> Iterator[Option]:
         shorter = _shorter_rows(run, length)
         yield Option(flags=flags, effect=LESS_DATA, ease=HARDEST, level=level, run=shorter)
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
+
+
+def _fewer_patches(run: Run, steps: TracedSteps, parts: int) -> Option | None:
+    """Micro-batches with images of a part of the patches; those of text stay. None without several such rows."""
+    of_rows = run.patches_of_rows
+    if of_rows is None or not any(len(shape.pictures) > 1 for step in steps for shape in step):
+        return None
+    most = max(int(of_rows.max()), run.most_patches // parts)
+
+    def with_fewer(shape: BatchShape) -> BatchShape:
+        found = halved(((shape,),)) if shape.pictures else None
+        return shape if found is None else found[0][0]
+
+    smaller = replace(
+        run,
+        steps=tuple(tuple(map(with_fewer, step)) for step in steps),
+        bucket=run.bucket.model_copy(update={"max_patches": most}),
+        micro_batches_per_step=run.micro_batches_per_step * parts,
+    )
+    return Option(flags=(f"bucket.max_patches={most}",), effect=SAME, ease=0, level=0, run=smaller)
+
+
+def _smaller_images(run: Run, level: int) -> Iterator[Option]:
+    """Lower data.image_max_pixels by halves, as long as the processor makes fewer patches."""
+    row = run.full_row
+    if row is None:  # Of planned rows, tokens would change with the plan.
+        return
+    size, patches = row.assumed.size, row.patches
+    pixels = min(size.height * size.width, run.params.data.image_max_pixels or math.inf)
+    for part in IMAGE_PARTS:
+        flags = (f"data.image_max_pixels={int(pixels) // part}",)
+        try:
+            smaller = remade(run, with_flags(run.params, flags))
+        except UserError:  # The family has no such limit, or it is below the fewest pixels.
+            return
+        assert smaller.full_row is not None
+        if smaller.full_row.patches < patches:
+            level, patches = level + 1, smaller.full_row.patches
+            work = smaller.longest / run.longest
+            yield Option(flags=flags, effect=SMALLER_IMAGES, ease=HARDEST, level=level, run=smaller, work=work)
 
 
 def _shorter_rows(run: Run, length: int) -> Run:

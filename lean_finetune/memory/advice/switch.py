@@ -16,13 +16,14 @@ from lean_finetune.memory.trace.setting import Setting
 
 Values = Mapping[str, Any]
 """Values by dotted key of params.yaml."""
-SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, LESS_DATA = range(6)
+SAME, ROUNDED, UNCLIPPED, SMALLER_STEPS, OTHER_WEIGHTS, SMALLER_IMAGES, LESS_DATA = range(7)
 EFFECTS = (
     "same training result",
     "different rounding: the loss may differ slightly",
     "no gradient clipping",
     "smaller optimizer steps without gradient clipping",
     "trains different weights",
+    "changes the data: larger images are made smaller",
     "rows are truncated to fewer tokens",
 )
 """Effects on learning, the least harmful first."""

@@ -77,6 +77,14 @@ def with_method(method: Method) -> Values:
     return {**values, "train.master_weights": False, "train.optimizer_in_backward": False}
 
 
+def _frozen_parts(setting: Setting, support: Support) -> Iterable[Values]:
+    """A frozen vision tower, which saves no activations, then a frozen projector too."""
+    if setting.train.vision != "frozen":
+        yield {"train.vision": "frozen"}
+    if setting.train.projector != "frozen":
+        yield {"train.vision": "frozen", "train.projector": "frozen"}
+
+
 def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Values]:
     """Adapters of half the rank on the experts of a mixture, then adapters beside the experts alone."""
     train = setting.train
@@ -157,6 +165,14 @@ SWITCHES = [
         parameters=("train.lora.experts", "train.lora.expert_rank"),
         lighter=_smaller_expert_adapters,
         shown=_smaller_expert_adapters,
+        effect=OTHER_WEIGHTS,
+        ease=6,
+    ),
+    Switch(
+        name="images",
+        parameters=("train.vision", "train.projector"),
+        lighter=_frozen_parts,
+        shown=_frozen_parts,
         effect=OTHER_WEIGHTS,
         ease=6,
     ),

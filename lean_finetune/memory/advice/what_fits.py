@@ -27,6 +27,7 @@ from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import max_positions, row_loop
 from lean_finetune.model.quantize import method_fault
+from lean_finetune.step.unsupported import refuse_parts
 
 SweepPoint = tuple[tuple[str, ...], int]
 """Overrides for `dvc exp run -S` (none for the run itself), and the predicted peak in bytes."""
@@ -66,6 +67,7 @@ def sweep_switches(run: Run, current: Prediction, allowed: Allowed | None = None
     points: list[SweepPoint] = [((), current.peak.bytes)]
     for flags, changed, shapes in bar:
         with suppress(UserError):  # The model cannot have this switch: GPT-NeoX-Japanese cannot recompute layers.
+            refuse_parts(changed.train, run.config)
             points.append((flags, replace(run, setting=changed, steps=shapes).predict().peak.bytes))
     return points
 

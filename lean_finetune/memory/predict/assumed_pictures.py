@@ -62,7 +62,7 @@ class RowOfPictures:
     @cached_property
     def tokens(self) -> int:
         """Tokens of one picture."""
-        return self.inputs.tokens(self.assumed.size)
+        return self.processor.tokens(self.assumed.size)
 
     @cached_property
     def patches(self) -> int:

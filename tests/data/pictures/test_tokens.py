@@ -73,8 +73,16 @@ def test_a_picture_fills_as_many_tokens_as_the_processor_says_and_none_is_traine
     )
     assert second[0].startswith(f"<|im_start|>user\nIs {shown[1]} like {shown[0]}?{end}")
     assert third[1] == "Hello.<|im_end|>"
-    sizes, patches = (column.to_pylist() for column in tokens.train.picture_columns)
+    sizes, patches, frames = (column.to_pylist() for column in tokens.train.picture_columns)
     assert sizes == [[SIDE, 2 * SIDE], [SIDE, SIDE, SIDE, 2 * SIDE], []] and patches == [32, 48, 0]
+    assert frames == [[], [], []]  # Qwen's pictures are not padded.
+
+
+def test_the_index_knows_the_size_to_which_pictures_are_padded(pictures, tmp_path):
+    model = vision_model(tmp_path / "mistral3", "mistral3")
+    rows = [row("<image><image>Two?", "Yes.", "wide.png", "square.jpg"), row("Hello.", "Hi.")]
+    tokens, _ = tokens_of(model, pictures, rows)
+    assert [column.to_pylist() for column in tokens.train.picture_columns[1:]] == [[8 * 4 + 16, 0], [[SIDE, 112], []]]
 
 
 def test_with_train_on_all_the_text_is_trained_and_pictures_are_not(model, pictures):
