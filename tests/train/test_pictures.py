@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
-from transformers import AutoModelForMultimodalLM, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
@@ -20,8 +21,9 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.picture_inputs import PictureInputs
+from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_parts
-from lean_finetune.train.save_model import save_full
+from lean_finetune.train.save_model import Base, save_full
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES
 from tests.train.interrupted import finish, in_parts
@@ -159,6 +161,41 @@ def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> No
     merged.mkdir()
     write_merged(base, [path.name for path in base.iterdir()], adapter, spec, merged)
     torch.testing.assert_close(logits_of(plain(merged), root), expected)
+
+
+@pytest.mark.parametrize("as_published", [False, True])
+def test_the_limits_of_training_are_those_of_the_result(workspace, tmp_path, as_published):
+    """Other tools, and our chat, would show a model pictures of other sizes than it learnt from."""
+    limits: dict[str, Any] = {"max_pixels": 3136, "min_pixels": 1568}
+    names = [path.name for path in (workspace / "model").iterdir() if path.suffix != ".safetensors"]
+    base = shutil.copytree(workspace / "model", tmp_path / "base")
+    file = base / "preprocessor_config.json"
+    content = json.loads(file.read_text())
+    if as_published:
+        content |= {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}  # As in Qwen2-VL's file.
+        file.write_text(json.dumps(content))
+    rows = TokenRows(workspace / "data/tokens", "train")
+    assert rows.pictures is not None
+    tuned = Base(
+        address="base",
+        revision=None,
+        directory=base,
+        tokenizer_files=[name for name in names if name not in ("config.json", "generation_config.json")],
+        chat_template=None,
+        pictures=replace(rows.pictures, **limits),
+    )
+    (tmp_path / "tuned").mkdir()
+    tuned.copy_tokenizer(tmp_path / "tuned")
+    picture, expected = Image.new("RGB", (840, 420)), PictureProcessor(base, **limits)
+    size = Size(420, 840)
+    assert (
+        PictureProcessor(tmp_path / "tuned").patches(size)
+        == expected.patches(size)
+        < PictureProcessor(base).patches(size)
+    )
+    theirs: Any = AutoImageProcessor.from_pretrained(tmp_path / "tuned", backend="pil")
+    pixels = expected.arguments([[picture]])["pixel_values"]
+    torch.testing.assert_close(theirs(picture, return_tensors="pt")["pixel_values"], pixels)
 
 
 def test_a_model_trained_in_full_loads_in_plain_transformers(workspace, tmp_path):

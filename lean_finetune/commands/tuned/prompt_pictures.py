@@ -22,7 +22,7 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import PICTURE_PARTS, read_content
 from lean_finetune.data.format.row_pictures import column_pictures, in_front, placed
 from lean_finetune.data.pictures.picture_store import PICTURES, PictureFiles, PictureStore, StoredPicture
-from lean_finetune.data.pictures.processor import PROCESSOR_FILES, PictureProcessor, picture_family
+from lean_finetune.data.pictures.processor import PictureProcessor, picture_family
 from lean_finetune.data.shards.fill_pictures import RowPictures
 from lean_finetune.memory.trace.known_values import KnownPictures
 from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
@@ -140,9 +140,11 @@ def picture_reader(tuned: "TunedModel", prompter: "Prompter") -> Iterator[Prompt
 
 
 def _processor_directory(tuned: "TunedModel") -> Path:
-    """The directory with the model's processor: that of the base, or of the adapter if only weights were downloaded."""
-    has_processor = any((tuned.base / name).is_file() for name in PROCESSOR_FILES)
-    return tuned.base if has_processor else tuned.directory
+    """The directory with the model's processor: that of the adapter, which has the limits of training, or the base's.
+
+    Older adapters have files that do not name their processor.
+    """
+    return tuned.directory if picture_family(tuned.directory) is not None else tuned.base
 
 
 def given_files(paths: Sequence[Path]) -> list[GivenPicture]:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures.families import FAMILIES, MODELS, PictureFamily, Size
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of a processor. One of them is in the directory of every model that takes pictures."""
+OLD_LIMITS = ("min_pixels", "max_pixels")
+"""Keys of older files, which transformers prefers to those of `size`."""
 
 
 class PictureProcessor:
@@ -135,6 +137,27 @@ def _load(directory: Path) -> PictureFamily:
             f"model.name: the {family.processor_class} in {directory} cannot be read ({first}); download or save it "
             "again"
         ) from None
+
+
+def write_limits(base: Path, out: Path, *, max_pixels: int | None, min_pixels: int | None) -> None:
+    """Write limits into the processor's files in `out`, copies of those in `base`, so that pictures have the same size.
+
+    Raises:
+        UserError: as `PictureProcessor`.
+    """
+    family = _load(base)
+    before = family.images.to_dict()
+    family.limit(max_pixels, min_pixels)
+    changed = {name: value for name, value in family.images.to_dict().items() if value != before[name]}
+    for path in (out / name for name in PROCESSOR_FILES if (out / name).is_file()):
+        content = read_json(path)
+        section = content.get("image_processor") if path.name == PROCESSOR_FILES[0] else content
+        if section is not None:
+            kept = {name: value for name, value in section.items() if name not in OLD_LIMITS}
+            section.clear()
+            section.update(kept | changed)
+        content.setdefault("processor_class", family.processor_class)
+        write_json(path, content)
 
 
 class _WithoutVideos:
