@@ -39,6 +39,7 @@ from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""
 LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
+LIBRARIES_OF_PICTURES = ("pillow", "transformers")
 KEY_DIGITS = 32
 # Text of each source on which the engines are compared, besides the probe texts.
 SAMPLED_ROWS_PER_SOURCE = 128
@@ -154,13 +155,14 @@ def token_inputs(
     values = asdict(settings)
     # The tokenizer's file hashes identify it, wherever it is.
     del values["tokenizer_directory"], values["engine"]
+    libraries = (*LIBRARIES, *LIBRARIES_OF_PICTURES) if settings.pictures else LIBRARIES
     return {
         "data": sha256_json(data_lock),
         "tokenizer": sha256_json(tokenizer_lock["files"]),
         "parameters": sha256_json({**values, "max_rows": max_rows}),
         "code": sha256_json(code_hashes(TOKENIZE_MODULE)),
         "libraries": ", ".join(
-            [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in LIBRARIES)]
+            [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in libraries)]
         ),
     }
 

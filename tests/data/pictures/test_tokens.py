@@ -1,6 +1,7 @@
 """Rows with pictures as tokens: which tokens stand for a picture, what is trained, and what the index says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lean_finetune.data.format.format_base import SourceFormat
 from lean_finetune.data.pictures.picture_store import picture_file
 from lean_finetune.data.shards.shard_files import BlockTokens
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
+from lean_finetune.data.shards.tokenize_job import token_inputs
 from tests.data.shards.test_tokenize_block import SETTINGS, block_of, both_sides, counted
 from tests.small_vision import vision_model
 
@@ -165,3 +167,13 @@ def test_rows_with_pictures_are_refused_for_a_model_of_text(tiny_dir, pictures):
     tokens = BlockTokenizer(settings)(block_of([json.dumps(row("<image>", "R.", "wide.png"))]))
     [reject] = tokens.tally.rejects
     assert "'images' holds images, video or audio; only text can be trained" in reject.reason
+
+
+def test_tokens_of_pictures_depend_on_what_reads_them(model):
+    """Unfinished work of another Pillow, whose pixels or sizes differ, would be taken up."""
+    settings = TokenSettings(tokenizer_directory=model, **SETTINGS)
+    lock: dict[str, Any] = {"files": {}}
+    text, images = (
+        token_inputs({}, lock, replace(settings, pictures=pictures), None)["libraries"] for pictures in (False, True)
+    )
+    assert "pillow" not in text and "pillow" in images and "transformers" in images
