@@ -16,9 +16,10 @@ import yaml
 Content = Mapping[str, Any]
 HALVES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
 NOT_THIS = re.compile(
-    r"^(rl: (grpo|gdpo|ebft)|num_generations|reward_(?!model: true)\w+|process_reward_model|processor_type|"
-    r"image_max_pixels|video_max_pixels|rlhf_type: (grpo|gkd|ppo)|teacher_model\w*|quantizer|qat|stage: ppo|"
-    r"finetuning_type: (freeze|oft)|unfrozen_parameters|freeze_\w+|relora|lisa_\w+|fp8|gptq|infer_backend|export_\w+|"
+    r"^(rl: (grpo|gdpo|ebft)|num_generations|reward_(?!model: true)\w+|process_reward_model|processor_type: Voxtral|"
+    r"rlhf_type: (grpo|gkd|ppo)|teacher_model\w*|quantizer|qat|stage: ppo|"
+    r"finetuning_type: (freeze|oft)|unfrozen_parameters|freeze_language_model: true|relora|lisa_\w+|fp8|gptq|"
+    r"infer_backend|export_\w+|"
     r"use_(galore|apollo|badam|adam_mini|muon|llama_pro|kt|onebitllms|\w+_loss)|do_predict: true|vit_\w+|"
     r"aligner_lr|max_pixels|loss_type: apo\w*|\s+vision_all_linear)\b",
     re.MULTILINE,

@@ -115,7 +115,7 @@ def fit(
             f"bucket.max_tokens: must be at most {MOST_TOKENS} for a prediction; got {p.bucket.max_tokens}; lower the "
             "micro-batch"
         )
-    images = asked_images(image, images_per_row, lengths, None)
+    images = asked_images(image, images_per_row, lengths, None if converted is None else converted.image)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text

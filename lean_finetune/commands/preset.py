@@ -6,12 +6,15 @@ from pathlib import Path
 import click
 
 from cuda_memory.units import labelled
+from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.project.params_file import OWN, apply_preset, change_params, presets
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
-from lean_finetune.core.errors import UsageFault
+from lean_finetune.config.schema import Params
+from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.hub import gated_note
+from lean_finetune.pinning.locate import find_model
 
 # The command `lean-finetune preset`: write a starting point into params.yaml.
 
@@ -66,15 +69,36 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     """
     converted = read_config_of_tool(config, gpus)
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())
+    unchecked = _refuse_other_families(converted, params)
     template = out if out.exists() else COMMON_PARAMS
     load_params(template)  # Refuses a file that is no params.yaml.
     values = params.model_dump()
     unchanged = {"run"} if template == out else set()
     change_params({key: value for key, value in values.items() if key not in unchanged}, template, out)
     click.echo("\n".join(converted.lines()))
+    if unchecked is not None:
+        click.echo(labelled("  not checked", unchecked))
     source = "" if "data.source" in converted.values else "; set data.source to your rows"
     # Outside of a project there is no pipeline: full rows are predicted, not those of the data.
     in_project = Path("dvc.yaml").exists()
     command = "dvc repro estimate" if in_project else shlex.join(["lean-finetune", "fit", "--params", str(out)])
     whose = " for your data" if in_project else ""
     click.echo(labelled("", f"{out}: written{source}; `{command}` predicts its memory{whose}", 0))
+
+
+def _refuse_other_families(converted: Converted, params: Params) -> str | None:
+    """Refuse rows with images for a model that is not trained with them; a note if its config.json is not here.
+
+    Raises:
+        UserError: naming the model's family.
+    """
+    if converted.image is None:
+        return None
+    try:
+        directory = find_model(params.model.name, params.model.revision)
+    except UserError:
+        return f"whether {params.model.name} is trained with images: its config.json is not here; `fit --image` says so"
+    from lean_finetune.model.model_config import read_config  # Here: imports torch.
+
+    read_config(directory, pictures=True)
+    return None

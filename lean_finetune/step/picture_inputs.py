@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PictureTensors = dict[str, torch.Tensor]
 """Arguments of the model by name: pixel_values and others of its family, and position_ids if pictures change them."""
 
-SMALLEST = Size(28, 28)
+SMALLEST = Size(56, 56)
 """Of a picture of no row; processors make it larger where they have a limit."""
 
 

@@ -308,7 +308,10 @@ def test_keys_of_data_sets_are_listed_like_every_key(tmp_path: Path):
         (AXOLOTL + "torch_compile: true\n", "torch_compile=True: layers are not compiled here"),
         (SWIFT_YAML + "early_stop_interval: 3\n", "early_stop_interval=3: training does not stop early here"),
         (AXOLOTL.replace("org/model", "org/Model-VL-2B"), "org/Model-VL-2B has more than text, by its name: images"),
-        (LLAMA_FACTORY.replace("qwen3", "qwen2_vl"), "qwen2_vl has more than text, by its name: images"),
+        (
+            LLAMA_FACTORY.replace("qwen3", "qwen2_vl"),
+            "rows have images (qwen2_vl): one of 768 x 768 in each",
+        ),
         (SWIFT_YAML.replace("org/rows", "org/llava-rows"), "org/llava-rows#500 has more than text, by its name"),
     ],
 )
@@ -365,8 +368,11 @@ def test_what_is_otherwise_here_is_said(tmp_path: Path):
             "model: org/model\npeft_config: {name: lora, export_dir: out}\n",
             "peft_config.export_dir: nothing is trained",
         ),
-        (AXOLOTL + "processor_type: AutoProcessor\n", "processor_type: images and audio are not counted here"),
-        (LLAMA_FACTORY + "image_max_pixels: 262144\n", "image_max_pixels: images are not counted here; remove it"),
+        (AXOLOTL + "processor_type: VoxtralProcessor\n", "processor_type: audio is not trained here"),
+        (LLAMA_FACTORY + "image_max_pixels: few\n", "image_max_pixels: must be a number"),
+        (LLAMA_FACTORY + "image_max_pixels: 9\nfreeze_language_model: true\n", "freeze_language_model: the language"),
+        (LLAMA_FACTORY.replace("sft", "dpo") + "image_max_pixels: 9\n", "rows with images are trained with objective"),
+        (AXOLOTL + "processor_type: AutoProcessor\nimage_size: [1, 2, 3]\n", "image_size: must be pixels, or width"),
         (SWIFT_YAML + "freeze_vit: true\n", "freeze_vit: images are not counted here"),
         (SWIFT_YAML.replace("tuner_type: lora", "tuner_type: boft"), "tuner_type: only lora and full are done here"),
         (UNSLOTH + "  vision_all_linear: true\n", "lora.vision_all_linear: images are not counted here"),
@@ -501,7 +507,7 @@ def test_the_tables_name_parameters_that_exist():
             assert part in value, dotted
             value = value[part]
     facts = {rule["fact"] for rule in rules if isinstance(rule, dict) and "fact" in rule}
-    assert facts <= set(shared()["facts"]) | {"padded", "dataset_dir", "template"}
+    assert facts <= set(shared()["facts"]) | {"padded", "dataset_dir", "template", "processor", "freeze_language"}
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]

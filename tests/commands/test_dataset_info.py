@@ -66,9 +66,9 @@ def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path
         ),
         ({"file_name": "rows.json"}, "dpo", "ranking: must be true, for pairs of dpo"),
         (
-            {"file_name": "rows.json", "columns": {"images": "i"}},
+            {"file_name": "rows.json", "columns": {"videos": "i"}},
             "sft",
-            "columns.images: only text is trained here",
+            "columns.videos: is not trained here",
         ),
         ({"file_name": "gone.json"}, "sft", "file_name: "),
         ({"script_url": "rows"}, "sft", "script_url: scripts that make data are not run"),

@@ -68,6 +68,8 @@ def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
         picture = Image.new("RGB", (size.width, size.height), "white")
         try:
             made, [text] = processor._processor._process_images([picture], **family._options, return_tensors="pt")
+            if model.name == "mistral3" and text.count(processor.image_token) == 1:  # Its model fails.
+                raise ValueError
         except ValueError:
             with pytest.raises(RowFault, match="the image processor refuses"):
                 processor.expansion(size)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cuda_memory.units import labelled, round_up
+from lean_finetune.commands.convert.layer_patterns import adapted_parts, is_pattern, names_of
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import Preference
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 
@@ -32,6 +34,10 @@ class Converted:
     unknown: list[str] = field(default_factory=list)
     keys: dict[str, Any] = field(default_factory=dict)
     """The configuration's own values by dotted key, with the tool's defaults."""
+    image: Size | None = None
+    """The assumed size of pictures, if rows have some."""
+    adapted_parts: set[str] = field(default_factory=set)
+    """Parts for pictures, vision and projector, whose layers have adapters by their names."""
 
     def flags(self) -> list[str]:
         """The parameters as overrides."""
@@ -99,7 +105,14 @@ def _share(key: str, value: Any, converted: Converted) -> float:
 
 def _targets(key: str, value: Any, converted: Converted) -> list[str]:
     if value in ("all", "all-linear", ["all"], ["all-linear"]):
+        converted.adapted_parts |= {"vision", "projector"}
         return ["all-linear"]
+    if isinstance(value, str) and is_pattern(value):
+        found = names_of(value)
+        converted.adapted_parts |= set(adapted_parts(found))
+        return sorted({name.rpartition(".")[2] for name in found})
+    if isinstance(value, list):
+        converted.adapted_parts |= set(adapted_parts([str(name) for name in value])) | {"vision"}
     return _names(key, value, converted)
 
 
@@ -154,6 +167,7 @@ PARAMETERS: Mapping[str, Conversion] = {
     "train.lora.rank": _whole,
     "train.lora.experts": lambda key, value, converted: "all",
     "train.context_parallel": _positive,
+    **dict.fromkeys(("data.image_max_pixels", "data.image_min_pixels"), _positive),
     "data.max_rows": _positive,
 }
 """By parameter."""

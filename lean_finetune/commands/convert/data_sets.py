@@ -47,7 +47,7 @@ REFUSED = {
     "cloud_file_name": "download the file and name it in file_name",
     "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
 }
-MEDIA_COLUMNS = ("images", "videos", "audios")
+MEDIA_COLUMNS = ("videos", "audios")
 PREFERENCE_COLUMNS = ("chosen", "rejected", "kto_tag")
 TEXT = (SFT, PRETRAINING)
 """Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
@@ -87,7 +87,8 @@ def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
         reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
     else:
         reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
-    return reasons + [f"columns.{key}: only text is trained here" for key in MEDIA_COLUMNS if columns.get(key)]
+    media = [key for key in (*MEDIA_COLUMNS, *(() if objective == SFT else ("images",))) if columns.get(key)]
+    return reasons + [f"columns.{key}: is not trained here with objective {objective}" for key in media]
 
 
 def read_sources(names: Sequence[str], file: Path, objective: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -160,7 +161,7 @@ def _columns(columns: Mapping[str, str], formatting: str, objective: str, where:
         if formatting != "alpaca" or "response" in columns or not columns:
             raise UserError(f"{where}: stage pt trains the column of columns.prompt alone; name only that one")
         return "text", {"text": columns["prompt"]}
-    keys = {**OUR_KEYS[formatting], **SHARED_KEYS}
+    keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "images": "images"}
     named = {keys[name]: column for name, column in columns.items() if column}
     return NAMED_FORMATS.get(formatting, formatting), named or DEFAULT_COLUMNS[formatting]
 

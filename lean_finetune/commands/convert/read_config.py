@@ -19,6 +19,7 @@ from lean_finetune.commands.convert.data_sets import (
     name_sub_keys,
     turn_off_evaluation,
 )
+from lean_finetune.commands.convert.images import combine_images
 from lean_finetune.commands.convert.objectives import combine_objective
 from lean_finetune.config.other_tools import Table, shared, tables
 from lean_finetune.core.errors import UserError, shortened
@@ -191,13 +192,15 @@ def read_config_of_tool(
     combine_objective(facts, converted, table, path)
     check_kinds(facts, path, facts.get("objective", SFT))
     combine_facts(facts, converted, table, gpus, path)
+    combine_images(facts, converted, path, _named_by_images(facts, converted))
     _combine_start(facts, converted, path)
     if with_data:
         combine_data(facts, converted, table, path)
     else:
         drop_parts(converted, NO_DATA)
     turn_off_evaluation(converted.values)
-    _say_what_has_images(facts, converted)
+    if converted.image is None:
+        _say_what_has_images(facts, converted)
     return converted
 
 
@@ -312,6 +315,15 @@ class _Reading:
         except (TypeError, ValueError, OverflowError) as error:
             got = shortened(repr(value))
             raise UserError(f"{self.path}: {key}: {error}; got {got}; correct it") from None
+
+
+def _named_by_images(facts: Mapping[str, Any], converted: Converted) -> str | None:
+    """The template or data set of LLaMA-Factory whose rows have images by its name; None without one."""
+    if converted.tool != "LLaMA-Factory":
+        return None
+    sets = [entry for entry in facts.get("dataset", ()) if isinstance(entry, str)]
+    found = (str(name) for name in [facts.get("template"), *sets] if name and READS_IMAGES.search(str(name)))
+    return next(found, None)
 
 
 def _say_what_has_images(facts: Mapping[str, Any], converted: Converted) -> None:

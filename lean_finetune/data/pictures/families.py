@@ -272,6 +272,8 @@ class Pixtral(PictureFamily):
         found = resized(picture, (edge, edge), (patch_size, patch_size), ChannelDimension.FIRST)
         if not all(found):
             raise ValueError(f"resized to {edge} pixels, its shorter edge would have none")
+        if found == (patch_size, patch_size) and self.processor.spatial_merge_size > 1:
+            raise ValueError("of one token, at which the code of Mistral 3 in transformers fails")
         return {"image_sizes": [found]}
 
     def patches(self, size: Size) -> int:

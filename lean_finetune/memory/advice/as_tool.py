@@ -95,6 +95,8 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         UserError: the step cannot be traced.
     """
     train = run.setting.train
+    if run.pictures is not None:
+        return f"the training step of {tool} for rows with images is not described here"
     step = step_of(tool, keys, train)
     if step is None:
         of_pairs = "" if train.preferences is None else f" for objective {train.objective}"

@@ -1,0 +1,80 @@
+"""Rows with images in configurations of other tools: their size, their limits, and the parts that are trained."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lean_finetune.commands.convert.conversions import Converted
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.objectives.registry import SFT
+
+ASSUMED = Size(height=768, width=1024)
+"""The size of pictures where nothing limits it."""
+AUDIO = re.compile(r"(?i)voxtral|audio|speech")
+
+
+def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, by_name: str | None) -> None:
+    """The pictures of a configuration whose rows have some: their size, and what is trained of the vision parts.
+
+    `by_name`: what has images by its name, of a tool whose configuration does not say it otherwise.
+
+    Raises:
+        UserError: what is trained cannot be had here, or a size has another form.
+    """
+    values, tool = converted.values, converted.tool
+    limits = [key for key in ("data.image_max_pixels", "data.image_min_pixels") if key in values]
+    if tool == "LLaMA-Factory" and not (by_name or set(limits) & set(converted.used.values())):
+        for key in limits:
+            del values[key]
+        return
+    if tool != "LLaMA-Factory" and "processor" not in facts:
+        return
+    processor = str(facts.get("processor", ""))
+    if AUDIO.search(processor):
+        raise UserError(f"{path}: processor_type: audio is not trained here; got {processor}; run it with {tool}")
+    if values.get("train.objective", SFT) != SFT:
+        raise UserError(
+            f"{path}: rows with images are trained with objective sft alone here; got {values['train.objective']}; "
+            f"run it with {tool}"
+        )
+    if facts.get("freeze_language"):
+        raise UserError(
+            f"{path}: freeze_language_model: the language model is always trained here; got true; change it, or run it "
+            f"with {tool}"
+        )
+    if values.get("bucket.mode") == "packed":
+        values["bucket.mode"] = "bucketed"
+        converted.differs.append("rows with images are not packed here: bucket.mode=bucketed")
+    full = values["train.method"] == "full"
+    for part in ("vision", "projector"):
+        if tool == "LLaMA-Factory":
+            trained = not facts.get(f"freeze_{part}", True)
+        else:
+            trained = not facts.get("freeze_parts") and (full or part in converted.adapted_parts)
+        values[f"train.{part}"] = ("full" if full else "lora") if trained else "frozen"
+    converted.image = _size(facts, values, path)
+    size = converted.image
+    converted.differs.append(
+        f"rows have images ({by_name or 'by its keys'}): one of {size.width} x {size.height} in each is assumed; "
+        f"--image and --images-per-row of `fit` set others; train.vision={values['train.vision']}, "
+        f"train.projector={values['train.projector']}"
+    )
+
+
+def _size(facts: Mapping[str, Any], values: dict[str, Any], path: Path) -> Size:
+    """The size of the largest pictures, or an assumption. Axolotl pads pictures to the size that it is given."""
+    given = facts.get("image_size")
+    if given is not None:
+        sides = given if isinstance(given, list) else [given, given]
+        if len(sides) != 2 or not all(isinstance(side, int) and 0 < side <= 1 << 14 for side in sides):
+            raise UserError(f"{path}: image_size: must be pixels, or width and height; got {shortened(str(given))}")
+        values["data.image_max_pixels"] = sides[0] * sides[1]
+        return Size(height=sides[1], width=sides[0])
+    most = values.get("data.image_max_pixels")
+    if most is None or most >= ASSUMED.height * ASSUMED.width:
+        return ASSUMED
+    side = max(1, math.isqrt(most))
+    return Size(height=side, width=side)

@@ -1,0 +1,118 @@
+"""Configurations of other tools whose rows have images: never answered as text."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lean_finetune.commands.convert.layer_patterns import names_of
+from lean_finetune.commands.convert.read_config import read_config_of_tool
+from lean_finetune.commands.fit import fit
+from lean_finetune.commands.preset import import_config
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.data.pictures.families import Size
+from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY
+from tests.conftest import ROOT
+from tests.small_vision import vision_model
+from tests.workspace import error, invoke
+
+VISION_AXOLOTL = (
+    AXOLOTL.replace("sample_packing: true", "sample_packing: false").replace("load_in_8bit", "load_in_4bit")
+    + "processor_type: AutoProcessor\n"
+)
+LANGUAGE_ALONE = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
+PATTERN = VISION_AXOLOTL.replace("lora_target_linear: true", f"lora_target_modules: '{LANGUAGE_ALONE}'")
+WITH_TOWER = r"(model\.language_model\.layers\.\d+\.mlp\.up_proj|model\.visual\.blocks\.\d+\.mlp\.fc[12])"
+FROZEN, ADAPTED = {"train.vision": "frozen", "train.projector": "frozen"}, {"train.vision": "lora"}
+CASES: dict[str, tuple[str, Size, dict[str, Any]]] = {
+    "LLaMA-Factory": (
+        LLAMA_FACTORY + "image_max_pixels: 262144\n",
+        Size(512, 512),
+        {**FROZEN, "data.image_max_pixels": 262144},
+    ),
+    "its default limit": (
+        LLAMA_FACTORY.replace("org/rows", "mllm_demo"),
+        Size(768, 768),
+        {**FROZEN, "data.image_max_pixels": 768 * 768},
+    ),
+    "its trained tower": (
+        LLAMA_FACTORY.replace("qwen3", "llava") + "freeze_vision_tower: false\nimage_min_pixels: 4096\n",
+        Size(768, 768),
+        {**ADAPTED, "train.projector": "frozen", "data.image_min_pixels": 4096},
+    ),
+    "Axolotl, language model alone": (
+        PATTERN,
+        Size(768, 1024),
+        {**FROZEN, "train.lora.targets": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]},
+    ),
+    "Axolotl, all layers": (VISION_AXOLOTL, Size(768, 1024), {**ADAPTED, "train.projector": "lora"}),
+    "Axolotl, tower by a pattern": (
+        PATTERN.replace(LANGUAGE_ALONE, WITH_TOWER) + "image_size: 336\n",
+        Size(336, 336),
+        {**ADAPTED, "train.projector": "frozen", "data.image_max_pixels": 336 * 336},
+    ),
+    "Axolotl, all weights": (
+        VISION_AXOLOTL.replace("adapter: lora", "").replace("load_in_4bit: true", ""),
+        Size(768, 1024),
+        {"train.vision": "full", "train.projector": "full"},
+    ),
+    "Axolotl, weights of the language model": (
+        VISION_AXOLOTL.replace("adapter: lora", "").replace("load_in_4bit: true", "") + "freeze_mm_modules: true\n",
+        Size(768, 1024),
+        FROZEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_with_images_keep_their_limits_and_what_is_trained(name: str, tmp_path: Path):
+    text, size, expected = CASES[name]
+    (tmp_path / "run.yaml").write_text(text)
+    converted = read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
+    assert converted.image == size
+    assert {key: converted.values[key] for key in expected} == expected
+    assert f"one of {size.width} x {size.height} in each is assumed" in " ".join(converted.differs)
+    with_flags(load_params(COMMON_PARAMS), converted.flags())
+
+
+def test_text_has_no_limit_of_images(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
+    converted = read_config_of_tool(tmp_path / "run.yaml", 1)
+    assert converted.image is None and "data.image_max_pixels" not in converted.values
+
+
+@pytest.mark.parametrize("pattern", ["(a", "a)", "a{2}", "a+", "[^a]", "(a|b)" * 20, "^a$"])
+def test_other_patterns_are_refused(pattern: str):
+    """A pattern that takes minutes, or layers that nobody named."""
+    with pytest.raises(ValueError, match="must "):
+        names_of(pattern)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json alone."""
+    root = tmp_path_factory.mktemp("model")
+    shutil.copy(vision_model(root / "whole") / "config.json", root)
+    return root
+
+
+def test_fit_predicts_them_with_the_assumed_images(model: Path, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        LLAMA_FACTORY.replace("org/model", str(model)).replace("q_proj,v_proj", "all") + "image_max_pixels: 50176\n"
+    )
+    answer = json.loads(invoke(fit, "--from", str(tmp_path / "run.yaml"), "--gpu", "24GiB", "--json").stdout)
+    assert answer["images"] | {"tokens": 64, "patches": 256, "width": 224, "height": 224} == answer["images"]
+    assert answer["as_tool"]["not_known"].endswith("for rows with images is not described here")
+    assert answer["params"]["data"]["image_max_pixels"] == 50176
+
+
+def test_import_refuses_a_family_that_is_not_trained_with_images(model: Path, tmp_path: Path):
+    out, run = tmp_path / "params.yaml", tmp_path / "run.yaml"
+    run.write_text(PATTERN.replace("org/model", str(ROOT / "lean_finetune/example_configs/llama-3.1-8b")))
+    refused = error(invoke(import_config, str(run), "--out", str(out)))
+    assert refused.startswith("model.name: rows with images are not offered for llama") and not out.exists()
+    run.write_text(LLAMA_FACTORY.replace("org/model", str(model)) + "image_max_pixels: 50176\n")
+    assert "rows have images" in " ".join(invoke(import_config, str(run), "--out", str(out)).stdout.split())
+    assert load_params(out).data.image_max_pixels == 50176
