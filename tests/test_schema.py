@@ -50,6 +50,9 @@ def refusal(flags: str) -> str:
         ),
         ("train.lora=3", "train.lora: must be a section with its own keys; got 3"),
         ("data.max_rows=0", "data.max_rows: .*greater than or equal to 1; got 0"),
+        ("data.image_max_pixels=0", "data.image_max_pixels: .*greater than or equal to 1; got 0"),
+        # As many tokens would not fit in this machine's memory.
+        ("data.image_min_pixels=1000000000000", "data.image_min_pixels: .*equal to 89478485; got 1000000000000"),
         ("hardware.num_gpus=65537", "hardware.num_gpus: .*less than or equal to 65536; got 65537"),
         ("hardware.host_ram_gib=1e300", r"hardware.host_ram_gib: .*less than or equal to 1048576; got 1e\+300"),
         ("run.rank_timeout_seconds=1e30", r"run.rank_timeout_seconds: .*less than or equal to 31536000; got 1e\+30"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cuda_memory.units import counted, labelled
+from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UsageFault
 from lean_finetune.data.pictures.families import Size
 
@@ -36,8 +37,6 @@ def asked_images(image: str | None, per_row: int | None, lengths: str | None, as
 
 
 def _size(image: str) -> Size:
-    from lean_finetune.data.pictures.decode_picture import MAX_PIXELS  # Here: imports Pillow.
-
     found = SIZE.fullmatch(image.strip())
     width, height = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 0 < width * height <= MAX_PIXELS:

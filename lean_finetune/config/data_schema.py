@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from lean_finetune.config.field_types import Format, Role
+from lean_finetune.config.field_types import MAX_PIXELS, Format, Role
 from lean_finetune.config.section import IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HELDOUT_SOURCE = "data.heldout_source"
@@ -23,6 +23,8 @@ def _check_columns(columns: dict[str, Any]) -> dict[str, Any]:
             raise PydanticCustomError("roles", "roles must map names to one of {known}", {"known": known})
     return columns
 
+
+Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 
 Columns = Annotated[dict[Text, Any], AfterValidator(_check_columns)]
 """Column of a source by key of its row format; `roles` maps its names of roles to known ones."""
@@ -99,9 +101,9 @@ class Data(Section):
     """Longest row in tokens. Activation memory grows with it."""
     over_length: Literal["truncate", "drop", "split"]
     """What to do with a longer row."""
-    image_max_pixels: PositiveInt | None
+    image_max_pixels: Pixels | None
     """Most pixels of a picture: a larger one is made smaller. None means the limit of the model's processor."""
-    image_min_pixels: PositiveInt | None
+    image_min_pixels: Pixels | None
     """Fewest pixels of a picture: a smaller one is made larger. None means the limit of the model's processor."""
     drop_duplicates: bool
     """Drop training and held-out rows whose tokens equal those of an earlier row."""

@@ -114,9 +114,10 @@ def read_picture_inputs(
     """What makes the arguments of pictures, from a model's directory; None for rows of text.
 
     Raises:
-        UserError: the model's processor cannot be read.
+        UserError: the model's processor cannot be read, or `config` does not belong to its tokenizer.
     """
     if pictures is None:
         return None
     processor = PictureProcessor(directory, max_pixels=pictures.max_pixels, min_pixels=pictures.min_pixels)
+    processor.check_image_token(config.image_token_id)
     return PictureInputs(processor, config)

@@ -15,9 +15,10 @@ from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor, picture_family
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
+from lean_finetune.plan.row_pictures import RowPictures
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.picture_inputs import PictureInputs
+from lean_finetune.step.picture_inputs import PictureInputs, read_picture_inputs
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES, vision_model
 
@@ -162,6 +163,43 @@ def test_the_most_pixels_limit_a_picture_or_are_refused_by_the_name_of_what_deci
         return
     with pytest.raises(UserError, match="data.image_min_pixels: cannot be set for this model"):
         PictureProcessor(model, min_pixels=10_000)
+
+
+def test_a_limit_below_one_token_or_crop_is_refused(model):
+    """Every picture would have more pixels than the limit."""
+    if model.name in ("llava", "llava_next"):
+        return
+    for fewest in {None, 1} if model.name.startswith("qwen") else {None}:
+        with pytest.raises(UserError, match=r"^data\.image_max_pixels: must hold one (token|crop) of .*; got 195; "):
+            PictureProcessor(model, max_pixels=195, min_pixels=fewest)
+
+
+def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
+    """Transformers fails at it in the first forward pass."""
+    config = read_config(model, pictures=True)
+    none = np.zeros((0, 2), np.int32)
+    pictures = RowPictures(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
+    assert read_picture_inputs(model, config, pictures) is not None
+    right, config.image_token_id = config.image_token_id, 7
+    message = f"^model.name: image_token_id in config.json must be the tokenizer's id of .*, {right}; got 7; download"
+    with pytest.raises(UserError, match=message):
+        read_picture_inputs(model, config, pictures)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: [content], "preprocessor_config.json must hold an object; got "),
+        (lambda content: {**content, "patch_size": "14"}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
+        (lambda content: {**content, "patch_size": 0}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
+    ],
+)
+def test_a_damaged_file_of_the_processor_is_refused_in_one_line(tmp_path, change, message):
+    directory = vision_model(tmp_path, "qwen2_5_vl")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=f"^model.name: .*{message}.*; download or save it again$"):
+        PictureProcessor(directory)
 
 
 def test_the_processor_is_the_one_that_the_files_name(tmp_path):

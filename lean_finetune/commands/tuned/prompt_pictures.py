@@ -44,10 +44,11 @@ class PromptPictures:
         """Keep copies of the pictures in `directory`, which stays as long as they are shown.
 
         Raises:
-            UserError: the model's processor cannot be read.
+            UserError: the model's processor cannot be read, or its tokenizer and config do not belong together.
         """
         with named_by_option():
             processor = PictureProcessor(_processor_directory(tuned))
+            processor.check_image_token(tuned.config.image_token_id)
         self._rows = RowPictures(PictureStore(directory / PICTURES, processor), prompter.rows)
         self._files, self._prompter = PictureFiles(directory), prompter
         self._inputs = PictureInputs(processor, tuned.config)

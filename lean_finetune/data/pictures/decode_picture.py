@@ -6,13 +6,11 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.data.format.format_base import RowFault
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Formats that are decoded. Pillow has more: EPS runs Ghostscript, and libtiff prints its faults past Python."""
-MAX_PIXELS = 89_478_485
-"""Most pixels of a picture: where Pillow warns of a decompression bomb. A phone's 50 Mpx are below. Decoding so many
-takes 720 MB, which is less than the rows of a block may take: Pillow has 4 bytes a pixel, and turning needs a copy."""
 BAND_PIXELS = 1 << 20
 """Pixels that are blended at a time, so that blending needs little more memory."""
 WHITE = (255, 255, 255, 255)
@@ -28,7 +26,8 @@ def decode_picture(data: bytes, name: str) -> Image.Image:
     code do. Channels of 16 bits keep the upper 8.
 
     Raises RowFault if the content is no picture of FORMATS, is damaged or truncated, or has more than MAX_PIXELS,
-    which its header tells before anything is decoded.
+    which its header tells before anything is decoded. Decoding so many takes 720 MB, which is less than the rows of a
+    block may take: Pillow has 4 bytes a pixel, and turning needs a copy.
     """
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.decode_picture import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -124,6 +124,9 @@ class QwenFamily(PictureFamily):
         """See the base class."""
         size = dict(self.images.size or {})
         low, high = fewest or size["shortest_edge"], most or size["longest_edge"]
+        token = (self.images.patch_size * self.images.merge_size) ** 2
+        if high < token:  # A picture has a token at least.
+            raise UserError(f"{MOST}: must hold one token of {token} pixels; got {high}; raise it")
         check_limits(MOST if most is not None else FEWEST, low, high)
         self.images.size = type(self.images.size)(**{**size, "shortest_edge": low, "longest_edge": high})
 
@@ -259,6 +262,9 @@ class Pixtral(PictureFamily):
         """See the base class. The longest edge becomes that of a square with the most pixels."""
         refuse_limits(None, fewest, f"{self.processor_class} makes no picture larger")
         assert most is not None
+        token = self.processor.patch_size * self.processor.spatial_merge_size
+        if most < token**2:  # A picture has a token at least.
+            raise UserError(f"{MOST}: must hold one token of {token**2} pixels; got {most}; raise it")
         edge = min(isqrt(most), self.images.size.longest_edge)
         self.images.size = type(self.images.size)(longest_edge=edge)
 

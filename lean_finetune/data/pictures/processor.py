@@ -5,12 +5,13 @@ every machine, with or without torchvision.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.atomic_files import read_json, write_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures.families import FAMILIES, MODELS, PictureFamily, Size
 from lean_finetune.pinning.config_file import CONFIG_FILE
@@ -45,6 +46,15 @@ class PictureProcessor:
         self.image_token: str = self._processor.image_token
         """A picture's placeholder in the chat template's rendering, and each token that its pixels fill."""
         self.drops_zeros = self._family.drops_zeros
+
+    def check_image_token(self, image_token_id: int) -> None:
+        """Refuse the config of a model that looks for pictures at other tokens than its tokenizer makes."""
+        number = self._processor.tokenizer.convert_tokens_to_ids(self.image_token)
+        if number != image_token_id:
+            raise UserError(
+                f"model.name: image_token_id in {CONFIG_FILE} must be the tokenizer's id of {self.image_token!r}, "
+                f"{number}; got {image_token_id}; download or save the model again"
+            )
 
     def arguments(self, pictures: Sequence[Sequence["Image"]]) -> dict[str, Any]:
         """The model's arguments for the pictures of several rows, such as pixel_values, as the processor returns them.
@@ -107,7 +117,7 @@ def picture_family(directory: Path) -> type[PictureFamily] | None:
     Raises UserError if a file of the processor is damaged.
     """
     found = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
-    named = next(filter(None, (read_json(path).get("processor_class") for path in found)), None)
+    named = next(filter(None, (_content(path).get("processor_class") for path in found)), None)
     config = directory / CONFIG_FILE
     # Of a hub model, only the tokenizer's and the processor's files may be here.
     model = read_json(config).get("model_type") if config.is_file() else None
@@ -115,6 +125,16 @@ def picture_family(directory: Path) -> type[PictureFamily] | None:
         if (model is None or model in family.models) and (named or family.processor_class) == family.processor_class:
             return family if named or model else None
     return None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The content of a processor's file."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(
+            f"model.name: {path} must hold an object; got {shortened(str(content))}; download or save it again"
+        )
+    return content
 
 
 def _load(directory: Path) -> PictureFamily:
@@ -128,10 +148,13 @@ def _load(directory: Path) -> PictureFamily:
     try:
         known = family.processor_kind()
         kind: Any = type(known.__name__, (_WithoutVideos, known), {"__module__": known.__module__})
-        return family(
+        loaded = family(
             kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil")
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        with suppress(ValueError):  # It refuses this picture, as it then does those of rows.
+            loaded.patches(Size(64, 64))  # Fails at sizes of another type.
+        return loaded
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, ArithmeticError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"model.name: the {family.processor_class} in {directory} cannot be read ({first}); download or save it "

@@ -134,7 +134,10 @@ def _refuse_pictures(p: Params, config: PretrainedConfig) -> None:
             f"{', '.join(MODELS)}, or leave it out"
         )
     if p.train.objective != "sft":
-        raise UserError(f"--image: rows with images are trained with objective sft alone; got {p.train.objective}")
+        raise UserError(
+            f"--image: rows with images are trained with objective sft alone; got {p.train.objective}; set "
+            "train.objective=sft, or leave --image out"
+        )
 
 
 def full_rows_run(

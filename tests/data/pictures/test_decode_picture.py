@@ -9,9 +9,10 @@ import pytest
 from PIL import Image, ImageFile
 from transformers.image_transforms import convert_to_rgb
 
+from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures import decode_picture as decoding
-from lean_finetune.data.pictures.decode_picture import MAX_PIXELS, decode_picture
+from lean_finetune.data.pictures.decode_picture import decode_picture
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 ORIENTATION = 0x0112
