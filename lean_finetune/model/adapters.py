@@ -42,7 +42,7 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.model.pictures.picture_parts import frozen_layers
+from lean_finetune.model.pictures.picture_parts import frozen_layers, refuse_unadapted
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -229,6 +229,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
             f"train.lora.targets: must be layers that can have adapters; got {train.lora.targets} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
+    refuse_unadapted(adapted, train)
     refuse_start(adapted, train)
     multiply_by_rows(adapted)
     compute_rows_alone(adapted)

@@ -12,6 +12,11 @@ VISION_PARTS = tuple(
 )
 """Names of the parts for pictures in transformers' classes."""
 
+SEE_EACH_OTHER = "token_type_ids"
+"""Argument of models in which the tokens of a picture see each other: which tokens these are."""
+MASKED_FAMILIES = ("gemma3",)
+"""Families with this argument: attention of rows with pictures has a mask."""
+
 
 def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
     """The config of a model that takes pictures: built with its vision tower and projector."""
@@ -23,6 +28,11 @@ def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
 def takes_pictures(config: PretrainedConfig) -> bool:
     """Whether a model of this config has its vision tower and projector."""
     return bool(getattr(config, TAKES_PICTURES, False))
+
+
+def masks_pictures(config: PretrainedConfig) -> bool:
+    """Whether attention of rows with pictures has a mask, so that the tokens of a picture see each other."""
+    return takes_pictures(config) and config.model_type in MASKED_FAMILIES
 
 
 def without_pictures(config: PretrainedConfig) -> PretrainedConfig:
