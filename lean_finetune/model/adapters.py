@@ -202,13 +202,17 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     targets = ALL_LINEAR if train.lora.all_linear else train.lora.targets
+    if by_name:
+        targets = all_linear_targets(model)
     config = LoraConfig(
         r=train.lora.rank,
         lora_alpha=train.lora.alpha,
         lora_dropout=train.lora.dropout,
-        target_modules=all_linear_targets(model) if by_name else targets,
+        target_modules=targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
-        exclude_modules=pattern_of([*left_out(model), *frozen_layers(model, train)]),
+        exclude_modules=pattern_of(
+            [*left_out(model), *frozen_layers(model, train), *(_others_of_names(model, targets) if by_name else ())]
+        ),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
         modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.
@@ -235,6 +239,15 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
     compute_rows_alone(adapted)
     _cast_adapters(adapted, train)
     return adapted
+
+
+def _others_of_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Layers with these names that are not linear: a tower's convolution `proj`, named like a layer of attention."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in names and not isinstance(module, nn.Linear) and not any(module.children())
+    ]
 
 
 def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:

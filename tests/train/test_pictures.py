@@ -17,6 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.attention.kernels import maskless_forward
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
@@ -129,7 +130,8 @@ def logits_of(model: Any, root: Path) -> torch.Tensor:
     text = f"{processor.expansion(Size(picture.height, picture.width))} Which colour?"
     ids_BT = AutoTokenizer.from_pretrained(root / "model")(text, return_tensors="pt").input_ids
     given = PictureInputs(processor, read_config(root / "model", pictures=True)).for_generation(ids_BT, [[picture]])
-    with torch.no_grad():
+    # In training, our attention makes a mask of pictures where the step asks for it.
+    with torch.no_grad(), maskless_forward(None, keeps_masks=True):
         found: torch.Tensor = model.eval()(input_ids=ids_BT, **given).logits
     return found
 

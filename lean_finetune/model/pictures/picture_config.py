@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 TAKES_PICTURES = "_takes_pictures"
 """Attribute of the config of a model that is built with its parts for pictures."""
 VISION_PARTS = tuple(
-    f"model.{name}" for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+    f"model.{name}"
+    for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "image_newline")
 )
 """Names of the parts for pictures in transformers' classes."""
 

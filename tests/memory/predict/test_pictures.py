@@ -59,6 +59,7 @@ SLOW = [
     for grad_ckpt in (False, True)
     if (family, {"method": method, "grad_ckpt": grad_ckpt}) not in CASES
 ] + [(family, adapted_parts(family, changes)) for family in FAMILIES for changes in TRAINED]
+SLOW += EXPERTS
 
 
 def batch_of(inputs: PictureInputs, shape: BatchShape) -> Batch:
