@@ -177,7 +177,6 @@ def _gemma3(words: Any, text: dict[str, Any]) -> Any:
         vision_config={**vision, "vision_use_head": False},
         mm_tokens_per_image=16,
         image_token_index=mark,
-        image_token_id=mark,
     )
 
 

@@ -41,7 +41,7 @@ EXPERTS: list[tuple[str, dict[str, Any]]] = [
 CASES: list[tuple[str, dict[str, Any]]] = [
     (family, {"method": "lora", "grad_ckpt": True}) for family in ("qwen2_5_vl", "mistral3", "llava_next", "smolvlm")
 ]
-TRAINED = [
+TRAINED: list[dict[str, Any]] = [
     {"method": "full", "vision": "full", "projector": "full"},
     {"method": "full", "projector": "full", "grad_ckpt": True},
     *(
