@@ -27,7 +27,7 @@ from benchmarks.processes import SCRATCH, run_stage, write_params
 from data.synth import vision_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import read_plan
-from lean_finetune.step.batches import load
+from lean_finetune.step.batch_stream import load
 from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.token_rows import TokenRows
 

@@ -43,7 +43,9 @@ class PictureProcessor:
         if max_pixels is not None or min_pixels is not None:
             self._family.limit(max_pixels, min_pixels)
         self.image_token: str = self._processor.image_token
-        """A picture's placeholder in the chat template's rendering, and each token that its pixels fill."""
+        """A picture's placeholder in the chat template's rendering."""
+        self.fill_token = self._family.fill_token
+        """Each token that its pixels fill."""
         self.drops_zeros = self._family.drops_zeros
 
     def arguments(self, pictures: Sequence[Sequence["Image"]]) -> dict[str, Any]:
