@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -74,6 +75,8 @@ def vision_model(directory: Path, family: str = "qwen2_5_vl", *, seed: int = 0, 
     torch.manual_seed(seed)
     kind: Any = AutoModelForMultimodalLM._model_mapping[type(config)]
     model = kind._from_config(config, dtype=torch.float32)
+    if family == "gemma3":  # Zeros in a new model: its pictures would all look the same.
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     model.save_pretrained(directory)
     known.images.save_pretrained(directory)
@@ -158,6 +161,38 @@ def _idefics(name: str, processor: str, images: Any) -> SmallFamily:
     )
 
 
+def _gemma3(words: Any, text: dict[str, Any]) -> Any:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"][: text["num_hidden_layers"]]
+    text = {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "layer_types": kinds,
+        "query_pre_attn_scalar": 16,
+        **text,
+    }
+    vision = {"model_type": "siglip_vision_model", **_SIZES, "image_size": 56, "patch_size": 7}
+    mark = words.convert_tokens_to_ids(_GEMMA["image_token"])
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "vision_use_head": False},
+        mm_tokens_per_image=16,
+        image_token_index=mark,
+    )
+
+
+_GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_QWEN3_VISION: dict[str, Any] = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+    **{"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+}
+
+
+def _qwen3_vl_moe(words: Any, text: dict[str, Any]) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    text = {**experts, "tie_word_embeddings": True, **text}
+    return _qwen("Qwen3VLMoeConfig", "qwen3_vl_moe_text", _QWEN3_VISION)(words, text)
+
+
 FAMILIES: dict[str, SmallFamily] = {
     "qwen2_5_vl": _qwen_family(
         _qwen(
@@ -176,16 +211,15 @@ FAMILIES: dict[str, SmallFamily] = {
             {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14},
         )
     ),
-    "qwen3_vl": _qwen_family(
-        _qwen(
-            "Qwen3VLConfig",
-            "qwen3_vl_text",
-            {
-                **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
-                **{"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-            },
-        ),
-        patch=16,
+    "qwen3_vl": _qwen_family(_qwen("Qwen3VLConfig", "qwen3_vl_text", _QWEN3_VISION), patch=16),
+    "qwen3_vl_moe": _qwen_family(_qwen3_vl_moe, patch=16),
+    "gemma3": SmallFamily(
+        config=_gemma3,
+        images=Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        place="<start_of_image>",
+        marks=(),
+        named=_GEMMA,
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
     ),
     "llava": SmallFamily(
         config=_two_parts("LlavaConfig", "llama", _CLIP, "<image>", image_seq_length=4),
@@ -225,3 +259,11 @@ FAMILIES: dict[str, SmallFamily] = {
     "idefics3": _idefics("Idefics3Config", "Idefics3Processor", Idefics3ImageProcessorPil(**_CROP_SIZES)),
 }
 """How the small model of each family is made."""
+NO_LAYERS = ("gemma3",)
+"""Families whose projector has no linear layer, so that it cannot have adapters."""
+
+
+def adapted_parts(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes without adapters of a projector that cannot have any."""
+    without = family in NO_LAYERS and changes.get("projector") == "lora"
+    return {name: value for name, value in changes.items() if not (without and name == "projector")}

@@ -42,7 +42,7 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.model.pictures.picture_parts import frozen_layers
+from lean_finetune.model.pictures.picture_parts import frozen_layers, refuse_unadapted
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -202,13 +202,17 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     targets = ALL_LINEAR if train.lora.all_linear else train.lora.targets
+    if by_name:
+        targets = all_linear_targets(model)
     config = LoraConfig(
         r=train.lora.rank,
         lora_alpha=train.lora.alpha,
         lora_dropout=train.lora.dropout,
-        target_modules=all_linear_targets(model) if by_name else targets,
+        target_modules=targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
-        exclude_modules=pattern_of([*left_out(model), *frozen_layers(model, train)]),
+        exclude_modules=pattern_of(
+            [*left_out(model), *frozen_layers(model, train), *(_others_of_names(model, targets) if by_name else ())]
+        ),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
         modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.
@@ -229,11 +233,21 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
             f"train.lora.targets: must be layers that can have adapters; got {train.lora.targets} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
+    refuse_unadapted(adapted, train)
     refuse_start(adapted, train)
     multiply_by_rows(adapted)
     compute_rows_alone(adapted)
     _cast_adapters(adapted, train)
     return adapted
+
+
+def _others_of_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Layers with these names that are not linear: a tower's convolution `proj`, named like a layer of attention."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in names and not isinstance(module, nn.Linear) and not any(module.children())
+    ]
 
 
 def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:

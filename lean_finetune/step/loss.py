@@ -25,6 +25,7 @@ from lean_finetune.model.model_config import (
     rows_see_each_other,
     tokens_seen_outside_attention,
 )
+from lean_finetune.model.pictures.picture_config import SEE_EACH_OTHER
 from lean_finetune.step.batches import IGNORED, Batch, PictureTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
 from lean_finetune.step.offload.activation_offload import ActivationOffload
@@ -93,7 +94,8 @@ def _decoder_output(
     if blank is not None and (beside := _tower_beside_others(lm, blank)).requires_grad:
         # Backward must reach the tower through the decoder, as for real pictures: FSDP sums gradients in this order.
         inputs = {"inputs_embeds": lm.get_input_embeddings()(input_ids_BT) + beside}
-    with maskless_forward(packed_rows, positions_BT, exchange) as arguments:
+    masked = pictures is not None and SEE_EACH_OTHER in pictures
+    with maskless_forward(packed_rows, positions_BT, exchange, keeps_masks=masked) as arguments:
         output = decoder(**inputs, use_cache=False, **{**(pictures or {}), **arguments}, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)

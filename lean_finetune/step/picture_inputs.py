@@ -10,11 +10,13 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import AutoModel, PretrainedConfig
 
 from lean_finetune.data.pictures.families import Size, blank
 from lean_finetune.data.pictures.processor import PictureProcessor
+from lean_finetune.model.pictures.picture_config import SEE_EACH_OTHER
 from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class PictureInputs:
         made = self._processor.arguments(pictures)
         if hasattr(self._model, "get_rope_index"):
             made["position_ids"] = self._positions(ids_BT, made)
-        return made
+        return {**made, **self._kinds(ids_BT, SEE_EACH_OTHER)}
 
     @cached_property
     def blank(self) -> PictureTensors:
@@ -60,13 +62,17 @@ class PictureInputs:
     def for_generation(self, ids_BT: torch.Tensor, pictures: Sequence[Sequence["Image"]]) -> PictureTensors:
         """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
         made: PictureTensors = self._processor.arguments(pictures)
-        return {**made, **self._kinds(ids_BT)}
+        return {**made, **self._kinds(ids_BT, SEE_EACH_OTHER, "mm_token_type_ids")}
 
-    def _kinds(self, ids_BT: torch.Tensor) -> PictureTensors:
-        """Which tokens pictures fill, for models that ask for it."""
-        if "mm_token_type_ids" not in signature(self._model.forward).parameters:
-            return {}
-        return {"mm_token_type_ids": (ids_BT == self.image_token_id).int()}
+    def _kinds(self, ids_BT: torch.Tensor, *names: str) -> PictureTensors:
+        """Which tokens pictures fill, as those of these arguments that the model has."""
+        known = signature(self._model.forward).parameters
+        # In NumPy's memory, as the pixels are.
+        return {
+            name: torch.from_numpy((ids_BT == self.image_token_id).numpy().astype(np.int32))
+            for name in names
+            if name in known
+        }
 
     def of_shapes(self, ids_BT: torch.Tensor, sizes: Sequence[Sequence[tuple[int, int]]]) -> PictureTensors:
         """The arguments for black pictures of these sizes, whose tokens are put into `ids_BT` in place."""
@@ -81,7 +87,7 @@ class PictureInputs:
 
     def tokens(self, size: Size) -> int:
         """Tokens that a picture of this size fills, of those that its pixels replace."""
-        return self._processor.expansion(size).count(self._processor.image_token)
+        return self._processor.expansion(size).count(self._processor.fill_token)
 
     def _positions(self, ids_BT: torch.Tensor, made: PictureTensors) -> torch.Tensor:
         """Positions of tokens in time, height and width, int64 (3, B, T), as the family's own code computes them."""

@@ -53,7 +53,7 @@ def patches_of(family: str, made: dict[str, torch.Tensor]) -> int:
     return sum((height // edge) * (width // edge) for height, width in sizes)
 
 
-EDGES = dict.fromkeys(FAMILIES, 14) | {"internvl": 14, "smolvlm": 16, "idefics3": 16}
+EDGES = dict.fromkeys(FAMILIES, 14) | {"internvl": 14, "smolvlm": 16, "idefics3": 16, "gemma3": 14}
 """Pixels of an edge of a patch; of the last families, of what a token shows."""
 PADDED = ("pixtral", "mistral3")
 """Families that pad pictures to the largest of a batch."""
@@ -98,14 +98,17 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     longest = max(len(ids) for ids, _ in rows)
     batch = collate(rows, longest + 3, 0)
     made = inputs.tensors(batch.input_ids_BT, pictures)
-    spec = spec_of(method="full", vision="full", projector="full", loss_chunk=4)
+    router = "trained" if model.name.endswith("moe") else "frozen"
+    spec = spec_of(method="full", vision="full", projector="full", router=router, loss_chunk=4)
     ours = load_model(model, spec, CPU, pictures=True)
     loss = summed_loss(ours, type(batch)(**{**vars(batch), "pictures": made}), 4)
     loss.backward()
 
     given = theirs(
         text=[text.replace("{image}", processor.image_token) for text in texts],
-        images=pictures if model.name == "smolvlm" else [picture for shown in pictures for picture in shown],
+        images=pictures
+        if model.name in ("smolvlm", "gemma3")
+        else [picture for shown in pictures for picture in shown],
         **{"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False},
     )
     assert torch.equal(given["input_ids"], batch.input_ids_BT[:, :longest])
@@ -221,10 +224,10 @@ def test_a_longest_edge_that_transformers_counts_wrongly_is_refused(tmp_path):
 
 
 def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
-    """Qwen3-VL's mixtures and Qwen3.5 name the processor of Qwen3-VL."""
+    """Qwen3.5 names the processor of Qwen3-VL."""
     directory = vision_model(tmp_path, "qwen3_vl")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_vl_moe"}))
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5"}))
     assert picture_family(directory) is None
     with pytest.raises(UserError, match="model.name: .* has no processor of pictures that is supported"):
         PictureProcessor(directory)
@@ -233,3 +236,19 @@ def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
 def test_a_model_of_text_takes_no_pictures(tiny_dir):
     with pytest.raises(UserError, match="model.name: rows with images are not offered for llama; choose a model of"):
         read_config(tiny_dir, pictures=True)
+
+
+def test_crops_of_pan_and_scan_are_refused(tmp_path):
+    """Each crop would have tokens that a row lacks."""
+    directory = vision_model(tmp_path, "gemma3")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_pan_and_scan": True}))
+    with pytest.raises(UserError, match="model.name: the Gemma3Processor in .* cannot be read .do_pan_and_scan"):
+        PictureProcessor(directory)
+
+
+def test_limits_of_a_square_picture_are_refused(tmp_path):
+    with pytest.raises(
+        UserError, match="data.image_max_pixels: cannot be set for this model: Gemma3Processor makes 56"
+    ):
+        PictureProcessor(vision_model(tmp_path, "gemma3"), max_pixels=1000)

@@ -17,6 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.attention.kernels import maskless_forward
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
@@ -25,7 +26,7 @@ from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_parts
 from lean_finetune.train.save_model import Base, save_full
 from tests.small_model import CPU, spec_of
-from tests.small_vision import FAMILIES
+from tests.small_vision import FAMILIES, adapted_parts, vision_model
 from tests.train.interrupted import finish, in_parts
 from tests.train.picture_jobs import job_of, picture_workspace
 
@@ -62,7 +63,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family):
     """Rows whose tokens the model takes for others, a run that a kill changes, a tower whose adapters are lost."""
     root = picture_workspace(tmp_path, family)
-    changes: dict[str, Any] = {"method": "lora", "vision": "lora", "projector": "lora"}
+    changes = adapted_parts(family, {"method": "lora", "vision": "lora", "projector": "lora"})
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
     check_plain_copies(root, tmp_path / "adapter", changes)
@@ -129,7 +130,8 @@ def logits_of(model: Any, root: Path) -> torch.Tensor:
     text = f"{processor.expansion(Size(picture.height, picture.width))} Which colour?"
     ids_BT = AutoTokenizer.from_pretrained(root / "model")(text, return_tensors="pt").input_ids
     given = PictureInputs(processor, read_config(root / "model", pictures=True)).for_generation(ids_BT, [[picture]])
-    with torch.no_grad():
+    # In training, our attention makes a mask of pictures where the step asks for it.
+    with torch.no_grad(), maskless_forward(None, keeps_masks=True):
         found: torch.Tensor = model.eval()(input_ids=ids_BT, **given).logits
     return found
 
@@ -226,3 +228,14 @@ def test_switches_that_do_not_know_a_tower_are_refused(workspace, changes, messa
 def test_parts_of_rows_of_text_are_not_trained(workspace):
     with pytest.raises(UserError, match="train.vision: has an effect only on rows with images; got lora"):
         refuse_parts(spec_of(vision="lora"), read_config(workspace / "model"))
+
+
+def test_adapters_of_a_part_without_layers_are_refused(workspace, tmp_path):
+    """A projector of one matrix, or targets that are the language model's alone."""
+    gemma = vision_model(tmp_path, "gemma3")
+    with pytest.raises(UserError, match="train.projector: adapts no layer: .* got lora; set it to frozen, or change"):
+        load_model(gemma, spec_of(method="lora", projector="lora"), CPU, pictures=True)
+    with pytest.raises(UserError, match="train.vision: adapts no layer"):
+        load_model(
+            workspace / "model", spec_of(method="lora", vision="lora", lora_targets=["q_proj"]), CPU, pictures=True
+        )

@@ -47,11 +47,11 @@ class PromptPictures:
             UserError: the model's processor cannot be read, or its tokenizer and config do not belong together.
         """
         with named_by_option():
-            processor = PictureProcessor(_processor_directory(tuned))
-            processor.check_image_token(tuned.config.image_token_id)
-        self._rows = RowPictures(PictureStore(directory / PICTURES, processor), prompter.rows)
+            self._processor = PictureProcessor(_processor_directory(tuned))
+            self._processor.check_image_token(tuned.config.image_token_id)
+        self._rows = RowPictures(PictureStore(directory / PICTURES, self._processor), prompter.rows)
         self._files, self._prompter = PictureFiles(directory), prompter
-        self._inputs = PictureInputs(processor, tuned.config)
+        self._inputs = PictureInputs(self._processor, tuned.config)
 
     def known(self, pictures: Iterable[Sequence[StoredPicture]]) -> KnownPictures:
         """What predictions need to know of the pictures of prompts: those with most patches."""
@@ -60,7 +60,7 @@ class PromptPictures:
 
     def tokens(self, pictures: Sequence[StoredPicture]) -> int:
         """Tokens of the pictures of a prompt, each with one to part it from the next."""
-        return sum(self._inputs.tokens(picture.size) + 1 for picture in pictures)
+        return sum(self._processor.tokens(picture.size) + 1 for picture in pictures)
 
     def stored(self, pictures: Sequence[GivenPicture], directory: Path | None) -> tuple[StoredPicture, ...]:
         """The pictures of a prompt, whose file is in `directory`. Raises RowFault if one cannot be read."""

@@ -51,6 +51,11 @@ class PictureFamily:
         kind: type = processor_class_from_name(cls.processor_class)
         return kind
 
+    @property
+    def fill_token(self) -> str:
+        """Each token that the pixels of a picture fill; most families use their placeholder."""
+        return str(self.processor.image_token)
+
     def limit(self, most: int | None, fewest: int | None) -> None:
         """Set the limits of a picture's pixels; None keeps the processor's own, and one of them is given.
 
@@ -154,9 +159,9 @@ class Qwen25VL(QwenFamily):
 
 
 class Qwen3VL(QwenFamily):
-    """Qwen3-VL."""
+    """Qwen3-VL, and its mixtures of experts."""
 
-    processor_class, models = "Qwen3VLProcessor", ("qwen3_vl",)
+    processor_class, models = "Qwen3VLProcessor", ("qwen3_vl", "qwen3_vl_moe")
 
 
 class Llava(PictureFamily):
@@ -292,6 +297,36 @@ class Pixtral(PictureFamily):
         return Size(*self.described(size)["image_sizes"][0])
 
 
+class Gemma3(PictureFamily):
+    """Gemma 3: every picture is resized to one square, and has the same number of tokens, which see each other."""
+
+    processor_class, models = "Gemma3Processor", ("gemma3",)
+
+    def __init__(self, processor: Any):
+        """See the base class."""
+        super().__init__(processor)
+        if self.images.do_pan_and_scan or self._options.get("do_pan_and_scan"):
+            raise ValueError("do_pan_and_scan, which cuts pictures into crops, was not tried: set it to false there")
+
+    @property
+    def fill_token(self) -> str:
+        """See the base class: the placeholder stands in front of the picture's tokens."""
+        return str(self.processor.tokenizer.image_token)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        height, width = self.images.size.height, self.images.size.width
+        refuse_limits(most, fewest, f"{self.processor_class} makes {width} x {height} pixels of every picture")
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        return {"num_crops": [0]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class. The processor does not know those of the tower: those of one token count as one."""
+        return int(self.processor.image_seq_length)
+
+
 class InternVL(PictureFamily):
     """InternVL: crops of one size, and a small form of the picture if it has several."""
 
@@ -396,7 +431,7 @@ def _no_videos(number: int) -> str:
 
 FAMILIES: tuple[type[PictureFamily], ...] = (
     *(Qwen25VL, Qwen2VL, Qwen3VL),
-    *(Llava, LlavaNext, Pixtral, InternVL, SmolVLM, Idefics3),
+    *(Llava, LlavaNext, Pixtral, Gemma3, InternVL, SmolVLM, Idefics3),
 )
 """Families that are trained with pictures. Of those with the same models, the first is for files that name none."""
 MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))

@@ -44,7 +44,9 @@ class PictureProcessor:
         if max_pixels is not None or min_pixels is not None:
             self._family.limit(max_pixels, min_pixels)
         self.image_token: str = self._processor.image_token
-        """A picture's placeholder in the chat template's rendering, and each token that its pixels fill."""
+        """A picture's placeholder in the chat template's rendering."""
+        self.fill_token = self._family.fill_token
+        """Each token that its pixels fill."""
         self.drops_zeros = self._family.drops_zeros
 
     def check_image_token(self, image_token_id: int) -> None:

@@ -51,6 +51,7 @@ PUBLISHED: dict[str, Published] = {
     "qwen2_vl": _qwen(14, 56 * 56),
     "qwen2_5_vl": _qwen(14, 56 * 56),
     "qwen3_vl": _qwen(16, 256 * 256),
+    "qwen3_vl_moe": _qwen(16, 256 * 256),
 }
 """By family, from the files of Qwen/Qwen2-VL-7B-Instruct, Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct."""
 

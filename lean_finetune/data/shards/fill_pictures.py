@@ -19,10 +19,10 @@ class RowPictures:
     def __init__(self, store: PictureStore, tokenizer: RowTokenizer):
         """`tokenizer` is the model's."""
         self._store, self.processor = store, store.processor
-        number = tokenizer.id_of(self.processor.image_token)
+        number = tokenizer.id_of(self.processor.fill_token)
         if number is None:
             raise UserError(
-                f"model.name: its tokenizer has no token {self.processor.image_token!r}, which stands for pictures; "
+                f"model.name: its tokenizer has no token {self.processor.fill_token!r}, which stands for pictures; "
                 "download or save it again"
             )
         self._fill_id = number

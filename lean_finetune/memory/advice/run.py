@@ -51,6 +51,7 @@ from lean_finetune.model.model_config import (
     read_config,
     refuse_context_parallel,
 )
+from lean_finetune.model.pictures.picture_config import masks_pictures
 from lean_finetune.model.precision import resolved
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.pinning.locate import (
@@ -193,8 +194,8 @@ class Run:
 
     @property
     def _beyond_window(self) -> bool:
-        """Whether rows are longer than the window of windowed layers."""
-        return self.longest >= (attention_window(self.config) or math.inf)
+        """Whether rows are longer than the window of windowed layers, or have masks of their pictures."""
+        return self.longest >= (attention_window(self.config) or math.inf) or masks_pictures(self.config)
 
     @property
     def attention(self) -> str:

@@ -81,6 +81,8 @@ class CurrentForward:
     rows_are_packed: bool = False
     parts: int = 1
     """Processes that share the tokens of each row (context parallelism)."""
+    keeps_masks: bool = False
+    """Whether the model's own masks are made: tokens of a picture see each other."""
     got_rows: list[bool] = field(default_factory=list)
     """For each call of attention with packed rows or context parallelism: whether it received them. For packed rows
     also each call of another function that mixes tokens."""
@@ -102,9 +104,15 @@ def note_rows(packed_rows: PackedRows | None) -> None:
 
 @contextmanager
 def maskless_forward(
-    packed_rows: PackedRows | None, positions_BT: torch.Tensor | None = None, exchange: TokenExchange | None = None
+    packed_rows: PackedRows | None,
+    positions_BT: torch.Tensor | None = None,
+    exchange: TokenExchange | None = None,
+    *,
+    keeps_masks: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A context for a decoder's forward without a mask; yields its arguments for packed or context-parallel rows.
+
+    With `keeps_masks`, a model makes the masks that are more than causal.
 
     With an `exchange`, `positions_BT` belong to this process's tokens. Rows and exchange are arguments, so that
     recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of
@@ -113,6 +121,7 @@ def maskless_forward(
     """
     current.rows_are_packed = packed_rows is not None
     current.parts = 1 if exchange is None else exchange.parts
+    current.keeps_masks = keeps_masks
     current.got_rows.clear()
     search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_packed_rows
     try:
@@ -120,7 +129,7 @@ def maskless_forward(
         yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
     finally:
         masking_utils.find_packed_sequence_indices = search
-        current.rows_are_packed, current.parts = False, 1
+        current.rows_are_packed, current.parts, current.keeps_masks = False, 1, False
 
 
 def _no_packed_rows(position_ids: torch.Tensor) -> None:
@@ -403,7 +412,8 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     window = kwargs.get("local_size")
     if current.parts > 1:
         kv_length, kwargs["q_length"] = kv_length * current.parts, kwargs["q_length"] * current.parts
-    if attention_mask is None and (current.rows_are_packed or window is None or kv_length < window):
+    of_pictures = current.keeps_masks and not kwargs.get("allow_is_causal_skip", True)
+    if attention_mask is None and not of_pictures and (current.rows_are_packed or window is None or kv_length < window):
         return None
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 

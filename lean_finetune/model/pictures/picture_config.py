@@ -8,9 +8,15 @@ from transformers import PretrainedConfig
 TAKES_PICTURES = "_takes_pictures"
 """Attribute of the config of a model that is built with its parts for pictures."""
 VISION_PARTS = tuple(
-    f"model.{name}" for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+    f"model.{name}"
+    for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "image_newline")
 )
 """Names of the parts for pictures in transformers' classes."""
+
+SEE_EACH_OTHER = "token_type_ids"
+"""Argument of models in which the tokens of a picture see each other: which tokens these are."""
+MASKED_FAMILIES = ("gemma3",)
+"""Families with this argument: attention of rows with pictures has a mask."""
 
 
 def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
@@ -23,6 +29,11 @@ def with_pictures(config: PretrainedConfig) -> PretrainedConfig:
 def takes_pictures(config: PretrainedConfig) -> bool:
     """Whether a model of this config has its vision tower and projector."""
     return bool(getattr(config, TAKES_PICTURES, False))
+
+
+def masks_pictures(config: PretrainedConfig) -> bool:
+    """Whether attention of rows with pictures has a mask, so that the tokens of a picture see each other."""
+    return takes_pictures(config) and config.model_type in MASKED_FAMILIES
 
 
 def without_pictures(config: PretrainedConfig) -> PretrainedConfig:

@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.pictures.picture_config import part_of_pictures
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
@@ -91,6 +93,21 @@ def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
     parameters = {name for name, _ in model.named_parameters()}
     layers = {name.rpartition(".")[0] for name in frozen_names(model, train) if name in parameters}
     return {name for name in layers if name.startswith(vision_parts(model))}  # A part may be a parameter alone.
+
+
+def refuse_unadapted(adapted: nn.Module, train: Train) -> None:
+    """Refuse adapters of the tower or the projector where none of its layers has one.
+
+    Raises:
+        UserError: naming the parameter.
+    """
+    trained = [name for name, one in adapted.named_parameters() if one.requires_grad and part_of_pictures(name)]
+    for part, mode, is_projector in (("vision", train.vision, False), ("projector", train.projector, True)):
+        if mode == "lora" and not any((PROJECTOR.search(name) is not None) == is_projector for name in trained):
+            raise UserError(
+                f"train.{part}: adapts no layer: the model has no linear layer there that train.lora.targets names; "
+                "got lora; set it to frozen, or change train.lora.targets"
+            )
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:

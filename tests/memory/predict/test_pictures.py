@@ -21,7 +21,7 @@ from lean_finetune.step.picture_inputs import PictureInputs
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.predict.test_measured import TOLERATED_BYTES, TOLERATED_SHARE
-from tests.small_vision import FAMILIES, vision_model
+from tests.small_vision import FAMILIES, adapted_parts, vision_model
 
 CPU = torch.device("cpu")
 # A picture, two pictures, none; then a step without pictures, and one with a large one.
@@ -33,10 +33,15 @@ STEPS: TracedSteps = (
     (padded(3, 96, 150),),
     (replace(padded(1, 200, 60), pictures=(((280, 280),),)),),
 )
+EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_vl_moe", {"method": "lora", "lora_experts": "all", "vision": "lora"}),
+    ("qwen3_vl_moe", {"method": "qlora", "lora_experts": "all", "grad_ckpt": True}),
+    ("qwen3_vl_moe", {"method": "full", "router": "trained", "vision": "full"}),
+]
 CASES: list[tuple[str, dict[str, Any]]] = [
     (family, {"method": "lora", "grad_ckpt": True}) for family in ("qwen2_5_vl", "mistral3", "llava_next", "smolvlm")
 ]
-TRAINED = [
+TRAINED: list[dict[str, Any]] = [
     {"method": "full", "vision": "full", "projector": "full"},
     {"method": "full", "projector": "full", "grad_ckpt": True},
     *(
@@ -53,7 +58,8 @@ SLOW = [
     for method in ("full", "lora", "qlora", "int8_lora")
     for grad_ckpt in (False, True)
     if (family, {"method": method, "grad_ckpt": grad_ckpt}) not in CASES
-] + [(family, changes) for family in FAMILIES for changes in TRAINED]
+] + [(family, adapted_parts(family, changes)) for family in FAMILIES for changes in TRAINED]
+SLOW += EXPERTS
 
 
 def batch_of(inputs: PictureInputs, shape: BatchShape) -> Batch:
