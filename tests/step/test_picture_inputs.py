@@ -170,7 +170,7 @@ def test_the_most_pixels_limit_a_picture_or_are_refused_by_the_name_of_what_deci
 
 def test_a_limit_below_one_token_or_crop_is_refused(model):
     """Every picture would have more pixels than the limit."""
-    if model.name in ("llava", "llava_next"):
+    if model.name in ("llava", "llava_next", "gemma3"):
         return
     for fewest in {None, 1} if model.name.startswith("qwen") else {None}:
         with pytest.raises(UserError, match=r"^data\.image_max_pixels: must hold one (token|crop) of .*; got 195; "):

@@ -51,10 +51,10 @@ class PictureProcessor:
 
     def check_image_token(self, image_token_id: int) -> None:
         """Refuse the config of a model that looks for pictures at other tokens than its tokenizer makes."""
-        number = self._processor.tokenizer.convert_tokens_to_ids(self.image_token)
+        number = self._processor.tokenizer.convert_tokens_to_ids(self.fill_token)
         if number != image_token_id:
             raise UserError(
-                f"model.name: image_token_id in {CONFIG_FILE} must be the tokenizer's id of {self.image_token!r}, "
+                f"model.name: image_token_id in {CONFIG_FILE} must be the tokenizer's id of {self.fill_token!r}, "
                 f"{number}; got {image_token_id}; download or save the model again"
             )
 
