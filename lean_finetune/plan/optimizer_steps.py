@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,21 +180,25 @@ class Steps:
 
 
 def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) -> Iterator[Steps]:
-    """All steps of the run in order: the first one alone, then those of each epoch.
+    """All steps of the run in order: those with the largest rows alone, then those of each epoch.
 
     Each epoch is shuffled and split into steps, so steps are independent random draws. The first step with a row of
     the greatest length moves to the front of the run: memory then peaks in step 0, and a run that does not fit fails
-    there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it.
+    there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it. Of
+    rows with pictures, the step of that epoch with the row of most patches follows.
+
     Raises UserError if the weights leave no row in any epoch.
     """
     front_epoch = _epoch_of_longest(index, seed, epochs)
     steps = _epoch_steps(index, seed, front_epoch, tokens_per_step)
-    longest_of_steps = np.maximum.reduceat(index.lengths[steps.rows], steps.bounds[:-1])
-    front = int(longest_of_steps.argmax())
-    yield steps.part(front, front + 1)
+    sizes = [index.lengths, *([] if index.pictures is None else [index.pictures.patches])]
+    largest = (np.maximum.reduceat(values[steps.rows], steps.bounds[:-1]) for values in sizes)
+    front = list(dict.fromkeys(int(values.argmax()) for values in largest))
+    yield from (steps.part(number, number + 1) for number in front)
     for epoch in range(epochs):
         if epoch == front_epoch:
-            parts = [steps.part(0, front), steps.part(front + 1, len(steps))]
+            edges = pairwise([-1, *sorted(front), len(steps)])
+            parts = [steps.part(before + 1, after) for before, after in edges]
         else:
             parts = [_epoch_steps(index, seed, epoch, tokens_per_step)]
         yield from (part for part in parts if len(part))

@@ -11,7 +11,7 @@ from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, memory_figures
 from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.micro_batches import MicroBatchSettings
-from lean_finetune.plan.optimizer_steps import RowIndex
+from lean_finetune.plan.optimizer_steps import RowIndex, run_steps
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_pictures import RowPictures
 from lean_finetune.step.batches import BatchShape
@@ -59,6 +59,20 @@ def test_no_micro_batch_has_more_patches_than_allowed_and_steps_have_the_same_ro
     for before, after in zip(free.steps, limited.steps, strict=True):
         rows = [sorted(np.concatenate([one.rows for one in step]).tolist()) for step in (before, after)]
         assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(("row", "moved"), [(21, True), (3, False)])
+def test_the_first_steps_have_the_longest_row_and_the_one_with_most_patches(row, moved):
+    """A run that is out of memory at its largest picture, hours after its start."""
+    rows = np.arange(ROWS)
+    lengths = (40 + (rows == 3)).astype(np.int32)
+    pictures = replace(PICTURES, patches=PATCHES + 100 * (rows == row))
+    index = index_of(lengths=lengths, pictures=pictures)
+    parts = list(run_steps(index, seed=0, epochs=2, tokens_per_step=200))
+    assert 3 in parts[0].rows and row in parts[1 if moved else 0].rows
+    assert len(parts[0]) == 1 and (len(parts[1]) == 1) == moved
+    used = np.concatenate([part.rows for part in parts if part.epoch == 0])
+    assert sorted(used.tolist()) == rows.tolist()
 
 
 def test_a_row_with_more_patches_than_allowed_is_refused():
