@@ -1,7 +1,7 @@
 """Write lean_finetune/presets/ by `lean-finetune plan`: `python -m benchmarks.presets [NAME …]`.
 
-Each preset is a model on a card, with full rows of one length. `tiny` is written by hand: it is params.yaml as it
-comes.
+Each preset is a model on a card, with full rows of one length, and one of them with a picture in each row. `tiny` is
+written by hand: it is params.yaml as it comes.
 """
 
 import time
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from transformers import PretrainedConfig
 
 from cuda_memory.units import GIB
 from lean_finetune.config.declared_params import dotted_values
@@ -20,9 +21,12 @@ from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.read_yaml import parse_yaml
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.memory.choice.choose import Chosen, choose
 from lean_finetune.memory.devices import resolve_gpu
+from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.pictures.picture_config import with_pictures
 from lean_finetune.pinning.locate import EXAMPLE_CONFIGS
 
 DIRECTORY = Path(__file__).parents[1] / "lean_finetune/presets"
@@ -62,6 +66,8 @@ class Preset:
     gpus: int = 1
     others: tuple[str, ...] = ()
     """Other GPUs that it fits."""
+    image: Size | None = None
+    """Pixels of a picture in every row."""
     sets: tuple[str, ...] = ()
     """More parameters that it fixes."""
 
@@ -71,12 +77,25 @@ class Preset:
         gpus = f" ({', '.join((self.gpu, *self.others))})" if self.others else ""
         return f"# {self.title}{gpus}."
 
+    def pictures(self) -> AssumedPictures | None:
+        """The picture of every row, as `fit --image` assumes it."""
+        if self.image is None:
+            return None
+        directory = EXAMPLE_CONFIGS / CONFIGS[self.model]
+        return AssumedPictures(size=self.image, count=1, directory=directory, beside_text=False)
+
+    def config(self) -> PretrainedConfig:
+        """The config of its model, with the parts for pictures if rows have any."""
+        config = read_config(EXAMPLE_CONFIGS / CONFIGS[self.model])
+        return config if self.image is None else with_pictures(config)
+
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 CONFIGS = {
     "Qwen/Qwen2.5-0.5B": "qwen2.5-0.5b",
     "Qwen/Qwen2.5-1.5B": "qwen2.5-1.5b",
     LLAMA_8B: "llama-3.1-8b",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
     "Qwen/Qwen2.5-14B": "qwen2.5-14b",
     "Qwen/Qwen2.5-32B": "qwen2.5-32b",
     "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
@@ -159,6 +178,15 @@ PRESETS = {
         method="qlora",
         length=1024,
     ),
+    "7b-vl-qlora-24gb": Preset(
+        title="7B, QLoRA with the vision tower frozen, rows of 4096 tokens with an image of 1280 x 960, a GPU of 24 GB",
+        model="Qwen/Qwen2.5-VL-7B-Instruct",
+        gpu="RTX-4090",
+        others=("RTX-3090", "L4", "A10"),
+        method="qlora",
+        length=4096,
+        image=Size(height=960, width=1280),
+    ),
     "14b-qlora-24gb": Preset(
         title="14B, QLoRA, rows of 4096 tokens, one GPU of 24 GB",
         model="Qwen/Qwen2.5-14B",
@@ -204,7 +232,7 @@ def plan_preset(name: str) -> Chosen:
     p = with_flags(load_params(COMMON_PARAMS), flags, check=False)
     fixed = {text.partition("=")[0] for text in one.sets}
     device, _ = resolve_gpu(one.gpu)
-    chosen = choose(p, read_config(EXAMPLE_CONFIGS / CONFIGS[one.model]), device, (one.method,), fixed, None, most=1)
+    chosen = choose(p, one.config(), device, (one.method,), fixed, None, most=1, pictures=one.pictures())
     if not chosen.choices:
         raise DoesNotFit(f"{name}: nothing fits {one.gpu}")
     return chosen

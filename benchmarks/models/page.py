@@ -50,6 +50,14 @@ def _published() -> Iterator[Line]:
         yield name, f"`{row['family']}`", size, _peak(row["qlora"]), _peak(row["lora"])
 
 
+def _pictures() -> Iterator[Line]:
+    """Peaks and smallest GPUs with a picture in every row."""
+    yield "model", "family", "parameters", "tokens of the image", "QLoRA", "LoRA"
+    for row in _rows("published_pictures"):
+        size, tokens = f"{row['parameters'] / 1e9:.2f} B", f"{row['image_tokens']:,}"
+        yield row["model"], f"`{row['family']}`", size, tokens, _peak(row["qlora"]), _peak(row["lora"])
+
+
 def _peak(found: Row) -> str:
     """A peak and its GPU in a cell."""
     if "refused" in found:
@@ -98,6 +106,7 @@ def _depth() -> Iterator[Line]:
 
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
     "published": _published,
+    "pictures": _pictures,
     "families": _families,
     "refused": _refused,
     "depth": _depth,

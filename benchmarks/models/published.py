@@ -1,4 +1,7 @@
-"""Predicted peaks of published models, whose sizes are in published.json: micro-batches of 4096 tokens."""
+"""Predicted peaks of published models, whose sizes are in published.json: micro-batches of 4096 tokens.
+
+Those of published_pictures.json have a picture beside the text of every row.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +14,7 @@ from benchmarks.harness import Row
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.families import Size
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import smallest_gpu
@@ -19,6 +23,8 @@ from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 
 MODELS = Path(__file__).with_name("published.json")
+PICTURE_MODELS = Path(__file__).with_name("published_pictures.json")
+IMAGE = Size(height=960, width=1280)
 ADAPTERS = ("qlora", "lora")
 GPU, NEWER_GPU = "A100-80GB", "H100"
 
@@ -26,6 +32,11 @@ GPU, NEWER_GPU = "A100-80GB", "H100"
 def published_models() -> dict[str, Mapping[str, Any]]:
     """The values of config.json by model; those of transformers' defaults if only its family is given."""
     return {model["model"]: model["config"] for model in read_json(MODELS)}
+
+
+def picture_models() -> dict[str, Mapping[str, Any]]:
+    """As `published_models`, of models that are trained on rows with pictures."""
+    return {model["model"]: model["config"] for model in read_json(PICTURE_MODELS)}
 
 
 def has_default_sizes(config: Mapping[str, Any]) -> bool:
@@ -42,13 +53,27 @@ def predicted(name: str) -> Row:
     row: dict[str, Any] = {"model": name, "family": config["model_type"], "default_sizes": has_default_sizes(config)}
     if has_default_sizes(config):
         config = CONFIG_MAPPING[config["model_type"]]().to_dict()
+    return row | _by_method(config, None)
+
+
+def predicted_with_picture(name: str) -> Row:
+    """As `predicted`, with one picture in every row: `lean-finetune fit --image 1280x960`."""
+    config = picture_models()[name]
+    return {"model": name, "family": config["model_type"]} | _by_method(config, (IMAGE, 1))
+
+
+def _by_method(config: Mapping[str, Any], images: tuple[Size, int] | None) -> dict[str, Any]:
+    """Parameters, tokens of the longest row, and the peak of each method or its refusal."""
+    row: dict[str, Any] = {}
     with TemporaryDirectory() as scratch:
         write_json(Path(scratch) / "config.json", config)
         for method in ADAPTERS:
             flags = [f"train.method={method}", f"hardware.gpu={GPU}", f"model.name={scratch}"]
             try:
-                run = fit_run(with_flags(load_params(COMMON_PARAMS), flags), shorten=True)
+                run = fit_run(with_flags(load_params(COMMON_PARAMS), flags), shorten=True, images=images)
                 row |= {"parameters": model_shapes(run.config).values, "row_tokens": run.longest}
+                if run.full_row is not None:
+                    row["image_tokens"] = run.full_row.tokens
                 row[method] = _peak(run)
             except UserError as error:
                 row[method] = {"refused": str(error).replace(f"{scratch}/", "")}

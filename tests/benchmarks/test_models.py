@@ -8,7 +8,7 @@ import transformers
 from benchmarks.harness import RESULTS
 from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import PAGE, page_text
-from benchmarks.models.published import published_models
+from benchmarks.models.published import picture_models, published_models
 from lean_finetune.core.atomic_files import read_json
 from tests.conftest import ROOT
 
@@ -56,4 +56,6 @@ def test_the_page_shows_the_results(monkeypatch):
     assert page_text(text) == text, "run `python -m benchmarks.models`"
     rows = read_json(RESULTS / "published_models.json")["rows"]
     assert {row["model"] for row in rows} == {*published_models()}
+    with_picture = read_json(RESULTS / "published_pictures.json")["rows"]
+    assert [row["model"] for row in with_picture] == [*picture_models()]
     assert len({row["family"] for row in rows if row["qlora"].get("gpu")}) >= 45

@@ -48,7 +48,7 @@ def test_a_preset_after_another_leaves_nothing_of_it(checkout: Path):
     keys = {
         name: {f"{section}.{key}" for section, own in preset.items() for key in own} for name, preset in given.items()
     }
-    assert len(keys) == 13 and all(own - off == keys["tiny"] - off for own in keys.values())
+    assert len(keys) == 14 and all(own - off == keys["tiny"] - off for own in keys.values())
     assert all(keys["tiny"] <= own for own in keys.values())
 
 

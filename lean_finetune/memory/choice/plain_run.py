@@ -15,13 +15,14 @@ from lean_finetune.config.load import with_flags
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.advice.full_rows import full_rows_run
+from lean_finetune.memory.advice.full_rows import full_rows_run, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Option
 from lean_finetune.memory.advice.step_cost import tokens_per_second
 from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flag
 from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
+from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
 from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -57,9 +58,17 @@ class Start:
 
 
 def plain_start(
-    p: Params, config: PretrainedConfig, device: Device, method: Method, fixed: Collection[str], index: RowIndex | None
+    p: Params,
+    config: PretrainedConfig,
+    device: Device,
+    method: Method,
+    fixed: Collection[str],
+    index: RowIndex | None,
+    pictures: AssumedPictures | None = None,
 ) -> Start:
     """The plain run of a method. Parameters in `fixed` keep their values. `index`: the rows; None means full ones.
+
+    `pictures`: those of every full row.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the method.
@@ -78,7 +87,7 @@ def plain_start(
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
     flags += [flag(key, value) for key, value in sized.items() if key not in fixed]
     changed = with_flags(p, flags)
-    run, filled = _with_rows(full_rows_run(changed, config, device), index)
+    run, filled = _with_rows(full_rows_run(changed, config, device, pictures=pictures), index)
     resized = "bucket.max_tokens" not in fixed and mode != "fixed" and not changed.train.optimizer_in_backward
     sizes = _sizes(run, index, length) if resized else ()
     return Start(run=run, sizes=tuple(sizes), flags=tuple(flags), mode=why, filled=filled)
@@ -135,7 +144,7 @@ def _sizes(run: Run, index: RowIndex | None, length: int) -> Iterator[Option]:
     while tokens > least:
         tokens, level = next(size for size in sizes if size < tokens), level + 1
         flags = (flag("bucket.max_tokens", tokens),)
-        smaller, _ = _with_rows(full_rows_run(with_flags(run.params, flags), run.config, run.device), index)
+        smaller, _ = _with_rows(remade(run, with_flags(run.params, flags)), index)
         work = smaller.tokens_per_step / run.tokens_per_step
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller, work=work)
 

@@ -17,6 +17,7 @@ from lean_finetune.data.pictures.published_processor import PUBLISHED, published
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import largest_image, scaled
+from lean_finetune.memory.choice.plain_run import plain_start
 from lean_finetune.memory.predict.depth_extrapolation import WindowTrace
 from lean_finetune.memory.predict.traced_step import _trace_steps
 from tests.small_vision import vision_model
@@ -72,6 +73,16 @@ def test_limits_of_pixels_and_patches_count_as_in_a_plan(models: Path):
         run_of(model, "bucket.max_patches=200")
     with pytest.raises(UserError, match=r"--image: the pictures of a row must fit in data.max_length; got 9 of 28"):
         run_of(model, images=(IMAGES[0], 9))
+
+
+def test_every_micro_batch_that_presets_choose_from_has_pictures(models: Path):
+    """Switches chosen for the text alone."""
+    run = run_of(models / "configs" / "qwen2_5_vl", "train.tokens_per_step=1024")
+    assert run.full_row is not None
+    start = plain_start(run.params, run.config, run.device, "qlora", (), None, run.full_row.assumed)
+    runs = [start.run, *(size.run for size in start.sizes)]
+    assert [one.steps[-1][-1].rows for one in runs] == [4, 3, 2, 1]
+    assert all(one.steps[-1][-1].pictures == (((112, 196),) * 2,) * one.steps[-1][-1].rows for one in runs)
 
 
 @pytest.mark.slow

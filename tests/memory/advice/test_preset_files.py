@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.presets import CONFIGS, DIRECTORY, plan_preset, preset_text
+from benchmarks.presets import DIRECTORY, plan_preset, preset_text
 from benchmarks.presets import PRESETS as GENERATED
 from lean_finetune.commands.project.params_file import apply_preset
 from lean_finetune.config.load import load_params
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.model.model_config import read_config
-from lean_finetune.pinning.locate import EXAMPLE_CONFIGS, TINY
+from lean_finetune.pinning.locate import TINY
 from tests.conftest import ROOT
 
 PRESETS = sorted(path.stem for path in (ROOT / "lean_finetune/presets").glob("*.yaml"))
@@ -32,12 +31,12 @@ def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Pat
     apply_preset(ROOT / f"lean_finetune/presets/{name}.yaml", tmp_path / "params.yaml")
     p = load_params(tmp_path / "params.yaml")
     device, _ = resolve_gpu(p.hardware.gpu)
-    config = read_config(EXAMPLE_CONFIGS / CONFIGS[p.model.name])
-    assert p.model.name == GENERATED[name].model and p.data.max_length == GENERATED[name].length
-    run = full_rows_run(p, config, device)
+    one = GENERATED[name]
+    assert p.model.name == one.model and p.data.max_length == one.length
+    run = full_rows_run(p, one.config(), device, pictures=one.pictures())
     peak_bytes, usable_bytes = run.predict().peak.bytes, run.usable_bytes
     assert peak_bytes <= run.fitting_bytes
-    for gpu in GENERATED[name].others:
+    for gpu in one.others:
         assert peak_bytes <= resolve_gpu(gpu)[0].usable_bytes(p.estimate.headroom_percent), gpu
     text = (ROOT / "docs/command.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| `{re.escape(name)}` \|.*\| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
