@@ -16,7 +16,7 @@ import yaml
 Content = Mapping[str, Any]
 HALVES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
 NOT_THIS = re.compile(
-    r"^(rl: (grpo|gdpo|ebft)|num_generations|reward_(?!model: true)\w+|process_reward_model|processor_type: Voxtral|"
+    r"^(rl: (grpo|gdpo|ebft)|num_generations|reward_(?!model: true)\w+|process_reward_model|processor_type: Voxtral\w*|"
     r"rlhf_type: (grpo|gkd|ppo)|teacher_model\w*|quantizer|qat|stage: ppo|"
     r"finetuning_type: (freeze|oft)|unfrozen_parameters|freeze_language_model: true|relora|lisa_\w+|fp8|gptq|"
     r"infer_backend|export_\w+|"

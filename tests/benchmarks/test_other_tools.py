@@ -79,8 +79,8 @@ def test_a_wrong_reading_is_found(
 
 
 def test_an_answer_for_another_kind_of_run_is_wrong(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    """A vision run that is answered as one on text."""
-    (directory / "dpo.yml").write_text(AXOLOTL + "processor_type: AutoProcessor\n")
+    """An audio run that is answered as one on text."""
+    (directory / "dpo.yml").write_text(AXOLOTL + "processor_type: VoxtralProcessor\n")
     answer = read_config_of_tool(directory / "axolotl.yml", gpus=1)
     monkeypatch.setattr(other_tools, "read_config_of_tool", lambda path, gpus, **options: answer)
-    assert other_tools.judge(directory / "dpo.yml") == ("wrong", "answered in spite of: processor_type: AutoProcessor")
+    assert other_tools.judge(directory / "dpo.yml") == ("wrong", "answered in spite of: processor_type: VoxtralProcessor")
