@@ -83,4 +83,7 @@ def test_an_answer_for_another_kind_of_run_is_wrong(directory: Path, monkeypatch
     (directory / "dpo.yml").write_text(AXOLOTL + "processor_type: VoxtralProcessor\n")
     answer = read_config_of_tool(directory / "axolotl.yml", gpus=1)
     monkeypatch.setattr(other_tools, "read_config_of_tool", lambda path, gpus, **options: answer)
-    assert other_tools.judge(directory / "dpo.yml") == ("wrong", "answered in spite of: processor_type: VoxtralProcessor")
+    assert other_tools.judge(directory / "dpo.yml") == (
+        "wrong",
+        "answered in spite of: processor_type: VoxtralProcessor",
+    )
