@@ -32,7 +32,7 @@ from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.token_rows import TokenRows
 
 PICTURES, QUICK_PICTURES = 2_000, 40
-WIDTH, HEIGHT = 640, 480
+WIDTH, HEIGHT = 448, 336
 THREADS = (0, 1)
 WAIT_PERCENT_LIMIT = 5.0
 GROWTH_PERCENT_LIMIT = 2.0
