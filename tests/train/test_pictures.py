@@ -165,17 +165,21 @@ def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> No
     torch.testing.assert_close(logits_of(plain(merged), root), expected)
 
 
-@pytest.mark.parametrize("as_published", [False, True])
-def test_the_limits_of_training_are_those_of_the_result(workspace, tmp_path, as_published):
+OLD_FORM = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 640}
+"""Limits in the form of Qwen2-VL's published file."""
+
+
+@pytest.mark.parametrize(
+    ("own", "limits"),
+    [({}, {"max_pixels": 3136, "min_pixels": 1568}), (OLD_FORM, {"max_pixels": 3136}), (OLD_FORM, OLD_FORM)],
+    ids=["size", "old form", "its own"],
+)
+def test_the_limits_of_training_are_those_of_the_result(workspace, tmp_path, own, limits):
     """Other tools, and our chat, would show a model pictures of other sizes than it learnt from."""
-    limits: dict[str, Any] = {"max_pixels": 3136, "min_pixels": 1568}
     names = [path.name for path in (workspace / "model").iterdir() if path.suffix != ".safetensors"]
     base = shutil.copytree(workspace / "model", tmp_path / "base")
     file = base / "preprocessor_config.json"
-    content = json.loads(file.read_text())
-    if as_published:
-        content |= {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}  # As in Qwen2-VL's file.
-        file.write_text(json.dumps(content))
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
     rows = TokenRows(workspace / "data/tokens", "train")
     assert rows.pictures is not None
     tuned = Base(
@@ -188,15 +192,10 @@ def test_the_limits_of_training_are_those_of_the_result(workspace, tmp_path, as_
     )
     (tmp_path / "tuned").mkdir()
     tuned.copy_tokenizer(tmp_path / "tuned")
-    picture, expected = Image.new("RGB", (840, 420)), PictureProcessor(base, **limits)
-    size = Size(420, 840)
-    assert (
-        PictureProcessor(tmp_path / "tuned").patches(size)
-        == expected.patches(size)
-        < PictureProcessor(base).patches(size)
-    )
+    picture, expected = Image.new("RGB", (1680, 1260)), PictureProcessor(base, **limits)
     theirs: Any = AutoImageProcessor.from_pretrained(tmp_path / "tuned", backend="pil")
     pixels = expected.arguments([[picture]])["pixel_values"]
+    assert len(pixels) == PictureProcessor(tmp_path / "tuned").patches(Size(1260, 1680))
     torch.testing.assert_close(theirs(picture, return_tensors="pt")["pixel_values"], pixels)
 
 

@@ -177,7 +177,7 @@ def write_limits(base: Path, out: Path, *, max_pixels: int | None, min_pixels: i
     for path in (out / name for name in PROCESSOR_FILES if (out / name).is_file()):
         content = read_json(path)
         section = content.get("image_processor") if path.name == PROCESSOR_FILES[0] else content
-        if section is not None:
+        if section is not None and changed:  # Else they are its own limits.
             kept = {name: value for name, value in section.items() if name not in OLD_LIMITS}
             section.clear()
             section.update(kept | changed)
