@@ -1,9 +1,7 @@
 """How long a training step waits for its pictures, and whether memory stays flat over 2,000 of them.
 
-A small Qwen2.5-VL trains on photographs as JPEG, one in each row, on one thread of the CPU. Pictures are read, decoded
-and processed on other threads (run.loader_threads), or by the training thread itself if there are none. The share of
-time in which training waits for the next batch follows from the order of both: a GPU's step that takes as long waits as
-long.
+A small Qwen2.5-VL trains on one thread of the CPU, with a photograph as JPEG in each row. A loader thread
+(run.loader_threads) reads, decodes and processes pictures ahead of the step; without one, the training thread does it.
 """
 
 import gc

@@ -5,6 +5,7 @@ without processing one, and how many patches the vision tower makes of it.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -29,7 +30,7 @@ class Size(NamedTuple):
     width: int
 
 
-class PictureFamily:
+class PictureFamily(ABC):
     """Models with one class of processor. A family derives from it and is listed in `FAMILIES`."""
 
     processor_class: ClassVar[str]
@@ -56,29 +57,29 @@ class PictureFamily:
         """Each token that the pixels of a picture fill; most families use their placeholder."""
         return str(self.processor.image_token)
 
+    @abstractmethod
     def limit(self, most: int | None, fewest: int | None) -> None:
         """Set the limits of a picture's pixels; None keeps the processor's own, and one of them is given.
 
         Raises:
             UserError: the family has no such limit, or they contradict each other.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def described(self, size: Size) -> Mapping[str, Any]:
         """What `replace_image_token` reads of a processed picture of this size.
 
         Raises:
             ValueError: the processor refuses such a picture.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def patches(self, size: Size) -> int:
         """Patches of a picture of this size in the vision tower.
 
         Raises:
             ValueError: the processor refuses such a picture.
         """
-        raise NotImplementedError
 
     def frame(self, size: Size) -> Size | None:
         """The size of a processed picture, if those of a batch are padded to the largest; else None."""
