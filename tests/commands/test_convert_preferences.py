@@ -80,9 +80,9 @@ def test_where_only_the_command_names_the_trainer_the_answer_says_what_is_assume
 
 def test_supervised_fine_tuning_reads_no_key_of_preferences(tmp_path: Path):
     """A run refused for a key that the tool does not read either."""
-    converted = read(tmp_path, LLAMA_FACTORY + "pref_beta: 0.1\n")
+    converted = read(tmp_path, LLAMA_FACTORY + "pref_beta: 0.1\npref_loss: simpo\n")
     assert "train.objective" not in converted.values and "train.preference.beta" not in converted.values
-    assert converted.ignored["not read by objective sft"] == ["pref_beta"]
+    assert converted.ignored["not read by objective sft"] == ["pref_beta", "pref_loss"]
 
 
 def test_an_adapter_that_goes_on_and_modules_to_save_are_read(tmp_path: Path):

@@ -42,6 +42,7 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     read = {f"{SECTION}{key}" for key in objective.defaults} if objective else set()
     _leave_out({key for key in values if key.startswith(SECTION)} - read, converted, f"not read by objective {name}")
     if objective is None:
+        _ignore({key for key in converted.used if _is_loss_of_pairs(table, key)}, converted, "not read by objective sft")
         return
     values["train.objective"] = name
     if objective.scored:  # A reward model has no logits, and writes no text.
@@ -81,6 +82,16 @@ def _leave_out(ours: set[str], converted: Converted, reason: str) -> None:
     """Remove parameters, and list the keys that set them as ignored."""
     for name in ours:
         converted.values.pop(name, None)
-    for key in [key for key, name in converted.used.items() if name in ours]:
+    _ignore({key for key, name in converted.used.items() if name in ours}, converted, reason)
+
+
+def _is_loss_of_pairs(table: Table, key: str) -> bool:
+    rule = table["keys"].get(key)
+    return isinstance(rule, Mapping) and rule.get("fact") == "pair_loss"
+
+
+def _ignore(keys: set[str], converted: Converted, reason: str) -> None:
+    """List keys as ignored, no longer as used."""
+    for key in [key for key in converted.used if key in keys]:
         del converted.used[key]
         converted.ignored.setdefault(reason, []).append(key)
