@@ -111,10 +111,12 @@ def evaluate_models(
     merged: bool = False,
     tasks: HarnessTasks | None = None,
     adapter: Path | None = None,
+    seed: int = 0,
 ) -> dict[str, ModelOutputs]:
     """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
 
-    With the directory of an `adapter` that went on, the base is the start of training: the model with that adapter.
+    The base is the model from which training started: with the `adapter` that went on, and with the head of a reward
+    model that `seed` gave it.
 
     Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
@@ -127,7 +129,7 @@ def evaluate_models(
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
         of_pictures = has_adapter and are_of_pictures(adapter_tensors(tuned))
-        parts = {"scores": evaluated.scored, "pictures": evaluated.pictures or of_pictures}
+        parts = {"scores": evaluated.scored, "seed": seed, "pictures": evaluated.pictures or of_pictures}
         for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
@@ -174,11 +176,11 @@ def _models(
     device: torch.device,
     merged: bool,
     adapter: Path | None,
-    parts: Mapping[str, bool],
+    parts: Mapping[str, Any],
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
 
-    `parts` are those that the models have beside their language models, as of `load_base`.
+    `parts` are what the models have beside their language models, as of `load_base`.
     """
     attention = generation_attention(read_config(base))
     if weights.method == "full":

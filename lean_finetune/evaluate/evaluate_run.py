@@ -102,6 +102,7 @@ def run_stage(
         merged=p.evaluate.merged,
         tasks=tasks,
         adapter=adapter,
+        seed=p.seed,
     )
     read.refuse_change()
     adapter_files.refuse_change()

@@ -119,6 +119,16 @@ def test_dpo_after_sft_starts_at_ln_2_and_is_compared_with_the_start(place: Path
     assert found["tuned_loss"] == alone["tuned_loss"] and found["base_loss"] != alone["base_loss"]
 
 
+@pytest.mark.parametrize("start", [None, START])
+def test_a_reward_model_is_compared_with_the_head_that_it_started_from(place: Path, start: str | None):
+    """Figures "before" of another random head, or of the base without the adapter that went on."""
+    more = {"train__objective": "reward", "train__loss_chunk": None, "train__lr": 1e-12, "seed": 29}
+    run(place, (reference, train, evaluate), PAIRS, model__adapter=start, **more)
+    found = read_json(place / "metrics/evaluate.json")
+    for name in ("reward_chosen", "reward_rejected", "reward_margin"):
+        assert found[f"base_{name}"] == pytest.approx(found[f"tuned_{name}"], abs=1e-6) != 0
+
+
 def test_the_reference_belongs_to_the_adapter(place: Path):
     """Log-probabilities of another start, with which every reward would be wrong."""
     run(place, (reference,), PAIRS, train__objective="dpo")

@@ -42,7 +42,8 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
     read = {f"{SECTION}{key}" for key in objective.defaults} if objective else set()
     _leave_out({key for key in values if key.startswith(SECTION)} - read, converted, f"not read by objective {name}")
     if objective is None:
-        _ignore({key for key in converted.used if _is_loss_of_pairs(table, key)}, converted, "not read by objective sft")
+        unread = {key for key in converted.used if _is_loss_of_pairs(table, key)}
+        _ignore(unread, converted, f"not read by objective {name}")
         return
     values["train.objective"] = name
     if objective.scored:  # A reward model has no logits, and writes no text.
