@@ -16,6 +16,7 @@ from lean_finetune.pinning.config_file import (
     json_object,
     read_config_json,
     refuse_adapter,
+    vision_patch,
 )
 from lean_finetune.pinning.data_source import refuse_unignored
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
@@ -194,8 +195,9 @@ def pin_model(
 ) -> None:
     """Write locks/model.json and locks/tokenizer.json; link the model and an adapter as locks/watched-model, -adapter.
 
-    The tokenizer's lock has content hashes, the tokens at which generation stops, and no names, so that a model with
-    the same tokenizer does not tokenize again. The model's lock has the ids of the trained `tokens`, if there are any.
+    The tokenizer's lock has content hashes, the tokens at which generation stops, the size of a vision tower's patches,
+    and no names, so that a model with the same tokenizer does not tokenize again. The model's lock has the ids of the
+    trained `tokens`, if there are any.
 
     Raises UserError if the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or
     is in the checkout where git neither tracks nor ignores it.
@@ -204,7 +206,7 @@ def pin_model(
     commit = None
     if not local.is_dir():
         kind, watched = "hub", NOTHING_LOCAL
-        commit, files, tokenizer, stops, ids = _pin_hub(name, revision, tokens)
+        commit, files, tokenizer, ids = _pin_hub(name, revision, tokens)
     elif revision is not None:
         raise UserError(
             f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
@@ -215,20 +217,27 @@ def pin_model(
         kind, watched = (TINY, NOTHING_LOCAL) if name == TINY else ("directory", local)
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
-        files, tokenizer, stops, ids = _pin_directory(local, tokens)
+        files, tokenizer, ids = _pin_directory(local, tokens)
     lock: dict[str, Any] = {"kind": kind, "name": name, "revision": commit, "files": files}
-    lock |= {"tokenizer_files": sorted(tokenizer)} | ({"trained_tokens": ids} if ids else {})
+    lock |= {"tokenizer_files": sorted(tokenizer["files"])} | ({"trained_tokens": ids} if ids else {})
     watched_adapter = NOTHING_LOCAL
     if adapter is not None:
         lock["adapter"], watched_adapter = pin_adapter(adapter, adapter_revision, lock)
     write_json(locks / "model.json", lock)
-    write_json(locks / "tokenizer.json", {"files": tokenizer, "stop_ids": stops})
+    write_json(locks / "tokenizer.json", tokenizer)
     watch(locks / "watched-model", watched)
     watch(locks / "watched-adapter", watched_adapter)
 
 
-Pinned = tuple[dict[str, str], dict[str, str], list[int], list[int]]
-"""Hashes of the model's files and of the tokenizer's, the ids at which generation stops, and those that are trained."""
+Pinned = tuple[dict[str, str], dict[str, Any], list[int]]
+"""Hashes of the model's files, the content of the tokenizer's lock, and the ids that are trained."""
+
+
+def _tokenizer_lock(files: dict[str, str], directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The content of locks/tokenizer.json; `files` are hashes of the tokenizer's files."""
+    patch = vision_patch(config)
+    lock = {"files": files, "stop_ids": read_stop_ids(directory, config)}
+    return lock if patch is None else {**lock, "vision_patch": patch}
 
 
 def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
@@ -246,7 +255,7 @@ def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
     def hashes(wanted: Iterable[str]) -> dict[str, str]:
         return {name: sha256_file(directory / name) for name in wanted if name in names}
 
-    return hashes([*CONFIG_FILES, INDEX, *shards]), hashes(TOKENIZER_FILES), read_stop_ids(directory, config), ids
+    return hashes([*CONFIG_FILES, INDEX, *shards]), _tokenizer_lock(hashes(TOKENIZER_FILES), directory, config), ids
 
 
 def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int]) -> tuple[str, *Pinned]:
@@ -270,7 +279,7 @@ def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int]) -> tu
     if missing := [file for file in wanted if file not in blobs]:
         raise UserError(f"model.name: {INDEX} of {name} names {missing[0]}, which it lacks; name another revision")
     tokenizer = {file: blobs[file] for file in TOKENIZER_FILES if file in blobs}
-    return commit, {file: blobs[file] for file in wanted}, tokenizer, read_stop_ids(directory, config), ids
+    return commit, {file: blobs[file] for file in wanted}, _tokenizer_lock(tokenizer, directory, config), ids
 
 
 def _check_names(names: set[str], where: str) -> None:

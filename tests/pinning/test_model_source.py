@@ -62,6 +62,19 @@ def test_a_model_with_the_same_tokenizer_has_the_same_tokenizer_lock(pin, own):
 
 
 @pytest.mark.parametrize(
+    ("vision", "patch"),
+    [({"patch_size": 14}, [14, 14]), ({"patch_size": [14, 7]}, [14, 7]), ({}, None), ({"patch_size": "14"}, None)],
+    ids=str,
+)
+def test_the_patches_of_a_vision_tower_are_pinned_with_the_tokenizer(pin, own, vision, patch):
+    """Two models with one processor and other patches would share tokens, whose index has the patches of each row."""
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    assert pin("own").exit_code == 0
+    assert read_json(Path("locks/tokenizer.json")).get("vision_patch") == patch
+
+
+@pytest.mark.parametrize(
     "generation, config, stops",
     [
         ({"eos_token_id": [7, 3, 7]}, {"eos_token_id": 5}, [7, 3]),

@@ -40,9 +40,9 @@ class PictureFamily(ABC):
     drops_zeros: ClassVar[bool] = False
     """Whether the model leaves out crops whose pixels are all zero. `arguments` returns none."""
 
-    def __init__(self, processor: Any):
-        """`processor` is transformers', of Pillow's backend."""
-        self.processor, self.images = processor, processor.image_processor
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
+        """`processor` is transformers', of Pillow's backend; `patch` as of `PictureProcessor`."""
+        self.processor, self.images, self._patch = processor, processor.image_processor, patch
 
     @classmethod
     def processor_kind(cls) -> type:
@@ -80,6 +80,19 @@ class PictureFamily(ABC):
         Raises:
             ValueError: the processor refuses such a picture.
         """
+
+    def patches_of(self, height: int, width: int) -> int:
+        """Patches of so many pixels by the config of the tower: most processors do not know its patches."""
+        patch_height, patch_width = self._patch or self._patch_of_class
+        return (height // patch_height) * (width // patch_width)
+
+    @cached_property
+    def _patch_of_class(self) -> tuple[int, int]:
+        """Height and width of a patch where config.json has none."""
+        from transformers import AutoConfig
+
+        size: Any = AutoConfig.for_model(self.models[0]).vision_config.patch_size
+        return tuple(size) if isinstance(size, list | tuple) else (size, size)
 
     def frame(self, size: Size) -> Size | None:
         """The size of a processed picture, if those of a batch are padded to the largest; else None."""
@@ -258,9 +271,9 @@ class Pixtral(PictureFamily):
             del sys.modules[name]
         return kind
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
         """See the base class."""
-        super().__init__(processor)
+        super().__init__(processor, patch)
         if not self.images.size.longest_edge:
             raise ValueError("its size has no longest_edge")
 
@@ -303,9 +316,9 @@ class Gemma3(PictureFamily):
 
     processor_class, models = "Gemma3Processor", ("gemma3",)
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
         """See the base class."""
-        super().__init__(processor)
+        super().__init__(processor, patch)
         if self.images.do_pan_and_scan or self._options.get("do_pan_and_scan"):
             raise ValueError("do_pan_and_scan, which cuts pictures into crops, was not tried: set it to false there")
 
@@ -324,8 +337,8 @@ class Gemma3(PictureFamily):
         return {"num_crops": [0]}
 
     def patches(self, size: Size) -> int:
-        """See the base class. The processor does not know those of the tower: those of one token count as one."""
-        return int(self.processor.image_seq_length)
+        """See the base class."""
+        return self.patches_of(self.images.size.height, self.images.size.width)
 
 
 class InternVL(PictureFamily):
@@ -335,7 +348,7 @@ class InternVL(PictureFamily):
 
     def limit(self, most: int | None, fewest: int | None) -> None:
         """See the base class. They limit the number of crops."""
-        crop = self.images.size.height * self.images.size.width
+        crop = self._crop.height * self._crop.width
         low = self.images.min_patches if fewest is None else -(-fewest // crop)
         high = self.images.max_patches if most is None else most // crop
         if not high:
@@ -343,13 +356,18 @@ class InternVL(PictureFamily):
         check_limits(MOST if most is not None else FEWEST, low * crop, high * crop)
         self.images.min_patches, self.images.max_patches = low, high
 
+    @property
+    def _crop(self) -> Size:
+        """Pixels of a crop."""
+        return Size(self.images.size.height, self.images.size.width)
+
     def described(self, size: Size) -> Mapping[str, Any]:
         """See the base class."""
         return {"num_patches": [self.images.get_number_of_image_patches(size.height, size.width, self._options)]}
 
     def patches(self, size: Size) -> int:
-        """See the base class. The processor does not know those of the tower: those of one token count as one."""
-        return int(self.described(size)["num_patches"][0] * self.processor.image_seq_length)
+        """See the base class."""
+        return int(self.described(size)["num_patches"][0]) * self.patches_of(*self._crop)
 
 
 class Idefics3(PictureFamily):
@@ -358,9 +376,9 @@ class Idefics3(PictureFamily):
     processor_class, models = "Idefics3Processor", ("idefics3",)
     drops_zeros = True
 
-    def __init__(self, processor: Any):
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
         """See the base class."""
-        super().__init__(processor)
+        super().__init__(processor, patch)
         longest, crop = self.images.size["longest_edge"], self._crop
         if self.images.do_image_splitting and longest % crop:  # transformers then counts other crops than it makes.
             raise ValueError(f"its longest edge of {longest} pixels is no multiple of a crop's, {crop}")
@@ -386,9 +404,9 @@ class Idefics3(PictureFamily):
         return {"rows": [[rows]], "cols": [[columns]]}
 
     def patches(self, size: Size) -> int:
-        """See the base class. The processor does not know those of the tower: those of one token count as one."""
+        """See the base class."""
         found = self.described(size)
-        return int(found["rows"][0][0] * found["cols"][0][0] + 1) * int(self.processor.image_seq_len)
+        return int(found["rows"][0][0] * found["cols"][0][0] + 1) * self.patches_of(self._crop, self._crop)
 
     def arguments(self, pictures: Sequence["Image"]) -> dict[str, Any]:
         """See the base class. All crops have one size, so that a mask of their pixels says nothing."""

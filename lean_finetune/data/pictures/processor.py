@@ -14,7 +14,7 @@ from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures.families import FAMILIES, MODELS, PictureFamily, Size
-from lean_finetune.pinning.config_file import CONFIG_FILE
+from lean_finetune.pinning.config_file import CONFIG_FILE, vision_patch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,18 +28,27 @@ OLD_LIMITS = ("min_pixels", "max_pixels")
 class PictureProcessor:
     """Turns pictures into the arguments of a model, and their placeholders into the tokens that they fill."""
 
-    def __init__(self, directory: Path, *, max_pixels: int | None = None, min_pixels: int | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        patch: Sequence[int] | None = None,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
+    ):
         """Load the processor of a model's directory.
 
         Args:
             directory: has the processor's and the tokenizer's files.
+            patch: height and width in pixels of a patch of the vision tower; None: those of config.json in `directory`,
+                or else of the family's class.
             max_pixels: larger pictures are made smaller; None: the processor's own limit.
             min_pixels: smaller pictures are made larger; None: the processor's own limit.
 
         Raises:
             UserError: the model has no processor of images, or it has no such limits, or they contradict each other.
         """
-        self._family = _load(directory)
+        self._family = _load(directory, patch)
         self._processor = self._family.processor
         if max_pixels is not None or min_pixels is not None:
             self._family.limit(max_pixels, min_pixels)
@@ -139,9 +148,11 @@ def _content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _load(directory: Path) -> PictureFamily:
+def _load(directory: Path, patch: Sequence[int] | None = None) -> PictureFamily:
     """The processor of a model, without its part for videos, which needs torchvision."""
     family = picture_family(directory)
+    if patch is None and (config := directory / CONFIG_FILE).is_file():
+        patch = vision_patch(_content(config))
     if family is None:
         raise UserError(
             f"model.name: {directory} has no processor of pictures that is supported; choose a model of one of these "
@@ -151,7 +162,7 @@ def _load(directory: Path) -> PictureFamily:
         known = family.processor_kind()
         kind: Any = type(known.__name__, (_WithoutVideos, known), {"__module__": known.__module__})
         loaded = family(
-            kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil")
+            kind.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False, backend="pil"), patch
         )
         with suppress(ValueError):  # It refuses this picture, as it then does those of rows.
             loaded.patches(Size(64, 64))  # Fails at sizes of another type.

@@ -86,6 +86,8 @@ class TokenSettings:
     """What each row is for the objective."""
     pictures: bool = False
     """Whether the model takes pictures."""
+    vision_patch: tuple[int, ...] | None = None
+    """Height and width in pixels of a patch of the vision tower; None: as `PictureProcessor`."""
     image_max_pixels: int | None = None
     image_min_pixels: int | None = None
 
@@ -194,7 +196,10 @@ class BlockTokenizer:
         settings = self._settings
         assert self._store is not None, "rows with pictures need a directory for them"
         processor = PictureProcessor(
-            settings.tokenizer_directory, max_pixels=settings.image_max_pixels, min_pixels=settings.image_min_pixels
+            settings.tokenizer_directory,
+            patch=settings.vision_patch,
+            max_pixels=settings.image_max_pixels,
+            min_pixels=settings.image_min_pixels,
         )
         return RowPictures(PictureStore(self._store, processor), self.tokenizer)
 

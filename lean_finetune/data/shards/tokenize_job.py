@@ -130,6 +130,7 @@ def prepare_job(
         engine=chosen.name,
         kind=kind,
         pictures=pictures,
+        vision_patch=tuple(tokenizer_lock["vision_patch"]) if pictures and "vision_patch" in tokenizer_lock else None,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
     directories = tuple(map(picture_directory, data_files(data_lock)))

@@ -87,6 +87,14 @@ def test_the_index_knows_the_size_to_which_pictures_are_padded(pictures, tmp_pat
     assert [column.to_pylist() for column in tokens.train.picture_columns[1:]] == [[8 * 4 + 16, 0], [[SIDE, 112], []]]
 
 
+@pytest.mark.parametrize(("patch", "patches"), [(None, 64), ((28, 14), 8)])
+def test_the_index_counts_the_patches_that_are_pinned(pictures, tmp_path, patch, patches):
+    """The processor of Gemma 3 does not know them, and config.json of a hub model may not be here."""
+    model = vision_model(tmp_path / "gemma3", "gemma3")  # Pictures of 56 x 56 pixels, and patches of 7 x 7.
+    tokens, _ = tokens_of(model, pictures, [row("<image>Hi?", "Red.", "wide.png")], vision_patch=patch)
+    assert tokens.train.picture_columns[1].to_pylist() == [patches]
+
+
 def test_with_train_on_all_the_text_is_trained_and_pictures_are_not(model, pictures):
     tokens, worker = tokens_of(model, pictures, [row("<image>Hi?", "Red.", "wide.png")], train_on="all")
     [(text, trained)] = texts(tokens, worker)
