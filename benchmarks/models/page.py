@@ -18,6 +18,9 @@ CHECKS: Mapping[str, str] = {
 }
 """What each check of a family is, in words."""
 DEFAULT_SIZES = "†"
+CUT = "‡"
+TEXT_TOKENS = 4096
+"""Beside the image, if the model has enough positions."""
 Line = Sequence[str]
 
 
@@ -55,7 +58,15 @@ def _pictures() -> Iterator[Line]:
     yield "model", "family", "parameters", "tokens of the image", "QLoRA", "LoRA"
     for row in _rows("published_pictures"):
         size, tokens = f"{row['parameters'] / 1e9:.2f} B", f"{row['image_tokens']:,}"
-        yield row["model"], f"`{row['family']}`", size, tokens, _peak(row["qlora"]), _peak(row["lora"])
+        cut = row["row_tokens"] < TEXT_TOKENS + row["image_tokens"]
+        yield (
+            f"{row['model']} {CUT}" if cut else row["model"],
+            f"`{row['family']}`",
+            size,
+            tokens,
+            _peak(row["qlora"]),
+            _peak(row["lora"]),
+        )
 
 
 def _peak(found: Row) -> str:

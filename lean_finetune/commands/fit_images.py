@@ -64,7 +64,8 @@ def image_lines(run: "Run") -> Iterator[str]:
     )
     if not row.own_limits:
         family = run.config.model_type
-        yield labelled("", f"by the image processor that {family} is published with: the model's own is not here")
+        kind = row.processor.name
+        yield labelled("", f"by the {kind} that {family} is published with: the model's own is not here")
 
 
 def largest_line(largest: "LargestImage") -> str:
@@ -84,5 +85,7 @@ def images_json(run: "Run") -> dict[str, Any] | None:
         "per_row": row.assumed.count,
         "tokens": row.tokens,
         "patches": row.patches,
-        "processor": "of the model" if row.own_limits else f"as published for {run.config.model_type}",
+        "processor": "of the model"
+        if row.own_limits
+        else f"{row.processor.name} as published for {run.config.model_type}",
     }

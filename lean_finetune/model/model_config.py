@@ -13,6 +13,7 @@ from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.pictures.families import MODELS
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
+from lean_finetune.model.files.safetensors_files import stored_names
 from lean_finetune.model.pictures.picture_config import takes_pictures, with_pictures
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
 from lean_finetune.model.recurrent.packed_layers import FAMILIES as PACKABLE
@@ -42,6 +43,10 @@ UNSUPPORTED = {
     "rwkv": "computes one token after the other, except by a kernel from the hub, and changes its weights to evaluate",
 }
 """Families that would fail in training, and why."""
+
+TIES_BY_DEFAULT = {"internvl", "mistral3"}
+"""Families whose config ties embedding and head if config.json does not say it, though most of their models have a head
+of their own (transformers #42313). The weights decide then, or else the text part."""
 
 LOOPS_OVER_TOKENS = {"recurrent_gemma"}
 """Families that compute one token after the other."""
@@ -92,9 +97,11 @@ def read_config(directory: Path, *, scores: bool = False, pictures: bool = False
 
 def _parsed(directory: Path) -> PretrainedConfig:
     """Read config.json with transformers, once its values are known to be of a model's size."""
-    read_config_json(directory)
+    given = read_config_json(directory)
     try:
-        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except UNREADABLE as error:
         cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
         first = shortened((str(cause).strip() or type(cause).__name__).splitlines()[0].partition(". ")[0], 240)
@@ -106,6 +113,11 @@ def _parsed(directory: Path) -> PretrainedConfig:
         raise UserError(
             f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
         ) from None
+    if config.model_type in TIES_BY_DEFAULT and "tie_word_embeddings" not in given:
+        names = stored_names(directory)
+        has_head = any(name.endswith("lm_head.weight") for name in names)
+        config.tie_word_embeddings = not has_head if names else config.get_text_config().tie_word_embeddings
+    return config
 
 
 def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:

@@ -8,8 +8,10 @@ import transformers
 from benchmarks.harness import RESULTS
 from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import PAGE, page_text
-from benchmarks.models.published import picture_models, published_models
-from lean_finetune.core.atomic_files import read_json
+from benchmarks.models.published import PICTURE_MODELS, picture_models, published_models
+from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 
 REMEDY = "python -m benchmarks.models families"
@@ -58,4 +60,24 @@ def test_the_page_shows_the_results(monkeypatch):
     assert {row["model"] for row in rows} == {*published_models()}
     with_picture = read_json(RESULTS / "published_pictures.json")["rows"]
     assert [row["model"] for row in with_picture] == [*picture_models()]
+    published = {model["model"]: model["published_parameters"] for model in read_json(PICTURE_MODELS)}
+    for row in with_picture:
+        assert_published(row["parameters"], published[row["model"]])
     assert len({row["family"] for row in rows if row["qlora"].get("gpu")}) >= 45
+
+
+def assert_published(parameters: int, published: int | str) -> None:
+    """A wrong number in a config. Of some models only billions with a few digits are known, as text."""
+    if isinstance(published, str):
+        digits = len(published.partition(".")[2])
+        assert f"{parameters / 1e9:.{digits}f}" == published
+    else:
+        assert parameters == published
+
+
+@pytest.mark.slow
+def test_configs_of_models_with_pictures_have_the_published_parameters(tmp_path):
+    for model in read_json(PICTURE_MODELS):
+        write_json(tmp_path / "config.json", model["config"])
+        config = read_config(tmp_path, pictures=True)
+        assert_published(model_shapes(config).values, model["published_parameters"])

@@ -57,6 +57,8 @@ class PictureProcessor:
         self.fill_token = self._family.fill_token
         """Each token that its pixels fill."""
         self.drops_zeros = self._family.drops_zeros
+        self.name = self._family.processor_class
+        """transformers' class."""
 
     def check_image_token(self, image_token_id: int) -> None:
         """Refuse the config of a model that looks for pictures at other tokens than its tokenizer makes."""

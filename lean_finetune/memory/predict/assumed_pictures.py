@@ -11,7 +11,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
-from lean_finetune.data.pictures.published_processor import published_processor
+from lean_finetune.data.pictures.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.memory.trace.known_values import KnownPictures
 from lean_finetune.plan.row_pictures import Sizes
 from lean_finetune.step.picture_inputs import PictureInputs
@@ -33,9 +33,12 @@ class AssumedPictures:
         """The pictures as the processor makes them with the limits of `data`.
 
         Raises:
-            UserError: the processor cannot be had, or refuses such pictures.
+            UserError: the processor cannot be had, or refuses such pictures; or the model's tokenizer has another token
+                for pictures than `config`.
         """
         processor, own = published_processor(self.directory, data.image_max_pixels, data.image_min_pixels)
+        if (self.directory / TOKENIZER_FILES[0]).is_file():
+            processor.check_image_token(config.image_token_id)
         made = RowOfPictures(assumed=self, processor=processor, inputs=PictureInputs(processor, config), own_limits=own)
         try:
             processor.patches(self.size)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lean_finetune.core import progress
 from lean_finetune.core.systems import malloc_function
-from lean_finetune.pinning.model_source import INDEX, WEIGHTS, shard_names
+from lean_finetune.pinning.config_file import MOST_INDEX_BYTES, json_object
+from lean_finetune.pinning.model_source import INDEX, WEIGHTS, check_weights, shard_names
 
 # In the order of safetensors' own writer: widest first, so that each tensor is aligned.
 DTYPES: Mapping[str, torch.dtype] = {
@@ -167,6 +168,22 @@ def model_tensors(directory: Path) -> dict[str, StoredTensor]:
     for name in shard_names(directory):  # As pinned.
         found.update(stored_tensors(directory / name))
     return found
+
+
+def stored_names(directory: Path) -> set[str]:
+    """The names of a model's tensors in its files, without reading shards; none without an index or a single file.
+
+    Raises:
+        UserError: the index or the file is damaged.
+    """
+    if (directory / INDEX).is_file():
+        shard_names(directory)  # Checks it.
+        return {*json_object(directory / INDEX, MOST_INDEX_BYTES)["weight_map"]}
+    if not (directory / WEIGHTS).is_file():
+        return set()
+    check_weights(directory / WEIGHTS)
+    with safe_open(directory / WEIGHTS, framework="np") as file:
+        return {*file.keys()}
 
 
 @dataclass(frozen=True, kw_only=True)

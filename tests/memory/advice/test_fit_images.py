@@ -54,6 +54,28 @@ def test_config_json_alone_gives_the_tokens_and_patches_of_the_model_s_own_proce
         assert alone.expansion(size).count(alone.image_token) == own.expansion(size).count(own.image_token)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_json_alone_gives_the_peak_of_the_model_s_own_files(models: Path, family: str):
+    """The tiny tokenizer has other tokens for the text around a picture, so that its row has a length of its own."""
+    one = (Size(112, 112), 1)
+    peaks = [
+        run_of(models / place / family, "bucket.max_tokens=256", images=one).predict().peak.bytes
+        for place in ("configs", ".")
+    ]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_another_token_for_images_than_the_tokenizer_s_is_refused(models: Path, tmp_path: Path):
+    shutil.copytree(models / "llava", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "image_token_index": 7}))
+    with pytest.raises(
+        UserError, match=r"model.name: image_token_id in config.json must be the tokenizer's id of '<im"
+    ):
+        run_of(tmp_path / "model")
+
+
 def test_pictures_are_part_of_the_row_unless_its_length_is_an_assumption(models: Path):
     model = models / "configs" / "qwen2_5_vl"
     given, assumed = run_of(model), run_of(model, shorten=True)
@@ -135,12 +157,12 @@ def test_the_answer_says_where_images_stop_growing(models: Path):
     assert result.exit_code == 0, result.stderr
     text = " ".join(result.stdout.split())
     assert "images 2 of 196 x 112 in every row: 28 tokens and 112 patches each" in text
-    assert "by the image processor that qwen2_5_vl is published with" in text
+    assert "by the Qwen2_5_VLProcessor that qwen2_5_vl is published with" in text
     assert "data.image_max_pixels: a larger one is made smaller, so any fits" in text
     content = json.loads(invoke(fit, "--model", str(model), *options, *limited, "--json").stdout)
     assert content["images"] == {
         **{"width": 196, "height": 112, "per_row": 1, "tokens": 28, "patches": 112},
-        "processor": "as published for qwen2_5_vl",
+        "processor": "Qwen2_5_VLProcessor as published for qwen2_5_vl",
     }
     assert content["largest_image"]["limit"].startswith("data.image_max_pixels")
     assert content["params"]["data"]["max_length"] == 512
