@@ -66,6 +66,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         UserError: the disk refused, or the model cannot be merged.
     """
     from lean_finetune.commands.tuned.conversation import Prompter, modelfile
+    from lean_finetune.commands.tuned.prompt_pictures import projector_is_converted
     from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.merge_adapters import refuse_merge, write_merged
@@ -76,7 +77,8 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 
     modelfile_text = None
     if what == "merged":
-        modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture)
+        projector = projector_is_converted(tuned)
+        modelfile_text = modelfile(Prompter(tuned.directory), tuned.positions, tuned.architecture, projector=projector)
         if tuned.adapter is not None:
             with named_by_option():
                 refuse_merge(tuned.base, tuned.weights, experts=bool(tuned.adapter.get("target_parameters")))
@@ -101,7 +103,8 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
-    from lean_finetune.commands.tuned.conversation import GGUF, OLLAMA_ARCHITECTURES
+    from lean_finetune.commands.tuned.conversation import GGUF, MMPROJ, OLLAMA_ARCHITECTURES
+    from lean_finetune.commands.tuned.prompt_pictures import projector_is_converted, takes_pictures
     from lean_finetune.model.empty_model import is_multimodal
 
     multimodal = is_multimodal(tuned.config)
@@ -111,13 +114,20 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
         on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
         return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, where))]
     name, gguf = Path(where).name.lower(), f"{where}/{GGUF}"
-    convert = ["python", "convert_hf_to_gguf.py", where, "--outfile", gguf]
+    convert = [["python", "convert_hf_to_gguf.py", where, "--outfile", gguf]]
+    run, alone = ["llama-cli", "-m", gguf], ""
+    if projector_is_converted(tuned):
+        projector = f"{where}/{MMPROJ}"
+        convert.append(["python", "convert_hf_to_gguf.py", where, "--mmproj", "--outfile", projector])
+        run = ["llama-mtmd-cli", "-m", gguf, "--mmproj", projector]
+    elif takes_pictures(tuned):
+        alone = "  # text alone: the converter does not know this vision tower"
     make = [["ollama", "create", name, "-f", f"{where}/Modelfile"], ["ollama", "run", name]]
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
         ("vLLM", shlex.join(["vllm", "serve", where])),
-        ("llama.cpp", _in_turn(convert, ["llama-cli", "-m", gguf])),
-        ("Ollama", _in_turn(*([] if tuned.architecture in OLLAMA_ARCHITECTURES else [convert]), *make)),
+        ("llama.cpp", _in_turn(*convert, run) + alone),
+        ("Ollama", _in_turn(*([] if tuned.architecture in OLLAMA_ARCHITECTURES else convert), *make) + alone),
     ]
 
 
@@ -144,6 +154,7 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:
     """The model card: metadata that hubs read, the pinned base, and how to load the model."""
+    from lean_finetune.commands.tuned.prompt_pictures import takes_pictures
     from lean_finetune.pinning.hub import HUB_ID
 
     base, commit = tuned.base_name, tuned.base_revision
@@ -158,7 +169,7 @@ def card(tuned: "TunedModel", name: str, what: str) -> str:
                 else []
             ),
             f"library_name: {'peft' if what == 'adapter' else 'transformers'}",
-            "pipeline_tag: text-generation",
+            f"pipeline_tag: {'image-text-to-text' if takes_pictures(tuned) else 'text-generation'}",
             "tags:",
             "- lean-finetune",
             "---",

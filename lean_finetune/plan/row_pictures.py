@@ -54,6 +54,10 @@ class RowPictures:
         found[filled] = counts * heights * widths
         return found
 
+    def fullest(self, at_once: np.ndarray) -> int:
+        """The row of which a batch has most patches, where so many rows like it fit in one."""
+        return int((at_once * self.patches).argmax())
+
     @property
     def worst(self) -> Sizes:
         """The sizes of the pictures of the row with most patches."""

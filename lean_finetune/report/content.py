@@ -113,6 +113,7 @@ SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision
 # Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
+    "cut_picture_rows": "had a picture that data.max_length cuts",
     "dropped_long_rows": "were longer than data.max_length",
     "empty_answer_rows": "had an empty answer",
     "bad_rows": "could not be used",
@@ -183,7 +184,7 @@ def _reserved(estimate: Mapping[str, Any], train: Mapping[str, Any], error: floa
 def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
-    reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize[name])
+    reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize.get(name))
     objective = OBJECTIVES[parameters["train.objective"]]
     kind = RowKind.ANSWER if objective is None else objective.kind
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]

@@ -16,10 +16,17 @@ PATH = click.Path(path_type=Path)
 @click.command(cls=StageCommand)
 @click.option("--plan", "plan_path", type=PATH, default="data/batches/plan.arrow", show_default=True)
 @click.option("--index", type=PATH, default="data/tokens/train-index.arrow", show_default=True, help="Row lengths.")
+@click.option(
+    "--heldout-index",
+    type=PATH,
+    default="data/tokens/heldout-index.arrow",
+    show_default=True,
+    help="Lengths of the held-out rows.",
+)
 @click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned base model.")
 @click.option("--out", type=PATH, default="data/estimate", show_default=True, help="Directory for the verdict.")
 @click.option("--metrics", type=PATH, default="metrics/estimate.json", show_default=True)
-def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
+def main(plan_path: Path, index: Path, heldout_index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
     """Predict the peak memory of training before training.
 
     Runs the real training step on tensors without storage, over the largest micro-batches of the plan, and counts every
@@ -29,4 +36,4 @@ def main(plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Pat
     with exit_on_signal():
         from lean_finetune.memory.advice.estimate_run import run_stage
 
-    run_stage(read_params(), plan_path, index, model_lock, out, metrics)
+    run_stage(read_params(), plan_path, index, heldout_index, model_lock, out, metrics)

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, Size, dict[str, Any]]] = {
         {**FROZEN, "data.image_max_pixels": 768 * 768},
     ),
     "its trained tower": (
-        LLAMA_FACTORY.replace("qwen3", "llava") + "freeze_vision_tower: false\nimage_min_pixels: 4096\n",
+        LLAMA_FACTORY.replace("qwen3", "qwen2_vl") + "freeze_vision_tower: false\nimage_min_pixels: 4096\n",
         Size(768, 768),
         {**ADAPTED, "train.projector": "frozen", "data.image_min_pixels": 4096},
     ),
@@ -75,6 +75,22 @@ def test_rows_with_images_keep_their_limits_and_what_is_trained(name: str, tmp_p
     assert {key: converted.values[key] for key in expected} == expected
     assert f"one of {size.width} x {size.height} in each is assumed" in " ".join(converted.differs)
     with_flags(load_params(COMMON_PARAMS), converted.flags())
+
+
+@pytest.mark.parametrize("named", ["template: gemma3", "template: llava_next", "model"])
+def test_a_limit_that_the_family_refuses_is_left_out(named: str, tmp_path: Path):
+    """LLaMA-Factory's default, at which stage tokenize ends a run that nobody gave a limit."""
+    text = LLAMA_FACTORY.replace("org/rows", "mllm_demo")
+    if named == "model":
+        text = text.replace("org/model", str(vision_model(tmp_path / "m", "gemma3")))
+    (tmp_path / "run.yaml").write_text(text.replace("template: qwen3", named if named != "model" else "template: x"))
+    converted = read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
+    assert converted.image == Size(768, 768) and "data.image_max_pixels" not in converted.values
+    assert not any("image_max_pixels" in line for line in converted.differs)
+    (tmp_path / "run.yaml").write_text((tmp_path / "run.yaml").read_text() + "image_max_pixels: 100000\n")
+    converted = read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
+    assert "data.image_max_pixels" not in converted.values and "image_max_pixels" not in converted.used
+    assert any(line.startswith("image_max_pixels=100000: ") for line in converted.differs)
 
 
 def test_text_has_no_limit_of_images(tmp_path: Path):

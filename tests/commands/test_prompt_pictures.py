@@ -15,6 +15,7 @@ from transformers import AutoModelForMultimodalLM
 
 from data.synth import pictures
 from lean_finetune.commands.chat import chat
+from lean_finetune.commands.export import export
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.conversation import Prompter
@@ -119,6 +120,25 @@ def test_an_adapter_answers_about_pictures(drawn: Path, tmp_path: Path, vision: 
     file = drawn / "images/wide.png"
     found = answers(source, "--model", str(tmp_path / "tuned"), "--bits", "16", "--image", str(file))
     assert found == [expected(drawn / "model", [file], weights=tmp_path / "merged")]
+
+
+def test_an_export_says_how_other_programs_get_the_parts_for_pictures(drawn: Path, tmp_path: Path):
+    """A model that answers about pictures in training, and in llama.cpp has never seen one."""
+    shown = invoke(export, str(tmp_path / "out"), "--model", str(drawn / "model")).stdout
+    convert = f"python convert_hf_to_gguf.py {tmp_path}/out"
+    projector = f"{tmp_path}/out/mmproj-model.gguf"
+    assert f"{convert} --mmproj --outfile {projector} && llama-mtmd-cli -m {tmp_path}/out/model.gguf" in shown
+    assert f"--mmproj {projector}\n" in shown
+    card = (tmp_path / "out/README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "--mmproj" in card
+    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM .\n")  # Ollama converts Qwen2.5-VL itself.
+    model = vision_model(tmp_path / "qwen2_vl", "qwen2_vl")
+    invoke(export, str(tmp_path / "gguf"), "--model", str(model))
+    assert "FROM ./model.gguf\nFROM ./mmproj-model.gguf\n" in (tmp_path / "gguf/Modelfile").read_text()
+    model = vision_model(tmp_path / "llava", "llava")
+    shown = invoke(export, str(tmp_path / "clip"), "--model", str(model)).stdout
+    assert "mmproj" not in shown and "# text alone: the converter does not know this vision tower" in shown
+    assert "mmproj" not in (tmp_path / "clip/Modelfile").read_text()
 
 
 def test_what_cannot_be_shown_is_one_line(drawn: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from stages.tokenize import main as tokenize
 from tests.data.common import read_tokens, spans_of
 from tests.small_vision import tokenizer, vision_model
-from tests.workspace import error, write_rows
+from tests.workspace import error, invoke, write_rows
 
 QUESTION, ANSWER = "What is it?", {"role": "assistant", "content": "A red field."}
 NO_HELDOUT = {"data__heldout_fraction": 0, "train__heldout_every_steps": None, "evaluate__generate_rows": 0}
@@ -155,6 +157,34 @@ def test_faults_name_file_and_line_and_are_skipped_on_request(run, model, tmp_pa
     for one, (_, says) in zip(rejects, FAULTS.values(), strict=True):
         assert says in one["reason"]
     assert len(rows_of_tokens()) == 1
+
+
+def test_a_picture_that_changed_since_it_was_pinned_is_refused(run, model, tmp_path):
+    """Tokens of one picture under the hash of another, which DVC would restore when the first one is back."""
+    path = write_rows(tmp_path / "rows.jsonl", [row("<image>Q", image="a.png")])
+    drawn(tmp_path / "a.png")
+    assert run(path, model__name=model, **NO_HELDOUT).exit_code == 0
+    shutil.rmtree("data/tokens")
+    drawn(tmp_path / "a.png", "blue")
+    assert error(invoke(tokenize)).startswith(f"data.source: pictures that rows of {path} name changed since they were")
+    assert not Path("data/tokens").exists() and not list(Path("scratch/tokenize").glob("*/*"))
+    drawn(tmp_path / "a.png")
+    assert invoke(tokenize).exit_code == 0
+
+
+def test_without_their_column_a_place_for_a_picture_is_text(run, model, tmp_path):
+    """Rows about HTML, of which a multimodal model could not learn."""
+    rows = [row("What is <image> in SVG?"), row("Q", images=["gone.png"])]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    message = error(run(path, model__name=model, **NO_HELDOUT))
+    assert (
+        message.startswith(f"{path}:1: ") and "where <image> is text, name 'images' in data.ignore_columns" in message
+    )
+    result = run(path, model__name=model, data__ignore_columns=["images"], **NO_HELDOUT)
+    assert result.exit_code == 0, result.output
+    found = rows_of_tokens()
+    assert len(found) == 2 and "pictures" not in found[0]
+    assert "<image>" in tokenizer().decode(found[0]["input_ids"])
 
 
 def test_pairs_with_pictures_are_refused_by_the_objective(run, model, tmp_path):

@@ -33,15 +33,16 @@ def workspace(tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
     """A directory with a plan and a pinned small model."""
     lay_out(tmp_path, hardware__gpu="24GiB", data__max_length=128, bucket__max_tokens=256)
     write_plan(tmp_path / "plan.arrow", [PLAN])
-    write_index(tmp_path / "train-index.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
+    for name in ("train-index", "heldout-index"):
+        write_index(tmp_path / f"{name}.arrow", [([3] * length, [1, length], None) for length in LENGTHS])
     pin(tmp_path, small_llama)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(**options: str):
-    files = {"plan": "plan.arrow", "index": "train-index.arrow", "model-lock": "model.json"}
-    defaults = {**files, "out": "estimate", "metrics": "estimate.json"}
+    files = {"plan": "plan.arrow", "index": "train-index.arrow", "heldout-index": "heldout-index.arrow"}
+    defaults = {**files, "model-lock": "model.json", "out": "estimate", "metrics": "estimate.json"}
     arguments = [part for key, value in {**defaults, **options}.items() for part in (f"--{key}", value)]
     return invoke(main, *arguments)
 
@@ -269,7 +270,8 @@ def test_the_stage_reads_every_key_of_section_train_that_dvc_yaml_declares(works
     monkeypatch.setattr(load, "check_all_rules", lambda params: None)  # The rules read all parameters.
     monkeypatch.setattr(estimate_run, "sweep_switches", lambda *args, **options: [])
     experts = save_small("Qwen3-MoE", tmp_path / "experts")
-    paths = [Path(name) for name in ("plan.arrow", "train-index.arrow", "model.json", "estimate", "estimate.json")]
+    tables = ("plan.arrow", "train-index.arrow", "heldout-index.arrow")
+    paths = [Path(name) for name in (*tables, "model.json", "estimate", "estimate.json")]
     for model, values in (
         (None, {"train__method": "qlora", "train__grad_ckpt": True, "train__grad_ckpt_policy": "every_n"}),
         (experts, {"train__method": "lora", "train__lora__experts": "all"}),

@@ -204,7 +204,7 @@ def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: [content], "preprocessor_config.json must hold an object; got "),
+        (lambda content: [content], "preprocessor_config.json must be a JSON object; got list"),
         (lambda content: {**content, "patch_size": "14"}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
         (lambda content: {**content, "patch_size": 0}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
     ],
@@ -215,6 +215,15 @@ def test_a_damaged_file_of_the_processor_is_refused_in_one_line(tmp_path, change
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=f"^model.name: .*{message}.*; download or save it again$"):
         PictureProcessor(directory)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "config.json"])
+def test_broken_json_of_a_model_is_not_said_to_be_made_by_a_stage(tmp_path, name):
+    """`delete it and run dvc repro`: the model would be broken for good."""
+    directory = vision_model(tmp_path, "qwen2_5_vl")
+    (directory / name).write_text('{"size": ')
+    with pytest.raises(UserError, match=f"^model.name: {directory / name} is not JSON .*; download or save it again$"):
+        picture_family(directory)
 
 
 def test_the_processor_is_the_one_that_the_files_name(tmp_path):

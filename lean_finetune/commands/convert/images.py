@@ -8,11 +8,29 @@ from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.pictures.families import (
+    FAMILIES,
+    FEWEST,
+    MOST,
+    Gemma3,
+    Idefics3,
+    Llava,
+    PictureFamily,
+    Pixtral,
+    Size,
+)
 from lean_finetune.objectives.registry import SFT
+from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 ASSUMED = Size(height=768, width=1024)
 """The size of pictures where nothing limits it."""
+NAMES: tuple[tuple[str, type[PictureFamily]], ...] = (
+    (r"(?i)gemma-?3(?!n)", Gemma3),
+    (r"(?i)llava(?!.*onevision)", Llava),
+    (r"(?i)pixtral|mistral.?small", Pixtral),
+    (r"(?i)smolvlm|idefics3", Idefics3),
+)
+"""Parts of names of models and templates whose pictures have sizes of their own, not limits of both kinds."""
 AUDIO = re.compile(r"(?i)voxtral|audio|speech")
 
 
@@ -56,12 +74,39 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
             trained = not facts.get("freeze_parts") and (full or part in converted.adapted_parts)
         values[f"train.{part}"] = ("full" if full else "lora") if trained else "frozen"
     converted.image = _size(facts, values, path)
+    _drop_limits(facts, converted)
     size = converted.image
     converted.differs.append(
         f"rows have images ({by_name or 'by its keys'}): one of {size.width} x {size.height} in each is assumed; "
         f"--image and --images-per-row of `fit` set others; train.vision={values['train.vision']}, "
         f"train.projector={values['train.projector']}"
     )
+
+
+def _drop_limits(facts: Mapping[str, Any], converted: Converted) -> None:
+    """Leave out limits of pixels that the model's family does not take: it makes pictures of its own sizes."""
+    family = _family(converted.values, str(facts.get("template", "")))
+    for key in (MOST, FEWEST):
+        if family is not None and key not in family.limits and converted.values.pop(key, None) is not None:
+            given = [name for name, ours in converted.used.items() if ours == key]
+            for name in given:
+                del converted.used[name]
+                converted.differs.append(
+                    f"{name}={shortened(str(converted.keys[name]))}: {family.processor_class} makes pictures of its "
+                    "own sizes"
+                )
+
+
+def _family(values: Mapping[str, Any], template: str) -> type[PictureFamily] | None:
+    """The family of the model by its config.json, or by the names of model and template; None for an unknown one."""
+    name = str(values.get("model.name", ""))
+    if (Path(name) / CONFIG_FILE).is_file():
+        config = json_object(Path(name) / CONFIG_FILE)
+        tower = config.get("vision_config")
+        if isinstance(tower, dict) and tower.get("model_type") == "pixtral":
+            return Pixtral
+        return next((one for one in FAMILIES if config.get("model_type") in one.models), None)
+    return next((one for pattern, one in NAMES if re.search(pattern, f"{name} {template}")), None)
 
 
 def _size(facts: Mapping[str, Any], values: dict[str, Any], path: Path) -> Size:

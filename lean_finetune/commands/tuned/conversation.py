@@ -128,25 +128,34 @@ MOST_CONTEXT = 8192
 OLLAMA_ARCHITECTURES = {
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "GemmaForCausalLM",
     "LlamaForCausalLM",
+    "Mistral3ForConditionalGeneration",
     "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 }
 """Architectures that `ollama create` converts itself (convert/convert.go, August 2026); llama.cpp converts others."""
 QUOTES = '"""'
 """Around texts of several lines in a Modelfile."""
-GGUF = "model.gguf"
-"""The file that llama.cpp's converter writes beside the Modelfile."""
+GGUF, MMPROJ = "model.gguf", "mmproj-model.gguf"
+"""Files that llama.cpp's converter writes beside the Modelfile: the language model, and its parts for pictures."""
 Turns = Sequence[tuple[str, str]]
 
 
-def modelfile(prompter: "Prompter", context: int | None, architecture: str) -> str:
-    """The Modelfile of an exported model in its own directory; `context` are the positions of the model."""
+def modelfile(prompter: "Prompter", context: int | None, architecture: str, *, projector: bool = False) -> str:
+    """The Modelfile of an exported model in its own directory; `context` are the positions of the model.
+
+    `projector`: llama.cpp converts its parts for pictures, into a file of their own.
+    """
     lines = ["FROM ."]
     if architecture not in OLLAMA_ARCHITECTURES:
         lines = [f"# Ollama does not convert {architecture}: llama.cpp's convert_hf_to_gguf.py does.", f"FROM ./{GGUF}"]
+        lines += [f"FROM ./{MMPROJ}"] if projector else []
     if context:
         lines.append(f"PARAMETER num_ctx {min(context, MOST_CONTEXT)}")
     lines += [f"PARAMETER stop {quoted}" for quoted in map(_quoted, prompter.stop_texts()) if quoted]

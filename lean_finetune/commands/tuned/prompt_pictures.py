@@ -131,13 +131,26 @@ def shown_pictures(tuned: "TunedModel", prompter: "Prompter", images: Sequence[P
 @contextmanager
 def picture_reader(tuned: "TunedModel", prompter: "Prompter") -> Iterator[PromptPictures | None]:
     """What reads the pictures of prompts; None if the model takes none."""
-    with named_by_option():
-        takes_pictures = picture_family(_processor_directory(tuned)) is not None
-    if not takes_pictures:
+    if not takes_pictures(tuned):
         yield None
         return
     with TemporaryDirectory() as directory:
         yield PromptPictures(tuned, prompter, Path(directory))
+
+
+def takes_pictures(tuned: "TunedModel") -> bool:
+    """Whether a model is of a family that is trained with pictures. Raises UserError if its processor is damaged."""
+    with named_by_option():
+        return picture_family(_processor_directory(tuned)) is not None
+
+
+def projector_is_converted(tuned: "TunedModel") -> bool:
+    """Whether llama.cpp's convert_hf_to_gguf.py converts the parts of a model for pictures, with `--mmproj`.
+
+    Of models of type `llava` it knows Pixtral's tower alone (conversion/llava.py), and `llava_next` has CLIP's too.
+    """
+    vision = getattr(tuned.config, "vision_config", None)
+    return takes_pictures(tuned) and getattr(vision, "model_type", None) != "clip_vision_model"
 
 
 def _processor_directory(tuned: "TunedModel") -> Path:

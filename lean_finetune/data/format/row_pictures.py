@@ -88,9 +88,13 @@ def placed(example: Conversation, column: list[GivenPicture]) -> Conversation:
     own = [_part_picture(one.part, one.where) for one in parts]
     wanted = places - sum(picture is not None for picture in own)
     if wanted != len(column):
+        text_alone = (
+            f"; where {TAG} is text, name {PICTURE_COLUMNS[0]!r} in data.ignore_columns: no row then has pictures"
+        )
+        remedy = "" if parts or column else text_alone
         raise RowFault(
             f"the row has {counted(wanted, 'place')} for pictures ({TAG}, or a content part without one) and "
-            f"{counted(len(column), 'picture')} in {PICTURE_COLUMNS[0]!r}; give one picture for each place"
+            f"{counted(len(column), 'picture')} in {PICTURE_COLUMNS[0]!r}; give one picture for each place{remedy}"
         )
     pictures: list[GivenPicture] = []
     of_parts, of_column = iter(own), iter(column)

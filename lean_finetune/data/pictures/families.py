@@ -37,6 +37,8 @@ class PictureFamily(ABC):
     """transformers' class."""
     models: ClassVar[tuple[str, ...]]
     """Values of model_type in config.json. Others may name the same class."""
+    limits: ClassVar[tuple[str, ...]] = (MOST, FEWEST)
+    """Parameters of a picture's pixels that `limit` takes."""
     drops_zeros: ClassVar[bool] = False
     """Whether the model leaves out crops whose pixels are all zero. `arguments` returns none."""
 
@@ -182,6 +184,7 @@ class Llava(PictureFamily):
     """LLaVA 1.5: every picture is resized and cut to one size."""
 
     processor_class, models = "LlavaProcessor", ("llava",)
+    limits = ()
 
     def limit(self, most: int | None, fewest: int | None) -> None:
         """See the base class."""
@@ -254,6 +257,7 @@ class Pixtral(PictureFamily):
     """Pixtral and Mistral Small 3: a picture keeps its proportions, and no edge is longer than a limit."""
 
     processor_class, models = "PixtralProcessor", ("mistral3", "llava")
+    limits = (MOST,)
 
     @classmethod
     def processor_kind(cls) -> type:
@@ -315,6 +319,7 @@ class Gemma3(PictureFamily):
     """Gemma 3: every picture is resized to one square, and has the same number of tokens, which see each other."""
 
     processor_class, models = "Gemma3Processor", ("gemma3",)
+    limits = ()
 
     def __init__(self, processor: Any, patch: Sequence[int] | None):
         """See the base class."""
@@ -374,6 +379,7 @@ class Idefics3(PictureFamily):
     """Idefics 3 and the first SmolVLM: crops of one size, and a small form of the picture."""
 
     processor_class, models = "Idefics3Processor", ("idefics3",)
+    limits = (MOST,)
     drops_zeros = True
 
     def __init__(self, processor: Any, patch: Sequence[int] | None):

@@ -1,7 +1,7 @@
 """The pictures that the rows of a source name by path, for pinning: found without the rows' format."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,6 +15,7 @@ from lean_finetune.data.pictures.picture_files import picture_directory, picture
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import open_local, read_blocks
 from lean_finetune.pinning.locate import DATA_SCHEMA, DataFile, data_files
+from lean_finetune.pinning.picture_pins import pin_pictures
 
 # The name of each column and kind of part has the first; JSON may write its letters as the second.
 _SIGNS = (b"image", b"\\u006")
@@ -49,6 +50,23 @@ def named_pictures(
                 with suppress(RowFault):
                     found[os.path.join(within[file], picture.path)] = picture_path(picture, directories[file])
     return found
+
+
+def refuse_changed_pictures(
+    lock: Mapping[str, Any], columns: Sequence[Mapping[str, Any]], ignore_columns: Collection[str]
+) -> None:
+    """Refuse pictures whose content differs from locks/data.json; `columns` as of `named_pictures`, for each source.
+
+    Raises:
+        UserError: naming the source.
+    """
+    for source, own in zip(lock["sources"], columns, strict=True):
+        pinned = source.get("pictures")
+        if pinned is not None and pin_pictures(named_pictures(source, own, ignore_columns)) != pinned:
+            raise UserError(
+                f"data.source: pictures that rows of {source['source']} name changed since they were pinned; run "
+                "`dvc repro` again when nothing changes them"
+            )
 
 
 def _may_name_pictures(file: DataFile) -> bool:

@@ -26,6 +26,8 @@ class StoredPicture(NamedTuple):
     digest: bytes
     """sha256 of its content."""
     size: Size
+    name: str
+    """How messages call it."""
 
 
 class PictureStore:
@@ -42,9 +44,8 @@ class PictureStore:
         Raises RowFault if it cannot be read or decoded, or the processor refuses it.
         """
         data = read_picture(given, directory)
-        digest = hashlib.sha256(data).digest()
+        digest, name = hashlib.sha256(data).digest(), picture_name(given)
         if digest not in self._sizes:
-            name = picture_name(given)
             picture = decode_picture(data, name)
             size = Size(picture.height, picture.width)
             try:
@@ -53,7 +54,7 @@ class PictureStore:
                 raise RowFault(f"picture {name}: {fault}") from None
             self._write(digest, data)
             self._sizes[digest] = size
-        return StoredPicture(digest, self._sizes[digest])
+        return StoredPicture(digest, self._sizes[digest], name)
 
     def _write(self, digest: bytes, data: bytes) -> None:
         """Write a picture's file in one step, unless it is there."""

@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lean_finetune.core.atomic_files import read_json, write_json
-from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.pictures.families import FAMILIES, MODELS, PictureFamily, Size
-from lean_finetune.pinning.config_file import CONFIG_FILE, vision_patch
+from lean_finetune.pinning.config_file import CONFIG_FILE, json_object, vision_patch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -130,31 +130,21 @@ def picture_family(directory: Path) -> type[PictureFamily] | None:
     Raises UserError if a file of the processor is damaged.
     """
     found = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
-    named = next(filter(None, (_content(path).get("processor_class") for path in found)), None)
+    named = next(filter(None, (json_object(path).get("processor_class") for path in found)), None)
     config = directory / CONFIG_FILE
     # Of a hub model, only the tokenizer's and the processor's files may be here.
-    model = read_json(config).get("model_type") if config.is_file() else None
+    model = json_object(config).get("model_type") if config.is_file() else None
     for family in FAMILIES if found else ():
         if (model is None or model in family.models) and (named or family.processor_class) == family.processor_class:
             return family if named or model else None
     return None
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """The content of a processor's file."""
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise UserError(
-            f"model.name: {path} must hold an object; got {shortened(str(content))}; download or save it again"
-        )
-    return content
-
-
 def _load(directory: Path, patch: Sequence[int] | None = None) -> PictureFamily:
     """The processor of a model, without its part for videos, which needs torchvision."""
     family = picture_family(directory)
     if patch is None and (config := directory / CONFIG_FILE).is_file():
-        patch = vision_patch(_content(config))
+        patch = vision_patch(json_object(config))
     if family is None:
         raise UserError(
             f"model.name: {directory} has no processor of pictures that is supported; choose a model of one of these "
@@ -188,7 +178,7 @@ def write_limits(base: Path, out: Path, *, max_pixels: int | None, min_pixels: i
     family.limit(max_pixels, min_pixels)
     changed = {name: value for name, value in family.images.to_dict().items() if value != before[name]}
     for path in (out / name for name in PROCESSOR_FILES if (out / name).is_file()):
-        content = read_json(path)
+        content = json_object(path)
         section = content.get("image_processor") if path.name == PROCESSOR_FILES[0] else content
         if section is not None and changed:  # Else they are its own limits.
             kept = {name: value for name, value in section.items() if name not in OLD_LIMITS}

@@ -56,6 +56,15 @@ class RowPictures:
                 filled += [TextSegment(next(expansions), False), TextSegment(other, True)]
         return [segment for segment in filled if segment.text]
 
+    def first_behind(self, limit: int, pictures: Sequence[StoredPicture], ids: np.ndarray) -> StoredPicture | None:
+        """The first picture of a row of token ids that has a token behind the first `limit`; None without one."""
+        places, end = np.flatnonzero(ids == self._fill_id), 0
+        for picture in pictures:
+            end += self.processor.expansion(picture.size).count(self.processor.fill_token)
+            if places[end - 1] >= limit:
+                return picture
+        return None
+
     def cut(self, chunks: Chunks, encoded: EncodedRows) -> np.ndarray:
         """Whether each chunk lacks tokens of its row's pictures, bool of shape (chunks,)."""
         fills = np.append(0, np.cumsum(encoded.ids == self._fill_id))

@@ -51,6 +51,8 @@ RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
 ROW_SECONDS = 60.0
 """Most time of a processor for rendering a row; more in blocks with a long row."""
+CUT_APART = "a part of it, split off by data.over_length, lacks its pictures"
+"""Why a row with pictures is left out in part."""
 ROWS_PER_SAMPLED_ROW = 128
 """Every 128th row of a block is encoded a second time, as one text. This takes 1 % of the time."""
 
@@ -372,8 +374,12 @@ class BlockTokenizer:
                 rows.count(name, place)
         for place in rows.places_of(chunks.dropped_long.tolist()):
             rows.reject("dropped_long_rows", place, f"longer than {limit}")
-        for place in rows.places_of(chunks.no_answer.tolist()):
+        cut = {number: self._cut_picture(number, rows, encoded) for number in chunks.no_answer.tolist()}
+        for place in rows.places_of(number for number, picture in cut.items() if picture is None):
             rows.reject("no_answer_rows", place, f"no answer is left within {limit}")
+        for number, picture in cut.items():
+            if picture is not None:
+                rows.reject("cut_picture_rows", rows.places[number], picture)
 
     def _complete_pairs(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
         """The chunks of pairs whose answers are both left, and differ."""
@@ -394,9 +400,19 @@ class BlockTokenizer:
         """The chunks of rows whose pictures are not cut."""
         cut = self.pictures.cut(chunks, encoded)
         for number in dict.fromkeys(chunks.rows[cut].tolist()):
-            limit = f"data.max_length={self._settings.max_length}"
-            rows.reject("no_answer_rows", rows.places[number], f"a picture of it is cut, or lies behind, {limit}")
+            rows.reject("cut_picture_rows", rows.places[number], self._cut_picture(number, rows, encoded) or CUT_APART)
         return chunks.select(~cut)
+
+    def _cut_picture(self, number: int, rows: _Rows, encoded: EncodedRows) -> str | None:
+        """The picture of a row that data.max_length cuts; None without one."""
+        if not any(rows.pictures) or not (pictures := rows.pictures[number]):
+            return None
+        limit = self._settings.max_length
+        ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
+        if (cut := self.pictures.first_behind(limit, pictures, ids)) is None:
+            return None
+        size = f"{cut.size.width} x {cut.size.height} pixels, {self.pictures.processor.tokens(cut.size)} tokens"
+        return f"picture {cut.name} ({size}) is cut by, or lies behind, data.max_length={limit}"
 
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""

@@ -15,6 +15,7 @@ from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
+    PICTURE_COLUMNS,
     Conversation,
     RowFault,
     SourceFormat,
@@ -113,8 +114,8 @@ def prepare_job(
     return_freed_memory()
     names = file_names(data_lock)
     takes_pictures = picture_family(directory) is not None
-    pictures = kind is RowKind.ANSWER and takes_pictures
     inspected = [_inspect(data, data_lock, index, kind, takes_pictures) for index in range(len(data_lock["sources"]))]
+    pictures = kind is RowKind.ANSWER and any(one.source_format.pictures for one in inspected)
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -202,13 +203,16 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, pictures: bool) -> _InspectedSource:
-    """Read the first rows of a source."""
+def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_pictures: bool) -> _InspectedSource:
+    """Read the first rows of a source for a model that takes pictures, or text alone."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
     roles = columns.pop(ROLES_KEY, {})
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
+    # Without their column, a place for a picture is text.
+    text_alone = PICTURE_COLUMNS[0] not in columns and not set(PICTURE_COLUMNS).isdisjoint(data.ignore_columns or ())
+    pictures = takes_pictures and not text_alone
     rows, fault = _first_rows({**lock, "sources": [source]}, skips)
     if not rows:
         if fault is not None:

@@ -27,6 +27,7 @@ from lean_finetune.core.atomic_files import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress import progress_bar
+from lean_finetune.data.pictures.named_pictures import refuse_changed_pictures
 from lean_finetune.data.pictures.picture_store import PICTURES
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
@@ -46,11 +47,11 @@ from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.pinning.locate import CHAT_TEMPLATE, ModelFault
+from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
 HISTOGRAM_BINS = 50
-LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows")
+LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows", "cut_picture_rows")
 """Counts of rows that later stages do not get."""
 # Equal for every engine, number of workers and machine.
 REPORTED = (
@@ -63,6 +64,8 @@ NOTES = {
     "data/tokens/rejects.jsonl",
     "truncated_rows": "{share} were truncated at {limit}; raise data.max_length",
     "no_answer_rows": "{share} were dropped because no answer was left within {limit}{first}; raise data.max_length",
+    "cut_picture_rows": "{share} were dropped because {limit} cuts one of their pictures{first}; raise it, or make "
+    "them smaller with data.image_max_pixels",
     "dropped_long_rows": "{share} were dropped because they are longer than {limit}{first}; raise it or change "
     "data.over_length",
     "split_rows": "{share} were split because they are longer than {limit}",
@@ -162,6 +165,7 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     rows = {"train on": totals.side("train").rows // unit, "evaluate on": totals.side("heldout").rows // unit}
     lost = {
         "no_answer_rows": f"without an answer within data.max_length={settings.max_length}",
+        "cut_picture_rows": f"with a picture that data.max_length={settings.max_length} cuts",
         "dropped_long_rows": f"longer than data.max_length={settings.max_length}",
         "empty_answer_rows": "with an empty answer",
         "bad_rows": "that cannot be used",
@@ -207,6 +211,7 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind
     return {
         **shared,
         **({"desirable_rows": totals.desirable["train"]} if kind is RowKind.LABELLED else {}),
+        **({"cut_picture_rows": cut} if (cut := counts["cut_picture_rows"]) else {}),
         "format": ", ".join(dict.fromkeys(formats)),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
@@ -325,7 +330,10 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
         made = make_shards(root, job.key, blocks, checked)
     try:
         job.tokenizer_files.refuse_change()
-    except ModelFault:
+        if job.settings.pictures:
+            columns = [source.columns for source in job.settings.sources]
+            refuse_changed_pictures(job.data_lock, columns, job.settings.ignore_columns)
+    except UserError:
         discard_all(root)
         raise
     return made

@@ -29,8 +29,10 @@ from lean_finetune.memory.predict.other_phases import (
     heldout_shape,
     loading_note,
     other_phases,
+    prompts_of_pictures,
     reference_note,
     reference_shape,
+    shape_of_pictures,
 )
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
@@ -39,14 +41,21 @@ from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.pinning.locate import adapter_directory
+from lean_finetune.plan.optimizer_steps import read_pictures
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.token_rows import read_lengths
 
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
 
 
-def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Path, metrics: Path) -> None:
-    """Predict the run of a plan, whose rows `index` lists, and judge it; writes the directory `out` and `metrics`."""
+def run_stage(
+    p: Params, plan_path: Path, index: Path, heldout_index: Path, model_lock: Path, out: Path, metrics: Path
+) -> None:
+    """Predict the run of a plan, whose rows `index` lists, and judge it; writes the directory `out` and `metrics`.
+
+    `heldout_index` lists the rows of held-out losses and answers.
+    """
     run = read_run(p, plan_path, index, model_lock)
     assert run.planned is not None
     plan = run.planned.plan
@@ -59,7 +68,7 @@ def run_stage(p: Params, plan_path: Path, index: Path, model_lock: Path, out: Pa
     # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
     run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
     continued = adapter_directory(read_json(model_lock)) is not None
-    by_phase = _phases(fullest, prediction, continued=continued)
+    by_phase = _phases(fullest, prediction, heldout_index, continued=continued)
     duration = duration_text(run, len(plan.steps))
     if duration is not None:
         steps = len(plan.steps)
@@ -120,25 +129,36 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
         click.echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
 
 
-def _phases(run: Run, prediction: Prediction, *, continued: bool) -> dict[str, Peak]:
+def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued: bool) -> dict[str, Peak]:
     """Peak of every phase; notes if another phase needs more than training. `continued`: adapters go on."""
     assert run.planned is not None
     objective = run.setting.train.preferences
-    p, plan, longest = run.params, run.planned.own_plan, run.longest
+    p, plan, model = run.params, run.planned.own_plan, run.model
     limits = EvaluationLimits.from_params(p)
-    prompts = p.evaluate.generate_rows
+    prompts, in_training = p.evaluate.generate_rows, int(plan.padded_tokens[plan.step == 0].max())
+    lengths, pictures = read_lengths(heldout_index), read_pictures(heldout_index)
+    longest = max(run.longest, int(lengths.max(initial=0)))
+    losses = [[heldout_shape(budget, longest)] for budget in (in_training, limits.max_tokens)]
+    generation = generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config))
+    if pictures is not None and model.pictures is not None:
+        if plan.pictures is None or pictures.patches.max() > plan.pictures.patches.max():
+            model = replace(model, pictures=model.pictures.with_worst(pictures.worst))
+        for shapes, budget in zip(losses, (in_training, limits.max_tokens), strict=True):
+            shapes.append(shape_of_pictures(lengths, pictures, budget))
+        if generation:
+            generation += (prompts_of_pictures(lengths, pictures, limits),)
     around = OtherPhases(
         stored_dtype=run.stored,
-        in_training=heldout_shape(int(plan.padded_tokens[plan.step == 0].max()), longest),
-        evaluation=heldout_shape(limits.max_tokens, longest),
+        in_training=tuple(losses[0]),
+        evaluation=tuple(losses[1]),
         logits_chunk=limits.logits_chunk,
-        generation=generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config)),
+        generation=generation,
         merged=p.evaluate.merged,
         reference=reference_shape(longest) if objective is not None and objective.has_reference else None,
         continued=continued,
     )
     training = prediction.by_phase
-    phases = {**training, **other_phases(run.model, around, training["optimizer"])}
+    phases = {**training, **other_phases(model, around, training["optimizer"])}
     peak_bytes = prediction.peak.bytes
     notes = (
         loading_note(phases[LOAD].bytes, peak_bytes),

@@ -33,6 +33,7 @@ from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.plan.row_pictures import Sizes
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import ParallelModel, named_trained
@@ -52,6 +53,8 @@ class GenerationShape:
     prompt_tokens: int
     new_tokens: int
     """Length of the longest answer."""
+    pictures: Sizes = ()
+    """Height and width of the pictures of each prompt; empty for those of the row with most patches."""
 
 
 def peak_of_loss(
@@ -144,11 +147,12 @@ def _answer(
 ) -> None:
     """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values.
 
-    With `pictures`, each prompt has those of the worst row.
+    With `pictures`, each prompt has those of the shape, or of the worst row.
     """
     B, T = shape.rows, shape.prompt_tokens
     prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
-    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None)
+    own = (shape.pictures,) * B if shape.pictures else ()
+    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, pictures=own)
     given = None if pictures is None else pictures.of_worst(prompts)
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -58,6 +59,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
 from lean_finetune.model.model_config import ties_embedding
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
+from lean_finetune.plan.row_pictures import RowPictures
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -243,10 +245,10 @@ class OtherPhases:
 
     stored_dtype: torch.dtype
     """Type of the weights in the model's files. (Building a model of another type changes the config's.)"""
-    in_training: BatchShape
-    """Largest batch of held-out rows during training."""
-    evaluation: BatchShape
-    """Largest batch of held-out rows in stage evaluate."""
+    in_training: tuple[BatchShape, ...]
+    """Candidates for the largest batch of held-out rows during training."""
+    evaluation: tuple[BatchShape, ...]
+    """The same in stage evaluate."""
     logits_chunk: int
     """Tokens whose logits exist at the same time in stage evaluate."""
     generation: tuple[GenerationShape, ...]
@@ -260,12 +262,30 @@ class OtherPhases:
 
 
 def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
-    """The largest batch of held-out rows within a budget of padded tokens, all of them supervised.
-
-    Assumes that no held-out row is longer than the longest training row, `longest`.
-    """
+    """The largest batch of held-out rows within a budget of padded tokens, all of them supervised."""
     rows = max(1, max_tokens // longest)
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
+
+
+def shape_of_pictures(lengths: np.ndarray, pictures: RowPictures, max_tokens: int) -> BatchShape:
+    """The batch of held-out rows of `lengths` tokens that can have most patches within a budget of padded tokens."""
+    at_once = np.maximum(1, max_tokens // lengths)
+    row = pictures.fullest(at_once)
+    rows, length = at_once.item(row), lengths.item(row)
+    sizes = (pictures.of(row),) * rows
+    return BatchShape(rows=rows, length=length, supervised=rows * length, packed_lengths=None, pictures=sizes)
+
+
+def prompts_of_pictures(lengths: np.ndarray, pictures: RowPictures, limits: EvaluationLimits) -> GenerationShape:
+    """The batch of prompts of such rows that can have most patches."""
+    at_once = np.array([limits.prompts_at_once(length) for length in lengths.tolist()])
+    row = pictures.fullest(at_once)
+    return GenerationShape(
+        rows=at_once.item(row),
+        prompt_tokens=lengths.item(row),
+        new_tokens=limits.max_new_tokens,
+        pictures=pictures.of(row),
+    )
 
 
 def reference_shape(longest: int) -> BatchShape:
@@ -280,7 +300,7 @@ def generation_shapes(
 
     The batch of the longest prompts may leave much of `limits.max_tokens` unused. A batch of one prompt more does not,
     and needs a mask even if the longest prompt is alone in its batch. The longest prompt is assumed to have as many
-    tokens as the longest training row. `positions` is the model's max_position_embeddings; None if unlimited.
+    tokens as the longest row. `positions` is the model's max_position_embeddings; None if unlimited.
     """
     new_tokens, shapes = limits.max_new_tokens, []
     prompt_tokens = longest if positions is None else min(longest, positions - new_tokens)
@@ -342,13 +362,14 @@ def load_and_save(model: TracedModel, stored: torch.dtype, update: Peak) -> tupl
 
 def _heldout(model: TracedModel, around: OtherPhases, optimizer_bytes: int) -> Peak:
     """Peak of held-out losses during training."""
-    shape = around.in_training
-    chunk = model.setting.train.loss_chunk or shape.rows * shape.length  # As in the training loop.
+    # As in the training loop.
+    chunk = model.setting.train.loss_chunk or max(shape.rows * shape.length for shape in around.in_training)
 
     def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return summed_loss(module, batch, chunk, exchange=exchange)
 
-    loss = highest(peak_of_loss(model.with_setting(each), shape, loss_of) for each in model.setting.stages)
+    stages = [model.with_setting(each) for each in model.setting.stages]
+    loss = highest(peak_of_loss(stage, shape, loss_of) for stage in stages for shape in around.in_training)
     return peak_of({**loss.by_category, OPTIMIZER: optimizer_bytes})
 
 
@@ -380,7 +401,7 @@ def _evaluation_of(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return token_losses(module, batch, around.logits_chunk)
 
-    loss = peak_of_loss(plain, around.evaluation, loss_of)
+    loss = highest(peak_of_loss(plain, shape, loss_of) for shape in around.evaluation)
     answers = [peak_of_answers(plain, shape) for shape in around.generation]
     return {EVALUATE: loss} | ({GENERATE: highest(answers)} if answers else {})
 

@@ -130,8 +130,14 @@ class KnownPictures:
         self._inputs, self._worst = inputs, worst
         self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
+    def with_worst(self, worst: Sizes) -> "KnownPictures":
+        """The same with another worst row."""
+        return KnownPictures(self._inputs, worst)
+
     def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
-        """As `of`, with the pictures of the worst row in each row: for batches of other rows than those of the plan."""
+        """As `of`; rows of a shape without pictures, which are others than those of the plan, have the worst row's."""
+        if shape.pictures:
+            return self.of(shape)
         return self.of(replace(shape, pictures=(self._worst,) * shape.rows if self._worst else ()))
 
     def of(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:

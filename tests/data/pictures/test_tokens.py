@@ -113,9 +113,19 @@ def test_pictures_are_stored_once_with_their_own_bytes(model, pictures):
 
 def test_a_row_whose_picture_is_cut_by_the_longest_length_is_left_out(model, pictures):
     rows = [row("<image>" * 2, "Red.", "wide.png", "wide.png"), row("<image>", "Red.", "wide.png")]
-    tokens, _ = tokens_of(model, pictures, rows, max_length=28)
+    tokens, _ = tokens_of(model, pictures, rows, max_length=20)
     assert [len(one["pictures"]) for one in both_sides(tokens)] == [1]
-    assert counted(tokens)["no_answer_rows"] == 1
+    assert counted(tokens)["cut_picture_rows"] == 1
+
+
+def test_a_picture_that_leaves_no_room_for_the_answer_is_named(model, pictures):
+    """`no answer is left`, of a row with an answer: the reader looks for it in the file, and finds it."""
+    rows = [row("<image><image>Two?", "Red.", "square.jpg", "wide.png"), row("x " * 30, "Blue."), row("Hi?", "Yes.")]
+    tokens, _ = tokens_of(model, pictures, rows, max_length=16)
+    cut, long = (one.reason for one in tokens.tally.rejects)
+    assert cut == "picture wide.png (112 x 56 pixels, 8 tokens) is cut by, or lies behind, data.max_length=16"
+    assert long == "no answer is left within data.max_length=16"
+    assert (counted(tokens)["cut_picture_rows"], counted(tokens)["no_answer_rows"]) == (1, 1)
 
 
 def test_the_characters_of_an_image_token_stand_for_no_picture(model, pictures):
