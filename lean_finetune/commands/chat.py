@@ -36,7 +36,7 @@ IMAGES = click.option(
     "--image",
     "images",
     multiple=True,
-    type=click.Path(path_type=Path),
+    metavar="FILE",
     help="A picture in front of the first question; may be repeated.",
 )
 LENGTH = 4096
@@ -61,7 +61,7 @@ def chat(
     length: int | None,
     temperature: float,
     system: str | None,
-    images: tuple[Path, ...],
+    images: tuple[str, ...],
 ) -> None:
     """Chat with a tuned model. Answers appear as they are made.
 

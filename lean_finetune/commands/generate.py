@@ -36,7 +36,7 @@ def generate(
     bits: str | None,
     max_new_tokens: int,
     rows: int,
-    images: tuple[Path, ...],
+    images: tuple[str, ...],
 ) -> None:
     """Answer a file of prompts.
 

@@ -1,6 +1,7 @@
 """Rules between sections of params.yaml, of activations and of several GPUs; those of `train` are in schema.py."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -94,6 +95,12 @@ SECTION_RULES = [
         lambda p: p.evaluate.max_tokens is not None and p.evaluate.max_tokens < padded_max_length(p),
         "must have room for a row of data.max_length={data.max_length} (padded to a multiple of "
         "{bucket.pad_multiple}); got {evaluate.max_tokens}; raise it or lower data.max_length",
+    ),
+    Rule(
+        "data.image_min_pixels",
+        lambda p: (p.data.image_min_pixels or 0) > (p.data.image_max_pixels or math.inf),
+        "must not be over data.image_max_pixels={data.image_max_pixels}; got {data.image_min_pixels}; change one of "
+        "them",
     ),
     Rule(
         "evaluate.merged",

@@ -1,6 +1,7 @@
 """Configurations of other tools whose rows have images: never answered as text."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.preset import import_config
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from tests.commands.tool_configs import AXOLOTL, LLAMA_FACTORY
 from tests.conftest import ROOT
@@ -97,6 +99,21 @@ def test_text_has_no_limit_of_images(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
     converted = read_config_of_tool(tmp_path / "run.yaml", 1)
     assert converted.image is None and "data.image_max_pixels" not in converted.values
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("image_max_pixels: true", "image_max_pixels: must be a number; got True"),
+        ("freeze_vision_tower: maybe", "freeze_vision_tower: must be true or false; got 'maybe'"),
+        ("train_mm_proj_only: true", "train_mm_proj_only: the language model is always trained here; got True"),
+    ],
+)
+def test_values_of_another_type_are_refused(key: str, says: str, tmp_path: Path):
+    """A limit of one pixel, or a tower that is frozen by a word that means the opposite."""
+    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY + key + "\n")
+    with pytest.raises(UserError, match=re.escape(says)):
+        read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
 
 
 @pytest.mark.parametrize("pattern", ["(a", "a)", "a{2}", "a+", "[^a]", "(a|b)" * 20, "^a$"])

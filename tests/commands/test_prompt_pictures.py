@@ -147,12 +147,15 @@ def test_what_cannot_be_shown_is_one_line(drawn: Path, tmp_path: Path):
     assert "takes no pictures" in error(talk("x\n", "--model", str(TINY_DIRECTORY), "--image", picture), 2)
     refusal = error(talk("x\n", "--model", model, "--image", "gone.png"))
     assert refusal.startswith("--image: ") and "gone.png cannot be read" in refusal
+    refusal = error(talk("x\n", "--model", model, "--image", "https://a.org/b.png"))
+    assert refusal.startswith('--image: it is a URL, and pictures are not fetched: "https://a.org/b.png"; download')
     (tmp_path / "text.png").write_text("no picture")
     refusal = error(talk("x\n", "--model", model, "--image", str(tmp_path / "text.png")))
     assert refusal.startswith("--image: ") and "text.png is damaged" in refusal
     shown = talk("x\n", "--model", model, "--image", picture, "--length", "24")
     assert "must leave room for a question" in error(shown, 2) and "of the pictures" in error(shown, 2)
     rows: list[tuple[dict[str, Any], list[str], str]] = [
+        ({"prompt": "x", "images": [picture]}, [], "plain text has no place for the row's pictures; write 'messages'"),
         ({"prompt": "x"}, ["--image", picture], "plain text has no place for the pictures of --image"),
         (
             {"messages": [{"role": "user", "content": "<image>x"}], "images": []},
@@ -187,7 +190,7 @@ def test_the_memory_of_pictures_is_predicted(drawn: Path, tmp_path: Path):
     """A tower, or its pixels, that the limit of a conversation leaves out."""
     Image.open(drawn / "images/wide.png").resize((560, 420)).save(tmp_path / "large.png")
     tuned = tuned_model.find_tuned(drawn / "model", None)
-    with shown_pictures(tuned, Prompter(drawn / "model"), [tmp_path / "large.png"]) as shown:
+    with shown_pictures(tuned, Prompter(drawn / "model"), [str(tmp_path / "large.png")]) as shown:
         assert shown is not None
         length = len(shown.ids([{"role": "user", "content": QUESTION}])) + NEW_TOKENS
         predicted = shown.tuned.peak_bytes(rows=1, tokens=length, new_tokens=NEW_TOKENS, shown=shown.known)

@@ -82,6 +82,8 @@ def _count(key: str, value: Any, converted: Converted) -> float:
 
 
 def _positive(key: str, value: Any, converted: Converted) -> int:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
     if (number := _whole(key, value, converted)) < 1:
         raise ValueError("must be at least 1")
     return number
@@ -147,6 +149,12 @@ def _max_norm(key: str, value: Any, converted: Converted) -> float | None:
     return _number(key, value, converted) or None
 
 
+def _switch(key: str, value: Any, converted: Converted) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
 def _model(key: str, value: Any, converted: Converted) -> str:
     return _text(key, value, converted).rstrip("/")
 
@@ -176,6 +184,7 @@ FACTS: Mapping[str, Conversion] = {
     **dict.fromkeys(("warmup_steps", "max_steps"), _count),
     **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
     **dict.fromkeys(("component", "dataset_dir"), _text),
+    **dict.fromkeys(("freeze_vision", "freeze_projector", "freeze_language", "freeze_parts"), _switch),
     "attention_targets": _targets,
     "start": _one_adapter,
 }

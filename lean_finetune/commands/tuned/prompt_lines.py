@@ -11,6 +11,7 @@ from lean_finetune.commands.tuned.prompt_pictures import TEXT_ALONE, PromptPictu
 from lean_finetune.commands.tuned.tuned_model import TunedModel
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format.format_base import GivenPicture, Message, RowFault
+from lean_finetune.data.format.row_pictures import column_pictures
 from lean_finetune.data.pictures.picture_store import StoredPicture
 from lean_finetune.data.read.decode_rows import parse_line
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt
@@ -54,6 +55,8 @@ class PromptReader:
             return None
         if self.shown:
             raise RowFault("plain text has no place for the pictures of --image; write 'messages'")
+        if column_pictures(row):
+            raise RowFault("plain text has no place for the row's pictures; write 'messages', or remove them")
         return PromptLine(row, self.prompter.of_text(text), ())
 
     def _conversation(self, row: dict[str, Any], messages: list[Message], directory: Path) -> PromptLine:

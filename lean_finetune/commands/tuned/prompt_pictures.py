@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from lean_finetune.data.format.format_base import (
     RowFault,
 )
 from lean_finetune.data.format.messages import PICTURE_PARTS, read_content
-from lean_finetune.data.format.row_pictures import column_pictures, in_front, placed
+from lean_finetune.data.format.row_pictures import column_pictures, given_picture, in_front, placed
 from lean_finetune.data.pictures.picture_store import PICTURES, PictureFiles, PictureStore, StoredPicture
 from lean_finetune.data.pictures.processor import PictureProcessor, picture_family
 from lean_finetune.data.shards.fill_pictures import RowPictures
@@ -109,7 +109,7 @@ class ShownPictures:
 
 
 @contextmanager
-def shown_pictures(tuned: "TunedModel", prompter: "Prompter", images: Sequence[Path]) -> Iterator[ShownPictures | None]:
+def shown_pictures(tuned: "TunedModel", prompter: "Prompter", images: Sequence[str]) -> Iterator[ShownPictures | None]:
     """The pictures of the option --image of a conversation; None without any.
 
     Raises:
@@ -161,9 +161,13 @@ def _processor_directory(tuned: "TunedModel") -> Path:
     return tuned.directory if picture_family(tuned.directory) is not None else tuned.base
 
 
-def given_files(paths: Sequence[Path]) -> list[GivenPicture]:
-    """The pictures of the option --image."""
-    return [GivenPicture(path=os.path.abspath(path), data=None) for path in paths]
+def given_files(names: Sequence[str]) -> list[GivenPicture]:
+    """The pictures of the option --image. Raises UserError if one is no file."""
+    try:
+        given = [given_picture(name, "it") for name in names]
+    except RowFault as fault:
+        raise UserError(f"--image: {fault}") from None
+    return [one if one.path is None else replace(one, path=os.path.abspath(one.path)) for one in given]
 
 
 def conversation_of(
