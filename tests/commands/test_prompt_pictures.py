@@ -118,8 +118,25 @@ def test_an_adapter_answers_about_pictures(drawn: Path, tmp_path: Path, vision: 
     write_merged(drawn / "model", ["model.safetensors", "config.json"], tmp_path / "tuned", spec, tmp_path / "merged")
     source = write_rows(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": QUESTION}]}])
     file = drawn / "images/wide.png"
-    found = answers(source, "--model", str(tmp_path / "tuned"), "--bits", "16", "--image", str(file))
+    tuned = ["--model", str(tmp_path / "tuned"), "--bits", "16"]
+    found = answers(source, *tuned, "--image", str(file))
     assert found == [expected(drawn / "model", [file], weights=tmp_path / "merged")]
+    assert answers(source, *tuned) == [expected(drawn / "model", [], weights=tmp_path / "merged")]
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_mixture_answers(tmp_path: Path, drawn: Path):
+    """Its targets name a layer of the frozen tower as a convolution is named, which the prediction then refused."""
+    model = vision_model(tmp_path / "model", "qwen3_vl_moe")
+    lm: Any = load_model(model, spec_of(method="lora", precision="fp32"), CPU, pictures=True)
+    save_adapter(lm, tmp_path / "tuned", str(model))
+    for name in TOKENIZER_FILES:
+        if (model / name).is_file():
+            (tmp_path / "tuned" / name).write_bytes((model / name).read_bytes())
+    source = write_rows(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": QUESTION}]}])
+    for shown in ([], ["--image", str(drawn / "images/wide.png")]):
+        found = answers(source, "--model", str(tmp_path / "tuned"), "--bits", "16", *shown)
+        assert found == answers(source, "--model", str(model), *shown)
 
 
 def test_an_export_says_how_other_programs_get_the_parts_for_pictures(drawn: Path, tmp_path: Path):

@@ -1,6 +1,6 @@
 """Find, bound and load a tuned model: an adapter on its quantised base, or a full model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.pictures.picture_config import are_of_pictures, takes_pictures, with_pictures
+from lean_finetune.model.pictures.picture_parts import adapted_parts
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import adapter_tensors
@@ -123,14 +124,14 @@ class TunedModel:
     def _setting(self) -> Setting:
         """The setting of predictions."""
         adapter = self.adapter or {}
-        targets = adapter.get("target_modules") or ALL_LINEAR
+        tensors = [] if self.adapter is None else list(adapter_tensors(self.directory))
         experts = adapter.get("rank_pattern") if adapter.get("target_parameters") else None
         usual = load_params(COMMON_PARAMS).train
         lora = usual.lora.model_copy(
             update={
                 "rank": adapter.get("r", 1),
                 "alpha": adapter.get("lora_alpha", 1),
-                "targets": [targets] if isinstance(targets, str) else list(targets),
+                "targets": _adapted_names(tensors, adapter) or [ALL_LINEAR],
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
                 "modules_to_save": adapter.get("modules_to_save") or [],
@@ -140,7 +141,8 @@ class TunedModel:
             }
         )
         stored = {name: getattr(self.weights, name) for name in BaseWeights.model_fields}
-        return Setting(train=usual.model_copy(update={**stored, "lora": lora, "grad_ckpt": False}))
+        parts = adapted_parts(tensors)
+        return Setting(train=usual.model_copy(update={**stored, **parts, "lora": lora, "grad_ckpt": False}))
 
     def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int, shown: KnownPictures | None = None) -> int:
         """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens, and `shown` in each."""
@@ -176,6 +178,21 @@ class TunedModel:
                 "the base in fewer bits with --bits 4"
             )
         return shortest + found * LENGTH_STEP
+
+
+def _adapted_names(tensors: Iterable[str], adapter: Mapping[str, Any]) -> list[str]:
+    """What names the layers with adapters, as train.lora.targets: the ends of their paths, of two parts.
+
+    `target_modules` also has names of layers without one, such as those of a frozen vision tower.
+    """
+    experts = tuple(name.rpartition(".")[0] for name in adapter.get("target_parameters") or ())
+    names = set()
+    for tensor in tensors:
+        path, is_adapter, _ = tensor.replace(".base_layer", "").partition(".lora_A.")
+        if is_adapter and not (experts and path.endswith(experts)):
+            *_, parent, name = ("", *path.split("."))
+            names.add(name if parent.isdigit() or not parent else f"{parent}.{name}")
+    return sorted(names)
 
 
 def free_bytes() -> tuple[int, str]:

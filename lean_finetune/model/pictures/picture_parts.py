@@ -1,7 +1,7 @@
 """The parts of a multimodal model beside its decoder and head, and a model that keeps those for pictures."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,6 +108,13 @@ def refuse_unadapted(adapted: nn.Module, train: Train) -> None:
                 f"train.{part}: adapts no layer: the model has no linear layer there that train.lora.targets names; "
                 "got lora; set it to frozen, or change train.lora.targets"
             )
+
+
+def adapted_parts(tensors: Iterable[str]) -> dict[str, str]:
+    """train.vision and train.projector of an adapter with these tensors."""
+    names = [name for name in tensors if part_of_pictures(name)]
+    adapted = {PROJECTOR.search(name) is not None for name in names}
+    return {"vision": "lora" if False in adapted else "frozen", "projector": "lora" if True in adapted else "frozen"}
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
