@@ -50,6 +50,11 @@ CASES: dict[str, tuple[str, Size, dict[str, Any]]] = {
         {**FROZEN, "train.lora.targets": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]},
     ),
     "Axolotl, all layers": (VISION_AXOLOTL, Size(768, 1024), {**ADAPTED, "train.projector": "lora"}),
+    "Axolotl, a kernel without masks": (
+        VISION_AXOLOTL + "attn_implementation: flash_attention_2\n",
+        Size(768, 1024),
+        {"train.attention": "auto"},
+    ),
     "Axolotl, tower by a pattern": (
         PATTERN.replace(LANGUAGE_ALONE, WITH_TOWER) + "image_size: 336\n",
         Size(336, 336),

@@ -66,6 +66,9 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
     if values.get("bucket.mode") == "packed":
         values["bucket.mode"] = "bucketed"
         converted.differs.append("rows with images are not packed here: bucket.mode=bucketed")
+    if values.get("train.attention") == "flash_attention_2":  # Not for every family with images.
+        values["train.attention"] = "auto"
+        converted.differs.append("the attention kernel of rows with images is chosen here: train.attention=auto")
     full = values["train.method"] == "full"
     for part in ("vision", "projector"):
         if tool == "LLaMA-Factory":

@@ -121,6 +121,7 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
         p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
         config = with_rows(config, p.train)
     run = full_rows_run(p, config, device, reason, pictures)
+    _ = run.attention  # Refuses a kernel that cannot run, before anything is traced.
     if p.model.adapter is not None:
         refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
     return run

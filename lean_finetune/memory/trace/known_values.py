@@ -29,7 +29,7 @@ ONE = "one_value"
 EXACT = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Types whose values are kept."""
 MOST_BYTES = 1 << 28
-"""Larger results keep no values."""
+"""Larger results have no values."""
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 """Operations whose second argument are indices, which may be masks."""
 REPEATED = {aten.view.default, aten._to_copy.default, aten.eq.Scalar}
@@ -82,15 +82,19 @@ class KnownValuesMode(CachedFakeMode):
 
     def _with_values(self, func: Any, types: Any, args: Sequence, kwargs: Mapping) -> Any:
         """The result of an operation that reads known values alone."""
+        out = None
+        if not _depends_on_values(func):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if any(made.nbytes > MOST_BYTES for made in tree_iter(out) if isinstance(made, torch.Tensor)):
+                return out  # A mask of long rows, which nothing reads, would take as much memory here.
         copies = {id(each): _value(each) for each in tree_iter((args, kwargs)) if _is_known(each)}
         with unset_fake_temporarily():
             real_args, real_kwargs = tree_map(lambda each: copies.get(id(each), each), (args, kwargs))
             real = func(*real_args, **real_kwargs)
-        if _depends_on_values(func):
+        if out is None:
             return tree_map(lambda each: self.known(each) if isinstance(each, torch.Tensor) else each, real)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
         for made, value in zip(tree_iter(out), tree_iter(real), strict=True):
-            if type(made) is FakeTensor and value.dtype in EXACT and value.nbytes <= MOST_BYTES:
+            if type(made) is FakeTensor and value.dtype in EXACT:
                 setattr(made, KNOWN_VALUE, value)
         return out
 

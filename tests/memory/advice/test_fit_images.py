@@ -76,6 +76,14 @@ def test_another_token_for_images_than_the_tokenizer_s_is_refused(models: Path, 
         run_of(tmp_path / "model")
 
 
+def test_a_kernel_that_takes_no_mask_is_refused_before_anything_is_traced(models: Path):
+    """Minutes of tracing for a refusal."""
+    with pytest.raises(
+        UserError, match=r"train.attention: flash_attention_2 takes no mask, with which the tokens of a"
+    ):
+        run_of(models / "configs" / "gemma3", "train.attention=flash_attention_2", "hardware.gpu=A100-80GB")
+
+
 def test_pictures_are_part_of_the_row_unless_its_length_is_an_assumption(models: Path):
     model = models / "configs" / "qwen2_5_vl"
     given, assumed = run_of(model), run_of(model, shorten=True)
