@@ -42,16 +42,13 @@ def _rows_exclude(key: str) -> Rule:
 
 
 def _part_rule(part: str) -> Rule:
-    """The rule that a part for pictures has adapters if the method does, and is trained in full with method full."""
+    """The rule that a part for pictures has adapters only where the other layers have them."""
     key = f"train.{part}"
     mode = attrgetter(key)
     return Rule(
         key,
-        lambda p: mode(p) == ("lora" if p.train.method == "full" else "full"),
-        lambda p: (
-            f"has adapters as the other layers have, or all of its weights are trained as theirs are; got {{{key}}} "
-            f"with train.method={{train.method}}; use {'full' if p.train.method == 'full' else 'lora'}, or frozen"
-        ),
+        lambda p: p.train.method == "full" and mode(p) == "lora",
+        f"has adapters as the other layers have; got {{{key}}} with train.method={{train.method}}; use full, or frozen",
     )
 
 
@@ -158,6 +155,12 @@ TRAIN_RULES = [
     ),
     needs("train.router", "frozen", "train.method", "full"),
     *map(_part_rule, ("vision", "projector")),
+    Rule(
+        "train.vision",
+        lambda p: p.train.method != "full" and p.train.vision == "full",
+        "peft would hold the tower twice, as it was and as it is trained; got {train.vision} with "
+        "train.method={train.method}; use lora, or frozen",
+    ),
     Rule(
         "train.vision",
         lambda p: p.train.vision == "lora" and p.train.method == "int8_lora" and p.train.grad_ckpt,

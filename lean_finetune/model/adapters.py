@@ -42,7 +42,8 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.model.pictures.picture_parts import frozen_layers, refuse_unadapted
+from lean_finetune.model.pictures.picture_config import part_of_pictures
+from lean_finetune.model.pictures.picture_parts import copied_modules, refuse_unadapted, unadapted_layers
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -211,11 +212,11 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         target_modules=targets,
         # Layers of the same names in the parts that text never reaches: the adapter is for the complete model.
         exclude_modules=pattern_of(
-            [*left_out(model), *frozen_layers(model, train), *(_others_of_names(model, targets) if by_name else ())]
+            [*left_out(model), *unadapted_layers(model, train), *(_others_of_names(model, targets) if by_name else ())]
         ),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
-        modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.
+        modules_to_save=[*train.lora.modules_to_save, *copied_modules(model, train)] or None,  # peft appends to it.
         trainable_token_indices=token_indices(model, train),
         # peft then trains the head of a reward model in full, and saves it with the adapter.
         task_type=SCORES if train.scores else "CAUSAL_LM",
@@ -255,9 +256,11 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     for name, parameter in model.named_parameters():
         if any(part in name for part in ADAPTER_NAMES):
             parameter.data = parameter.data.to(adapter_dtype(weights))
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper) and isinstance(module.original_module, nn.Embedding):
-            # The model expects the embedding in the type of its other weights, which autocast does not give.
+    for name, module in model.named_modules():
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        if isinstance(module.original_module, nn.Embedding) or part_of_pictures(name):
+            # The model expects what it computes in the type of its other weights, which autocast does not give.
             module.modules_to_save[ADAPTER].register_forward_hook(partial(_as_type, dtype=base_dtype(weights)))
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
     layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))

@@ -15,6 +15,7 @@ from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import SCORES, add_adapters, refuse_not_finite
 from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
 from lean_finetune.model.files.safetensors_files import stored_tensors
+from lean_finetune.model.pictures.picture_config import are_of_pictures, part_of_pictures
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
@@ -40,6 +41,7 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
     """
     adapter = read_adapter(directory)
     _refuse_kind(directory, adapter, train)
+    _refuse_projector(directory, adapter, train)
     _refuse_values(directory, _values_of(adapter, config), train)
     model = meta_model(config)
     modules = dict(model.named_modules())
@@ -86,14 +88,28 @@ def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> N
         raise fault(path, f"has another rank or scale for {other[0]}", MERGE_FIRST)
 
 
+def _refuse_projector(directory: Path, adapter: Mapping[str, Any], train: Train) -> None:
+    """Refuse an adapter with a trained copy of the projector if the run trains none, and the reverse."""
+    copied = are_of_pictures(adapter.get("modules_to_save") or ())
+    if copied != (train.projector == "full"):
+        needed = "full" if copied else "lora, or frozen"
+        raise UserError(
+            f"train.projector: must be {needed}, as in model.adapter={directory}; got {train.projector}; change it"
+        )
+
+
 def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
     """Parameters of experts that an adapter adapts; see `save_adapter` for other names with `.weight`."""
     return [name for name in adapter.get("target_parameters") or () if not name.endswith(".weight")]
 
 
 def _values_of(adapter: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains."""
-    experts, copies = _expert_targets(adapter), set(adapter.get("modules_to_save") or ())
+    """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains.
+
+    A trained projector is that of `train.projector`.
+    """
+    experts = _expert_targets(adapter)
+    copies = {name for name in adapter.get("modules_to_save") or () if not part_of_pictures(name)}
     if scoring_class(config) is not None:
         copies -= {*HEADS_OF_SCORES, language_head(config)}
     values: dict[str, Any] = {

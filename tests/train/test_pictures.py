@@ -31,6 +31,7 @@ from tests.train.interrupted import finish, in_parts
 from tests.train.picture_jobs import job_of, picture_workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+FAST = [("mistral3", "lora"), ("gemma3", "full")]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,17 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
 @pytest.mark.parametrize(
-    "family",
-    ["mistral3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "mistral3")],
+    ("family", "projector"),
+    [
+        pytest.param(family, mode, marks=() if (family, mode) in FAST else pytest.mark.slow)
+        for family in FAMILIES
+        for mode in ("lora", "full")
+    ],
 )
-def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family):
+def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family, projector):
     """Rows whose tokens the model takes for others, a run that a kill changes, a tower whose adapters are lost."""
     root = picture_workspace(tmp_path, family)
-    changes = adapted_parts(family, {"method": "lora", "vision": "lora", "projector": "lora"})
+    changes = adapted_parts(family, {"method": "lora", "vision": "lora", "projector": projector})
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
     check_plain_copies(root, tmp_path / "adapter", changes)
@@ -78,6 +83,8 @@ def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, f
         ({"method": "lora"}, ""),
         ({"method": "lora", "vision": "lora"}, "blocks"),
         ({"method": "lora", "projector": "lora"}, "merger"),
+        ({"method": "lora", "projector": "full"}, "merger"),
+        ({"method": "qlora", "projector": "full", "vision": "lora"}, "blocks merger"),
     ],
     ids=str,
 )

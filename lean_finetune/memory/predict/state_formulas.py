@@ -27,6 +27,7 @@ from lean_finetune.model.experts.experts_forward import (
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.merge_adapters import stored_by_expert
+from lean_finetune.model.pictures.picture_parts import PROJECTOR, PicturePart, part_mode, picture_parts
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 
@@ -200,6 +201,8 @@ class ParameterShape:
     """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
     """Types of the other weights in which the family keeps this one in fp32."""
+    part: PicturePart | None = None
+    """The part for pictures that it is in."""
 
     @property
     def values(self) -> int:
@@ -257,6 +260,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     routers = {id(parameter) for parameter in router_parameters(model).values()}
     of_tokens = {id(layer.weight) for layer in token_layers(model)}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
+    part_of = picture_parts(model)
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -270,6 +274,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
             of_tokens=id(parameter) in of_tokens,
             frozen=not parameter.requires_grad,
             fp32_in=frozenset(dtype for dtype, names in kept.items() if name in names),
+            part=part_of.get(name),
         )
         for name, parameter in model.named_parameters()
     )
@@ -342,7 +347,11 @@ def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
             *(rows if train.lora.trainable_tokens else []),
         ]
         return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in added]
-    trained = (p for p in shapes.parameters if not p.frozen and (train.router == "trained" or not p.router))
+    trained = (
+        p
+        for p in shapes.parameters
+        if not p.frozen and (train.router == "trained" or not p.router) and part_mode(p.part, train) != "frozen"
+    )
     sizes = ((p, FP32_BYTES if base_dtype(train) in p.fp32_in else base_dtype(train).itemsize) for p in trained)
     return [Trained(name=p.name, shape=p.shape, value_bytes=size) for p, size in sizes]
 
@@ -430,17 +439,23 @@ def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tu
 
 
 def copied_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
-    """Weights of which copies are trained: those of train.lora.modules_to_save, and the head of a reward model."""
+    """Weights of which copies are trained.
+
+    They are those of train.lora.modules_to_save, the head of a reward model, and a projector that is trained in full.
+    """
     names = (*train.lora.modules_to_save, *((SCORE,) if train.scores else ()))
     for parameter in shapes.parameters:
         layer = parameter.name.rpartition(".")[0]
-        if any(layer == name or layer.endswith(f".{name}") for name in names):
+        in_projector = part_mode(parameter.part, train) == "full" and PROJECTOR.search(layer)
+        if in_projector or any(layer == name or layer.endswith(f".{name}") for name in names):
             yield parameter
 
 
 def adapted_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
     """Weights of the layers that get an adapter: the head too, where train.lora.targets names it."""
     for parameter in shapes.parameters:
+        if part_mode(parameter.part, train) not in (None, "lora"):
+            continue
         layer = parameter.name.removesuffix(".weight")
         named = any(layer == target or layer.endswith(f".{target}") for target in train.lora.targets)
         all_linear = parameter.adaptable and train.lora.all_linear

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from lean_finetune.model.pictures.picture_config import part_of_pictures
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
+PicturePart = Literal["vision", "projector", "unread"]
+"""The tower, the projector, and layers of the tower that the projector does not read."""
 
 
 def parts_beside_text(model: PreTrainedModel) -> Iterator[tuple[Any, str, str, Any]]:
@@ -59,17 +61,47 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
     return getattr(model, "vision_parts", ())
 
 
+def picture_parts(model: PreTrainedModel) -> dict[str, PicturePart]:
+    """The part of each parameter and module of a model's parts for pictures, by name."""
+    beside = vision_parts(model)
+    if not beside:
+        return {}
+    unread = _unread_parts(model)
+    named = [name for name, _ in (*model.named_parameters(), *model.named_modules()) if name.startswith(beside)]
+    return {
+        name: "unread" if f"{name}.".startswith(unread) else "projector" if PROJECTOR.search(name) else "vision"
+        for name in named
+    }
+
+
+def part_mode(part: PicturePart | None, train: Train) -> str | None:
+    """How a part is trained: frozen, lora or full; None of what is in no part for pictures."""
+    modes = {"vision": train.vision, "projector": train.projector, "unread": "frozen"}
+    return None if part is None else modes[part]
+
+
 def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
     """Names of the parameters and modules of a model's parts for pictures that are not trained."""
-    parts = vision_parts(model)
-    named = [*model.named_parameters(), *model.named_modules()] if parts else []
-    modes, unread = {True: train.projector, False: train.vision}, _unread_parts(model) if parts else ()
-    return [
-        name
-        for name, _ in named
-        if name.startswith(parts)
-        and (modes[PROJECTOR.search(name) is not None] == "frozen" or f"{name}.".startswith(unread))
-    ]
+    return [name for name, part in picture_parts(model).items() if part_mode(part, train) == "frozen"]
+
+
+def copied_modules(model: PreTrainedModel, train: Train) -> list[str]:
+    """Names of the outermost modules that are trained in full beside adapters: peft trains copies of them.
+
+    A parameter that is in no module of the projector, such as LLaVA-Next's `image_newline`, stays frozen.
+    """
+    if not train.adapted or train.projector != "full":
+        return []
+    parts = picture_parts(model)
+    modules = [
+        name for name, one in model.named_modules() if not isinstance(one, nn.ModuleList)
+    ]  # peft copies no list.
+    inside = {name for name in modules if parts.get(name) == "projector"}
+    return [name for name in modules if name in inside and not _parents(name) & inside]
+
+
+def _parents(name: str) -> set[str]:
+    return {name[: match.start()] for match in re.finditer(r"\.", name)}
 
 
 def _unread_parts(model: PreTrainedModel) -> tuple[str, ...]:
@@ -88,10 +120,10 @@ def _unread_parts(model: PreTrainedModel) -> tuple[str, ...]:
     return (*after, *(f"{name}." for name in tower if name.endswith((".post_layernorm", ".head"))))
 
 
-def frozen_layers(model: PreTrainedModel, train: Train) -> set[str]:
+def unadapted_layers(model: PreTrainedModel, train: Train) -> set[str]:
     """Names of the layers in a model's parts for pictures that get no adapter."""
-    parameters = {name for name, _ in model.named_parameters()}
-    layers = {name.rpartition(".")[0] for name in frozen_names(model, train) if name in parameters}
+    parameters, parts = {name for name, _ in model.named_parameters()}, picture_parts(model)
+    layers = {n.rpartition(".")[0] for n, part in parts.items() if n in parameters and part_mode(part, train) != "lora"}
     return {name for name in layers if name.startswith(vision_parts(model))}  # A part may be a parameter alone.
 
 

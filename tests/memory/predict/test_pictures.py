@@ -51,6 +51,8 @@ TRAINED: list[dict[str, Any]] = [
         if not (method == "int8_lora" and grad_ckpt)  # Refused.
     ),
     {"method": "lora", "vision": "lora"},
+    *({"method": method, "projector": "full", "grad_ckpt": True} for method in ("lora", "qlora", "int8_lora")),
+    {"method": "lora", "vision": "lora", "projector": "full"},
 ]
 SLOW = [
     (family, {"method": method, "grad_ckpt": grad_ckpt})
