@@ -53,6 +53,7 @@ CASES: list[tuple[str, str, str, str, bool]] = [
     *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("frozen", "lora"), (False, True)),
     *product(FAMILIES, ("ddp", "zero3"), ("lora",), ("frozen", "lora"), (True,)),
     *product(FAMILIES, ("ddp", "zero3"), ("full",), ("full",), (False,)),
+    *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("copied projector",), (True,)),
 ]
 FAST = [("qwen2_5_vl", "zero3", "lora", "lora", True)]
 
