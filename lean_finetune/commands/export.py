@@ -144,7 +144,11 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
     whole = adapter.get("modules_to_save") or adapter.get("trainable_token_indices")
     if adapter.get("use_dora") or whole or allowed is None:
         reason = (
-            "trained embeddings" if whole else "DoRA" if adapter.get("use_dora") else f"ranks above {VLLM_RANKS[-1]}"
+            "layers that are trained in full"
+            if whole
+            else "DoRA"
+            if adapter.get("use_dora")
+            else f"ranks above {VLLM_RANKS[-1]}"
         )
         return f"does not load {reason} as an adapter: use --what merged"
     revision = ["--revision", tuned.base_revision] if tuned.base_revision else []

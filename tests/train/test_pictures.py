@@ -16,8 +16,10 @@ from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoToken
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
+from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward
+from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
@@ -97,6 +99,9 @@ def test_parts_are_trained_as_the_parameters_say(workspace, changes, trained):
     assert visual.blocks[0].training == ("blocks" in trained) and visual.merger.training == ("merger" in trained)
     output = visual(torch.randn(16, 1176), grid_thw=torch.tensor([[1, 4, 4]])).pooler_output
     assert output.requires_grad == bool(trained)
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shapes = model_shapes(read_config(workspace / "model", pictures=True))
+    assert trained_values(shapes, spec_of(**changes)) == count  # Frozen parts once counted as trained state.
     if trained:  # A frozen projector once left the tower without gradients.
         output.square().sum().backward()
         assert all(one.grad is not None for one in visual.parameters() if one.requires_grad)
@@ -164,6 +169,14 @@ def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> No
     adapter.mkdir()
     save_adapter(model, adapter, str(base))
     expected = logits_of(model, root)
+    config = read_config(base, pictures=True)
+    refuse_other_adapter(adapter, spec, config)
+    copied = spec.projector == "full"
+    with pytest.raises(
+        UserError, match=f"train.projector: must be {'full' if copied else 'lora, or frozen'}, as in mo"
+    ):
+        refuse_other_adapter(adapter, spec_of(**{**changes, "projector": "lora" if copied else "full"}), config)
+    torch.testing.assert_close(logits_of(load_model(base, spec, CPU, adapter=adapter, pictures=True), root), expected)
     assert (expected - logits_of(plain(base), root)).abs().max() > 1e-3
     torch.testing.assert_close(logits_of(PeftModel.from_pretrained(plain(base), adapter), root), expected)
     merged = adapter / "merged"
