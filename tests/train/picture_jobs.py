@@ -35,8 +35,8 @@ MIXED = [
 """The same with rows of text: micro-batches, turns of two processes, and a step without pictures."""
 
 
-def picture_workspace(root: Path, family: str = "qwen2_5_vl") -> Path:
-    """Write tokens of drawn pictures and of text, and a small model of a family."""
+def picture_workspace(root: Path, family: str = "qwen2_5_vl", **values: Any) -> Path:
+    """Write tokens of drawn pictures and of text, and a small model of a family; `values` as of `lay_out`."""
     model = vision_model(root / "model", family, num_hidden_layers=3)  # Qwen3-VL adds features behind two of them.
     pictures.write(root / "shapes", train=SHOWN // 3, heldout=2, seed=0)
     texts = ("Who is there?", "Why?", "Is it late?", "What is a heron?")
@@ -45,7 +45,7 @@ def picture_workspace(root: Path, family: str = "qwen2_5_vl") -> Path:
         with open(root / "shapes" / f"{name}.jsonl", "a") as file:
             file.writelines(json.dumps({"messages": turn}) + "\n" for turn in turns)
     sources = {"data__source": "shapes/train.jsonl", "data__heldout_source": "shapes/heldout.jsonl"}
-    lay_out(root, **sources, data__heldout_fraction=0.0, model__name=str(model))
+    lay_out(root, **sources, data__heldout_fraction=0.0, model__name=str(model), **values)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for command, arguments in ((pin, ["data"]), (pin, ["model"]), (tokenize, [])):

@@ -13,6 +13,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer
 
+from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
@@ -27,10 +28,15 @@ from lean_finetune.step.picture_inputs import PictureInputs
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_parts
 from lean_finetune.train.save_model import Base, save_full
+from stages.bucket import main as bucket
+from stages.estimate import main as estimate
+from stages.evaluate import main as evaluate
+from stages.train import main as train
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES, adapted_parts, vision_model
 from tests.train.interrupted import finish, in_parts
 from tests.train.picture_jobs import job_of, picture_workspace
+from tests.workspace import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAST = [("mistral3", "lora"), ("gemma3", "full")]
@@ -74,6 +80,29 @@ def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, f
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
     check_plain_copies(root, tmp_path / "adapter", changes)
+
+
+OF_STAGES: dict[str, Any] = {
+    **{"bucket__max_tokens": 512, "train__tokens_per_step": 512, "train__epochs": 1, "train__method": "lora"},
+    **{"train__vision": "lora", "evaluate__generate_rows": 4, "evaluate__max_new_tokens": 2, "run__cpu_threads": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma3", "smolvlm"])
+def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family):
+    """A plan, a prediction or an answer that no job of a test asks for."""
+    root = picture_workspace(tmp_path, family, **OF_STAGES)
+    monkeypatch.chdir(root)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    for stage in (bucket, estimate, train, evaluate):
+        result = invoke(stage)
+        assert result.exit_code == 0, result.output
+    predicted = read_json(root / "data/estimate" / FIGURES)["peak_bytes_predicted"]
+    assert read_json(root / "data/train" / FIGURES)["peak_bytes_measured"] == pytest.approx(predicted, rel=1e-3)
+    answers = [json.loads(line) for line in (root / "data/evaluate/generations.jsonl").read_text().splitlines()]
+    assert any(answer.get("pictures") for answer in answers)
 
 
 @pytest.mark.parametrize(

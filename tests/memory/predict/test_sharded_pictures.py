@@ -68,7 +68,9 @@ def test_every_process_counts_what_is_predicted(tmp_path, pair: Group, family, m
     setting = shared_setting(mode, 2, "two turns", **changes)
     steps = tuple(steps_of(rank, together=setting.train.runs_towers_together) for rank in range(2))
     counted = pair.ask(do_picture_peaks, directory, setting, steps)
-    if mode == "zero1":  # Predicted is the process that updates most: either may have either's micro-batches.
+    # Predicted is the process that updates most, and either may have either's micro-batches. Of the class token and the
+    # positions of InternVL's tower, whose first dimension is 1, the first process has the only shard.
+    if mode == "zero1" or (family, mode, method) == ("internvl", "zero3", "full"):
         by_rank = [pair.ask(do_picture_peaks, directory, setting, (own, own)) for own in steps]
         counted = [{phase: max(one[phase] for one in found) for phase in found[0]} for found in by_rank]
     config, pictures = read_config(directory, pictures=True), KnownPictures(inputs_of(str(directory)))
