@@ -19,6 +19,7 @@ from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
+from tests.model.recurrent.test_packed_layers import saved as save_hybrid
 from tests.small_model import VOCABULARY, moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow
 
@@ -266,6 +267,21 @@ def test_experts_shared_by_processes_learn_the_same(request, tmp_path, single: S
     found, expected = (results[name]["expert_loads"] for name in ("found", "expected"))
     assert len(expected) == 8
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+HYBRIDS = ("granitemoehybrid", "lfm2", "qwen3_5_text", "qwen3_next")
+"""Mamba 2, a convolution alone, and the gated delta rule, also in a mixture of experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["packed", "all"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("family", "mode"), list(product(HYBRIDS, ("ddp", "zero3"))))
+def test_packed_hybrids_on_two_processes_learn_what_one_learns(
+    tmp_path, pair: Group, single: Single, family, mode, method, option
+):
+    """A gathered layer that does not see the bounds of the rows, or a convolution whose shard is read."""
+    check_exact_parity(pair, single, case_of(save_hybrid(family, tmp_path), mode, method, option))
 
 
 @pytest.mark.slow
