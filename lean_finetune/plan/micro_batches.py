@@ -109,6 +109,8 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
 def _check_patches(index: RowIndex, settings: MicroBatchSettings) -> None:
     """Check that the mode can have pictures, and that each row fits in bucket.max_patches."""
     if index.pictures is None:
+        if (most := settings.max_patches) is not None:
+            raise UserError(f"bucket.max_patches: has an effect only on rows with images; got {most}; leave it blank")
         return
     if settings.flat:
         raise UserError(

@@ -187,6 +187,27 @@ def test_without_their_column_a_place_for_a_picture_is_text(run, model, tmp_path
     assert "<image>" in tokenizer().decode(found[0]["input_ids"])
 
 
+def test_heldout_pictures_need_some_in_training(run, model, tmp_path):
+    """An AssertionError after the last step of training, whose model has no tower."""
+    drawn(tmp_path / "a.png")
+    train = write_rows(tmp_path / "train.jsonl", [row("Q", images=[])])
+    heldout = write_rows(tmp_path / "heldout.jsonl", [row("<image>Q", image="a.png"), row("R")])
+    values = {"model__name": model, "data__heldout_source": str(heldout), "data__heldout_fraction": 0.0}
+    message = error(run(train, **values))
+    assert message.startswith("data.source: has no training row with an image") and "and 1 held-out row with" in message
+    assert not Path("data/tokens").exists()
+    write_rows(tmp_path / "train.jsonl", [row("<image>Q?", image="a.png")])
+    assert run(train, **values).exit_code == 0
+
+
+def test_limits_of_images_without_any_are_refused(run, model, tmp_path):
+    """A limit that changes nothing, of a run whose images were left out by mistake."""
+    path = write_rows(tmp_path / "rows.jsonl", [row("Q"), row("R")])
+    for name in ("image_max_pixels", "image_min_pixels"):
+        message = error(run(path, model__name=model, **{f"data__{name}": 50000}, **NO_HELDOUT))
+        assert message == f"data.{name}: has an effect only on rows with images; got 50000; leave it blank"
+
+
 def test_pairs_with_pictures_are_refused_by_the_objective(run, model, tmp_path):
     drawn(tmp_path / "a.png")
     pair = {"prompt": row("<image>Q")["messages"][:1], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "B"}]}

@@ -78,6 +78,8 @@ def test_the_first_steps_have_the_longest_row_and_the_one_with_most_patches(row,
 def test_a_row_with_more_patches_than_allowed_is_refused():
     with pytest.raises(UserError, match=r"bucket.max_patches: the images of every row must fit .* has \d+ patches"):
         settings_of(max_patches=int(PATCHES.max()) - 1).plan(index_of())
+    with pytest.raises(UserError, match="bucket.max_patches: has an effect only on rows with images; got 9; leave it"):
+        settings_of(max_patches=9).plan(replace(index_of(), pictures=None))
 
 
 def test_packing_is_refused():

@@ -317,6 +317,8 @@ class Totals:
     tally: Tally = field(default_factory=Tally)
     desirable: dict[str, int] = field(default_factory=dict)
     """By side: labelled rows whose answer is desirable, without duplicates; empty unless rows are labelled."""
+    shown: dict[str, int] = field(default_factory=dict)
+    """By side: rows with pictures; empty where the model takes none."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
@@ -364,7 +366,7 @@ def merge(
         index = _index_parts(root, shards, side)
         _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, picture_limits)
         if picture_limits is not None:
-            _link_pictures(root / PICTURES, out / PICTURES, out / side)
+            totals.shown[side] = _link_pictures(root / PICTURES, out / PICTURES, out / side)
         if kind is RowKind.LABELLED:
             totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
@@ -391,16 +393,20 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _link_pictures(root: Path, out: Path, rows: Path) -> None:
-    """Link the pictures of the shards below `rows` from `root` into `out`."""
+def _link_pictures(root: Path, out: Path, rows: Path) -> int:
+    """Link the pictures of the shards below `rows` from `root` into `out`; returns how many rows have some."""
+    found = 0
     for path in sorted(rows.glob("*.arrow")):
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             for number in range(reader.num_record_batches):
-                for digest in set(reader.get_batch(number).column(PICTURE_HASHES).flatten().to_pylist()):
+                hashes = reader.get_batch(number).column(PICTURE_HASHES)
+                found += int((np.diff(hashes.offsets.to_numpy()) > 0).sum())
+                for digest in set(hashes.flatten().to_pylist()):
                     target = picture_file(out, digest)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     if not target.exists():
                         _link(picture_file(root, digest), target)
+    return found
 
 
 def _index_parts(root: Path, shards: Sequence[Shard], side: str) -> Iterator[pa.Table]:

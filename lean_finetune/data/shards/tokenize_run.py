@@ -43,7 +43,7 @@ from lean_finetune.data.shards.shard_files import (
     write_shard,
 )
 from lean_finetune.data.shards.tally import MAX_UNREAD_COLUMNS
-from lean_finetune.data.shards.tokenize_block import BlockTokenizer
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
 from lean_finetune.objectives.objective import RowKind
@@ -191,6 +191,21 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
                 f"{HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )
     _check_labels(totals, settings.kind, why)
+    _check_images(totals, settings, why)
+
+
+def _check_images(totals: Totals, settings: TokenSettings, why: str) -> None:
+    """Refuse held-out images without any in training, and limits of images without any."""
+    heldout = totals.shown.get("heldout", 0)
+    if heldout and not totals.shown["train"]:
+        raise UserError(
+            f"data.source: has no training row with an image, so that the model is trained without its parts for them, "
+            f"and {counted(heldout, 'held-out row')} with some{why}; add training rows with images, or train and "
+            "evaluate the text alone with data.ignore_columns=[images]"
+        )
+    for name in () if any(totals.shown.values()) else ("image_max_pixels", "image_min_pixels"):
+        if (limit := getattr(settings, name)) is not None:
+            raise UserError(f"data.{name}: has an effect only on rows with images; got {limit}; leave it blank")
 
 
 def _check_labels(totals: Totals, kind: RowKind, why: str) -> None:
