@@ -101,14 +101,14 @@ def test_a_chat_shows_its_pictures_in_every_turn(drawn: Path):
     assert answers(source, "--model", model)[0] in turns
 
 
-@pytest.mark.parametrize("vision", ["frozen", "lora"])
-def test_an_adapter_answers_about_pictures(drawn: Path, tmp_path: Path, vision: str):
+@pytest.mark.parametrize(("vision", "projector"), [("frozen", "frozen"), ("lora", "frozen"), ("frozen", "full")])
+def test_an_adapter_answers_about_pictures(drawn: Path, tmp_path: Path, vision: str, projector: str):
     """An adapter whose base is built without its tower, as for text."""
     torch.manual_seed(1)
-    spec = spec_of(method="lora", precision="fp32", vision=vision)
+    spec = spec_of(method="lora", precision="fp32", vision=vision, projector=projector)
     model: Any = load_model(drawn / "model", spec, CPU, pictures=True)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or ".modules_to_save." in name:
             parameter.data = 0.3 * torch.randn_like(parameter)
     save_adapter(model, tmp_path / "tuned", str(drawn / "model"))
     for name in TOKENIZER_FILES:

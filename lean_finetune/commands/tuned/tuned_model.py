@@ -34,7 +34,12 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.pictures.picture_config import are_of_pictures, takes_pictures, with_pictures
+from lean_finetune.model.pictures.picture_config import (
+    are_of_pictures,
+    part_of_pictures,
+    takes_pictures,
+    with_pictures,
+)
 from lean_finetune.model.pictures.picture_parts import adapted_parts
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
@@ -134,7 +139,7 @@ class TunedModel:
                 "targets": _adapted_names(tensors, adapter) or [ALL_LINEAR],
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
-                "modules_to_save": adapter.get("modules_to_save") or [],
+                "modules_to_save": [n for n in adapter.get("modules_to_save") or () if not part_of_pictures(n)],
                 "trainable_tokens": saved_token_ids(adapter),
                 "experts": "all" if experts else "none",
                 "expert_rank": next(iter(experts.values())) if experts else 1,

@@ -14,6 +14,8 @@ from lean_finetune.model.pictures.picture_config import part_of_pictures
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
+LORA = ".lora_"
+"""In the name of an adapter's tensor; a trained copy of a layer has the layer's own names."""
 PicturePart = Literal["vision", "projector", "unread"]
 """The tower, the projector, and layers of the tower that the projector does not read."""
 
@@ -144,9 +146,10 @@ def refuse_unadapted(adapted: nn.Module, train: Train) -> None:
 
 def adapted_parts(tensors: Iterable[str]) -> dict[str, str]:
     """train.vision and train.projector of an adapter with these tensors."""
-    names = [name for name in tensors if part_of_pictures(name)]
-    adapted = {PROJECTOR.search(name) is not None for name in names}
-    return {"vision": "lora" if False in adapted else "frozen", "projector": "lora" if True in adapted else "frozen"}
+    modes = {"vision": "frozen", "projector": "frozen"}
+    for name in filter(part_of_pictures, tensors):
+        modes["projector" if PROJECTOR.search(name) else "vision"] = "lora" if LORA in name else "full"
+    return modes
 
 
 def freeze_pictures(model: PreTrainedModel, train: Train) -> None:
