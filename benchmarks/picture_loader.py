@@ -7,7 +7,6 @@ A small Qwen2.5-VL trains on one thread of the CPU, with a photograph as JPEG in
 import gc
 import json
 import shutil
-import statistics
 import time
 from contextlib import closing
 from pathlib import Path
@@ -122,7 +121,7 @@ def train(directory: Path, threads: int) -> Row:
             optimizer.zero_grad()
             memory.append(process.memory_info().rss)
     seconds = time.perf_counter() - start
-    quarters = [statistics.median(part) for part in np.array_split(memory, 4)]
+    quarters = [float(np.median(part)) for part in np.array_split(memory, 4)]
     return {
         "threads": threads,
         "pictures": pictures,
