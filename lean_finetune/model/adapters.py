@@ -43,7 +43,7 @@ from lean_finetune.model.experts.expert_adapters import (
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.pictures.picture_config import part_of_pictures
-from lean_finetune.model.pictures.picture_parts import copied_modules, refuse_unadapted, unadapted_layers
+from lean_finetune.model.pictures.picture_parts import PROJECTOR, copied_modules, refuse_unadapted, unadapted_layers
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -144,6 +144,11 @@ def refuse_modules(model: PreTrainedModel, train: Train) -> None:
     for name in names:
         named = [module for path, module in modules.items() if path == name or path.endswith(f".{name}")]
         if len(named) != 1 or named[0] not in layers:
+            if PROJECTOR.search(name):
+                raise UserError(
+                    f"train.lora.modules_to_save: names the embedding and the head alone; got {name}; set "
+                    "train.projector=full instead, which trains a copy of the projector"
+                )
             kind = "the embedding or the head"
             if train.scores:
                 kind = "the embedding (a reward model's head is trained anyway)"

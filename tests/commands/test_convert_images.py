@@ -44,6 +44,11 @@ CASES: dict[str, tuple[str, Size, dict[str, Any]]] = {
         Size(768, 768),
         {**ADAPTED, "train.projector": "frozen", "data.image_min_pixels": 4096},
     ),
+    "a projector that is trained in full": (
+        LLAMA_FACTORY.replace("org/rows", "mllm_demo") + "additional_target: embed_tokens,multi_modal_projector\n",
+        Size(768, 768),
+        {"train.vision": "frozen", "train.projector": "full", "train.lora.modules_to_save": ["embed_tokens"]},
+    ),
     "Axolotl, language model alone": (
         PATTERN,
         Size(768, 1024),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
+from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.pictures.families import (
     FAMILIES,
@@ -76,6 +77,10 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
         else:
             trained = not facts.get("freeze_parts") and (full or part in converted.adapted_parts)
         values[f"train.{part}"] = ("full" if full else "lora") if trained else "frozen"
+    copies = values.get("train.lora.modules_to_save") or []
+    if projectors := [name for name in copies if [*adapted_parts([name])] == ["projector"]]:
+        values["train.projector"] = "full"
+        values["train.lora.modules_to_save"] = [name for name in copies if name not in projectors]
     converted.image = _size(facts, values, path)
     _drop_limits(facts, converted)
     size = converted.image
