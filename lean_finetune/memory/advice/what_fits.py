@@ -137,6 +137,9 @@ def find_limits(run: Run, peak_bytes: int) -> Limits:
         bar.update()
         batch = largest_micro_batch(run, run.fitting_bytes, near)
         bar.update()
+    if peak_bytes <= run.fitting_bytes:  # The run itself fits; few traces with images may not find as much.
+        longest = replace(longest, value=max(longest.value, run.longest))
+        batch = replace(batch, value=max(batch.value, shape.rows * shape.length))
     return Limits(smallest_gpu=smallest, longest_row=longest, largest_max_tokens=batch)
 
 

@@ -316,6 +316,17 @@ def test_the_smallest_gpu_and_the_longest_row_fit_by_prediction():
     assert longest_fitting_row(run, 10**10, {}) == Largest(value=1024, limit="the model's 1,024 positions")
 
 
+def test_what_the_run_has_is_the_least_that_fits(monkeypatch):
+    """A longest row of 0 tokens for a run that fits, as few traces with images found none."""
+    monkeypatch.setattr(what_fits, "largest_fitting", lambda *args, **options: 0)
+    monkeypatch.setattr(what_fits, "smallest_gpu", lambda *args: None)
+    run = workload(method="lora")
+    (last,) = run.steps[-1][-1:]
+    found = what_fits.find_limits(run, peak_bytes=1)
+    assert (found.longest_row.value, found.largest_max_tokens.value) == (run.longest, last.rows * last.length)
+    assert what_fits.find_limits(run, peak_bytes=run.fitting_bytes + 1).longest_row.value == 0
+
+
 @pytest.mark.slow
 def test_gpus_that_divide_rows_take_longer_ones():
     """The longest row of four GPUs as that of one."""
