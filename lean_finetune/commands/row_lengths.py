@@ -14,9 +14,10 @@ import numpy as np
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.config_file import json_object
+from lean_finetune.pinning.config_file import json_object, vision_patch
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
+from lean_finetune.plan.row_pictures import RowPictures
 
 if TYPE_CHECKING:
     from lean_finetune.data.read.row_block import RowBlock
@@ -154,7 +155,13 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
         )
     data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = unwatched_lock(OPTION, data)
-    return lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
+    found = lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
+    if found.pictures is not None and found.pictures.patches.any():
+        raise UserError(
+            f"{OPTION}: {path} has rows with images, whose sizes count too; name the size by `fit --image`, or run "
+            f"`lean-finetune plan --data {path}`"
+        )
+    return replace(found, pictures=None)
 
 
 def lengths_of(
@@ -178,9 +185,13 @@ def lengths_of(
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
     engine, kind = p.run.tokenizer_engine, p.train.row_kind
-    job = prepare_job(data, engine, lock, {"files": {}, "stop_ids": stops}, directory, kind=kind)
+    patch = vision_patch(json_object(directory / "config.json"))
+    tokenizer_lock = {"files": {}, "stop_ids": stops, **({} if patch is None else {"vision_patch": patch})}
+    job = prepare_job(data, engine, lock, tokenizer_lock, directory, kind=kind)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
+    sizes: list[list[int]] = []
+    patches: list[int] = []
     for block in blocks:
         tokens = job.tokenizer(block)
         if data.on_bad_row == "fail" and (bad := tokens.tally.bad_row) is not None:
@@ -188,8 +199,21 @@ def lengths_of(
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
         sources.append(np.full(len(lengths[-1]), block.source, np.uint16))
+        if tokens.train.picture_columns:
+            sizes_of_rows, patches_of_rows, _ = tokens.train.picture_columns
+            sizes += sizes_of_rows.to_pylist()
+            patches += patches_of_rows.to_pylist()
     found = index_of(np.concatenate(lengths), np.concatenate(supervised))
-    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source))
+    pictures = None
+    if job.settings.pictures:
+        pictures = RowPictures(
+            sizes=np.array([edge for row in sizes for edge in row], np.int32).reshape(-1, 2),
+            bounds=np.append(0, np.cumsum([len(row) // 2 for row in sizes], dtype=np.int64)),
+            patches=np.array(patches, np.int32),
+            max_pixels=data.image_max_pixels,
+            min_pixels=data.image_min_pixels,
+        )
+    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), pictures=pictures)
 
 
 def own_data(data: Data, path: Path, max_length: int) -> Data:

@@ -1,6 +1,6 @@
 """The pictures of training rows: their sizes, and the patches that a vision tower makes of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,17 @@ class RowPictures:
     def fullest(self, at_once: np.ndarray) -> int:
         """The row of which a batch has most patches, where so many rows like it fit in one."""
         return int((at_once * self.patches).argmax())
+
+    def with_row(self, other: "RowPictures", row: int) -> "RowPictures":
+        """These rows and one of others."""
+        sizes = np.array(other.of(row), np.int32).reshape(-1, 2)
+        return replace(
+            self,
+            sizes=np.concatenate([self.sizes, sizes]),
+            bounds=np.append(self.bounds, self.bounds[-1] + len(sizes)),
+            patches=np.append(self.patches, other.patches[row]),
+            frames=None,
+        )
 
     @property
     def worst(self) -> Sizes:

@@ -201,12 +201,15 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
     """The answer, and the overrides of the command line with the length of rows."""
     from lean_finetune.memory.choice.choose import choose
     from lean_finetune.memory.devices import resolve_gpu
+    from lean_finetune.memory.predict.assumed_pictures import most_pictures
     from lean_finetune.model.model_config import max_positions, read_config
 
     p, flags = asked.params, list(asked.flags)
     device, _ = resolve_gpu(p.hardware.gpu)
-    config = read_config(find_model(p.model.name, p.model.revision), scores=p.train.scores)
-    index = None if rows is None else rows.index
+    directory, index = find_model(p.model.name, p.model.revision), None if rows is None else rows.index
+    shown = None if index is None else index.pictures
+    config = read_config(directory, scores=p.train.scores, pictures=shown is not None)
+    pictures = None if shown is None else most_pictures(shown, config, directory, p.data)
     if "data.max_length" not in asked.fixed:
         if length is None:
             longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
@@ -220,7 +223,7 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
         raise UsageFault(str(error)) from None
     if index is not None:
         index = index.shortened(p.data.max_length)
-    return choose(p, config, device, asked.methods, asked.fixed, index), flags
+    return choose(p, config, device, asked.methods, asked.fixed, index, pictures=pictures), flags
 
 
 def _nested(flags: Mapping[str, str]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class StoredPicture(NamedTuple):
 class PictureStore:
     """Reads the pictures of rows, and keeps the content of each once."""
 
-    def __init__(self, root: Path, processor: PictureProcessor):
-        """Keep the files below `root`; `processor` must accept each picture."""
+    def __init__(self, root: Path | None, processor: PictureProcessor):
+        """Keep the files below `root`, or none of them; `processor` must accept each picture."""
         self._root, self.processor = root, processor
         self._sizes: dict[bytes, Size] = {}
 
@@ -52,13 +52,15 @@ class PictureStore:
                 self.processor.expansion(size)
             except RowFault as fault:
                 raise RowFault(f"picture {name}: {fault}") from None
-            self._write(digest, data)
+            if self._root is not None:
+                self._write(self._root, digest, data)
             self._sizes[digest] = size
         return StoredPicture(digest, self._sizes[digest], name)
 
-    def _write(self, digest: bytes, data: bytes) -> None:
+    @staticmethod
+    def _write(root: Path, digest: bytes, data: bytes) -> None:
         """Write a picture's file in one step, unless it is there."""
-        path = picture_file(self._root, digest)
+        path = picture_file(root, digest)
         if path.is_file() and path.stat().st_size == len(data):
             return
         path.parent.mkdir(parents=True, exist_ok=True)

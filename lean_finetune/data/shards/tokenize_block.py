@@ -164,7 +164,8 @@ class BlockTokenizer:
     ):
         """Use this engine, or load that of the settings; no thread is started.
 
-        `store` is the directory for pictures, and `directories` has that of each file; None for a file on the hub.
+        `store` is the directory for pictures; None: they are not kept. `directories` has that of each file, None for a
+        file on the hub.
 
         Raises UserError if the tokenizer cannot be used.
         """
@@ -196,7 +197,6 @@ class BlockTokenizer:
     def pictures(self) -> RowPictures:
         """Reads the pictures of rows. Rows of text need no processor, so it is loaded on first use."""
         settings = self._settings
-        assert self._store is not None, "rows with pictures need a directory for them"
         processor = PictureProcessor(
             settings.tokenizer_directory,
             patch=settings.vision_patch,

@@ -68,8 +68,8 @@ def choose(
     """The fastest sets, `most` of them, of the first of `methods` that fits.
 
     Parameters in `fixed` keep their values. Of several methods, one that moves weights or optimizer state to the host
-    is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length, with `pictures`
-    in each.
+    is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length. Those that are
+    predicted have `pictures` in each row.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the only method.

@@ -25,6 +25,7 @@ from lean_finetune.memory.devices import precision_on
 from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
 from lean_finetune.model.model_config import refuse_packed_rows
+from lean_finetune.model.pictures.picture_config import takes_pictures
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 
@@ -119,6 +120,8 @@ def _packing(
         return p.bucket.mode == "packed", "as set"
     if index is None:
         return False, "rows of one length have no padding"
+    if takes_pictures(config):
+        return False, "rows with images are not packed"
     try:
         refuse_packed_rows(config, int(index.lengths.max()))
     except UserError:

@@ -13,7 +13,7 @@ from lean_finetune.data.pictures.families import Size
 from lean_finetune.data.pictures.processor import PictureProcessor
 from lean_finetune.data.pictures.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.memory.trace.known_values import KnownPictures
-from lean_finetune.plan.row_pictures import Sizes
+from lean_finetune.plan.row_pictures import RowPictures, Sizes
 from lean_finetune.step.picture_inputs import PictureInputs
 
 
@@ -45,6 +45,25 @@ class AssumedPictures:
         except RowFault as error:
             raise UserError(f"--image: {error}") from None
         return made
+
+
+def most_pictures(pictures: RowPictures, config: PretrainedConfig, directory: Path, data: Data) -> AssumedPictures:
+    """Pictures of one size that have the patches of the row with most, for every row of a run with full rows.
+
+    Args:
+        pictures: of the rows.
+        config: of a model that takes them.
+        directory: of the model's config.json and its processor.
+        data: has the limits of pixels.
+
+    Raises:
+        UserError: as `AssumedPictures.made`.
+    """
+    sizes = [Size(height=height, width=width) for height, width in pictures.worst]
+    made = AssumedPictures(size=sizes[0], count=1, directory=directory, beside_text=False).made(config, data)
+    largest = max(sizes, key=made.processor.patches)
+    count = -(-int(pictures.patches.max()) // made.processor.patches(largest))
+    return replace(made.assumed, size=largest, count=count)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

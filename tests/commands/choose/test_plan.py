@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
+from data.synth import pictures
 from lean_finetune.cli import main
-from lean_finetune.config.load import load_params
+from lean_finetune.commands.choose.sampled_rows import sampled_rows
+from lean_finetune.commands.row_lengths import row_index
+from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.pictures.families import Size
+from lean_finetune.memory.predict.assumed_pictures import most_pictures
+from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
+from tests.small_vision import vision_model
 
 SAMPLE = ROOT / "data/raw/sample.jsonl"
 
@@ -88,3 +97,50 @@ def test_errors_are_one_line_and_write_nothing(project: Path, words: list[str], 
     result = plan(*words)
     assert (result.exit_code, result.output.startswith(expected)) == (code, True), result.output
     assert result.output.count("\n") == 1 and (project / "params.yaml").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drawn pictures, of which one is larger and one row is of text, and a small Qwen2.5-VL."""
+    root = tmp_path_factory.mktemp("drawn")
+    vision_model(root / "model", "qwen2_5_vl")
+    pictures.write(root, train=4, heldout=1, seed=0)
+    shown = sorted((root / "images").glob("*.png"))[0]
+    Image.new("RGB", (112, 84)).save(root / "images/large.png")
+    answered = {"role": "assistant", "content": "Grey."}
+    asked = [{"role": "user", "content": f"{places}What?"} for places in ("<image><image>", "")]
+    rows = [
+        {"messages": [asked[0], answered], "images": ["images/large.png", f"images/{shown.name}"]},
+        {"messages": [asked[1], answered]},
+    ]
+    with (root / "train.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return root
+
+
+def test_pictures_of_the_rows_are_those_of_the_set(drawn: Path):
+    """A traceback; or a set that is predicted for text of the same length."""
+    p = with_flags(load_params(COMMON_PARAMS), [f"model.name={drawn / 'model'}", f"data.source={drawn}/train.jsonl"])
+    index = sampled_rows("--data", p).index
+    assert index.pictures is not None and len(index.pictures.patches) == len(index.lengths) == 14
+    assert index.pictures.patches[-1] == 0 and index.pictures.worst[0] == (84, 112)
+    config = read_config(drawn / "model", pictures=True)
+    assumed = most_pictures(index.pictures, config, drawn / "model", p.data)
+    assert (assumed.size, assumed.count) == (Size(height=84, width=112), 2)
+    assert assumed.made(config, p.data).row_patches >= index.pictures.patches.max()
+    with pytest.raises(UserError, match="--lengths: .* has rows with images.* run `lean-finetune plan --data "):
+        row_index(str(drawn / "train.jsonl"), p, truncates=True)
+
+
+@pytest.mark.slow
+def test_a_set_for_rows_with_images_trains_them(drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Packed rows, which stage bucket refuses; a tower that nobody counted."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    result = plan("--data", f"{drawn}/train.jsonl", "--model", str(drawn / "model"), "--gpu", "RTX-4090", "--json")
+    assert result.exit_code == 0, result.output
+    p = load_params(tmp_path / "params.yaml")
+    assert (p.bucket.mode, p.train.attention) == ("bucketed", "auto")
+    text = plan("--length", "64", "--dry-run", "--json")
+    with_tower, without = (json.loads(one.output)["sets"][0]["peak_bytes"] for one in (result, text))
+    assert with_tower > without
