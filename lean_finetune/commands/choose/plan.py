@@ -20,6 +20,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.data.pictures.families import MODELS
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -107,6 +108,8 @@ def plan(
     elif length is None and "data.max_length" not in asked.fixed:
         raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
     chosen, flags = _chosen(asked, rows, length)
+    if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
+        click.echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
     target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if not chosen.choices:
         if as_json:

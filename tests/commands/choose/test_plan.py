@@ -142,5 +142,6 @@ def test_a_set_for_rows_with_images_trains_them(drawn: Path, tmp_path: Path, mon
     p = load_params(tmp_path / "params.yaml")
     assert (p.bucket.mode, p.train.attention) == ("bucketed", "auto")
     text = plan("--length", "64", "--dry-run", "--json")
-    with_tower, without = (json.loads(one.output)["sets"][0]["peak_bytes"] for one in (result, text))
+    assert text.stderr == "note: rows of text are assumed; --data names rows, whose images are counted\n"
+    with_tower, without = (json.loads(one.stdout)["sets"][0]["peak_bytes"] for one in (result, text))
     assert with_tower > without
