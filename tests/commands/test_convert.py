@@ -8,8 +8,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.commands.fit import fit
-from lean_finetune.commands.preset import import_config
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.config.other_tools import shared, tables
 from lean_finetune.core.errors import UserError
@@ -24,7 +22,6 @@ from tests.commands.tool_configs import (
     UNSLOTH,
 )
 from tests.conftest import ROOT
-from tests.workspace import error, invoke
 
 LITGPT = """\
 checkpoint_dir: org/model
@@ -411,68 +408,6 @@ def test_another_kind_of_run_is_refused_in_one_line(text: str, expected: str, tm
     assert message.startswith(f"{tmp_path}/run.yaml:") and expected in message and "\n" not in message
 
 
-def test_fit_answers_for_a_configuration_and_names_its_keys_last(small_llama: Path, tmp_path: Path):
-    """A verdict below a page of keys, or options that a configuration overrides."""
-    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
-    options = [
-        "--from",
-        str(tmp_path / "run.yaml"),
-        "--model",
-        str(small_llama),
-        "--gpu",
-        "RTX-4090",
-        "--length",
-        "128",
-    ]
-    lines = invoke(fit, *options).stdout.replace(str(small_llama), "DIR").replace(str(tmp_path), "DIR").splitlines()
-    assert lines[0].startswith("verdict here         fits: ")
-    assert max(len(line) for line in lines) <= 100
-    assert lines[1].startswith("as that tool runs it fits in LLaMA-Factory: tensor peak ")
-    assert any(
-        line.startswith("as it would run here ") and line.endswith(" less than in LLaMA-Factory") for line in lines
-    )
-    start = lines.index("from a configuration of LLaMA-Factory")
-    assert any(line.startswith("  used               quantization_bit → train.method") for line in lines[start:])
-    content = json.loads(invoke(fit, *options, "--json").stdout)
-    assert content["params"]["data"]["max_length"] == 128 and content["params"]["train"]["method"] == "qlora"
-    assert content["from"]["unknown"] == ["some_new_key"]
-
-
-def test_a_micro_batch_larger_than_any_gpu_is_a_wrong_command_line(small_llama: Path, tmp_path: Path):
-    """A machine whose memory fills with the list of its rows."""
-    text = TRL.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 1000000000")
-    (tmp_path / "run.yaml").write_text(text)
-    options = ["--from", str(tmp_path / "run.yaml"), "--model", str(small_llama), "--gpu", "T4"]
-    assert "bucket.max_tokens: must be at most 67108864 for a prediction" in error(invoke(fit, *options), 2)
-
-
-@pytest.mark.parametrize("option", [("--gpu", "NOPE"), ("--set", "train.lora.rank=many"), ("--set", "hardware.gpu=X")])
-def test_a_wrong_option_beside_a_configuration_is_a_wrong_command_line(tmp_path: Path, option: tuple[str, str]):
-    """Exit code 1, as if the configuration were wrong."""
-    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
-    assert option[1].split("=")[-1] in error(invoke(fit, "--from", str(tmp_path / "run.yaml"), *option), 2)
-
-
-def test_import_writes_a_params_yaml_and_keeps_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Toy values left in the run, comments lost, or a file that `dvc exp run -S` cannot rewrite."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(LLAMA_FACTORY)
-    result = invoke(import_config, "run.yaml", "--out", "new.yaml")
-    assert result.exit_code == 0 and load_params(tmp_path / "new.yaml").train.lr == 1e-4
-    assert "`lean-finetune fit --params new.yaml` predicts its memory" in result.stdout  # No dvc.yaml here.
-    shipped = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    (tmp_path / "params.yaml").write_text(shipped)
-    invoke(import_config, "run.yaml")
-    written = (tmp_path / "params.yaml").read_text(encoding="utf-8")
-    params = load_params(tmp_path / "params.yaml")
-    assert (params.model.name, params.train.lr, params.train.precision) == ("org/model", 1e-4, "bf16")
-    assert params.run == load_params(ROOT / "params.yaml").run
-    comments = [line for line in shipped.splitlines() if line.strip().startswith("#")]
-    assert [line for line in comments if line not in written.splitlines()] == []
-    assert error(invoke(import_config, "absent.yaml")).startswith("absent.yaml: file does not exist")
-    assert (tmp_path / "params.yaml").read_text(encoding="utf-8") == written
-
-
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
@@ -511,13 +446,3 @@ def test_the_tables_name_parameters_that_exist():
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]
-
-
-def test_a_missing_model_or_file_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`there is no params.yaml here` for a configuration that names no model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(TORCHTUNE.replace("checkpoint_dir: /models/llama/", "output_dir: out"))
-    result = invoke(fit, "--from", "run.yaml")
-    assert "name a hub id, a directory or a config.json; run.yaml names no model" in result.stderr
-    assert "there is no params.yaml here" in invoke(fit).stderr
-    assert "absent.yaml: file does not exist; name another" in invoke(fit, "--params", "absent.yaml").stderr
