@@ -143,13 +143,7 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
     allowed = next((most for most in VLLM_RANKS if most >= rank), None)
     whole = adapter.get("modules_to_save") or adapter.get("trainable_token_indices")
     if adapter.get("use_dora") or whole or allowed is None:
-        reason = (
-            "layers that are trained in full"
-            if whole
-            else "DoRA"
-            if adapter.get("use_dora")
-            else f"ranks above {VLLM_RANKS[-1]}"
-        )
+        reason = "whole layers" if whole else "DoRA" if adapter.get("use_dora") else f"ranks above {VLLM_RANKS[-1]}"
         return f"does not load {reason} as an adapter: use --what merged"
     revision = ["--revision", tuned.base_revision] if tuned.base_revision else []
     options = ["--tokenizer", where, "--enable-lora", "--max-lora-rank", str(allowed), "--lora-modules"]

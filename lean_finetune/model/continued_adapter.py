@@ -17,11 +17,10 @@ from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, m
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.pictures.picture_config import are_of_pictures, part_of_pictures
 from lean_finetune.model.trained_rows import saved_token_ids
-from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors, fault, read_adapter
+from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, LORA, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
 T = TypeVar("T")
-LORA = ".lora_"
 MERGE_FIRST = "merge it into its base with peft, and name the result in model.name"
 CHANGED_BASES = ("corda", "loftq", "olora", "pissa")
 """Starts of peft that change the frozen weights, which the base's files then do not have."""

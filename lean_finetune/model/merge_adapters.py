@@ -37,6 +37,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.pictures.picture_config import are_of_pictures
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
+from lean_finetune.pinning.adapter_files import LORA
 from lean_finetune.pinning.config_file import CONFIG_FILE
 from lean_finetune.pinning.model_source import INDEX
 
@@ -182,8 +183,6 @@ class MergedExperts:
 # Shape legend: a weight is N × K; adapters of rank R are A (R × K) and B (N × R).
 
 SUFFIX = ".safetensors"
-LORA = ".lora_"
-"""In the name of an adapter's tensor, after that of its layer."""
 HEAD_OF_SCORES = f"{SCORE}.weight"
 """The head of a reward model in its file."""
 MERGED = "merged"

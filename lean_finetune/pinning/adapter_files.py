@@ -13,6 +13,8 @@ from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_
 from lean_finetune.pinning.hub import HUB_ID
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+LORA = ".lora_"
+"""In the name of an adapter's tensor, after that of its layer; a trained copy of a layer has the layer's own names."""
 AGAIN = "download or save it again"
 BASE_ID = re.compile(rf"(?:{HUB_ID.pattern}|\w[\w.-]*)")
 """A hub id; old ones have no organisation."""

@@ -11,11 +11,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.pictures.picture_config import part_of_pictures
+from lean_finetune.pinning.adapter_files import LORA
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
-LORA = ".lora_"
-"""In the name of an adapter's tensor; a trained copy of a layer has the layer's own names."""
 PicturePart = Literal["vision", "projector", "unread"]
 """The tower, the projector, and layers of the tower that the projector does not read."""
 
@@ -95,9 +94,8 @@ def copied_modules(model: PreTrainedModel, train: Train) -> list[str]:
     if not train.adapted or train.projector != "full":
         return []
     parts = picture_parts(model)
-    modules = [
-        name for name, one in model.named_modules() if not isinstance(one, nn.ModuleList)
-    ]  # peft copies no list.
+    # peft copies no list of modules.
+    modules = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
     inside = {name for name in modules if parts.get(name) == "projector"}
     return [name for name in modules if name in inside and not _parents(name) & inside]
 
