@@ -1,4 +1,4 @@
-"""The description of the package: the README without links and pictures that only a checkout has."""
+"""The description of the package: the README without links and images that only a checkout has."""
 
 import re
 from pathlib import Path

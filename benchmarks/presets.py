@@ -1,6 +1,6 @@
 """Write lean_finetune/presets/ by `lean-finetune plan`: `python -m benchmarks.presets [NAME …]`.
 
-Each preset is a model on a card, with full rows of one length, and one of them with a picture in each row. `tiny` is
+Each preset is a model on a card, with full rows of one length, and one of them with an image in each row. `tiny` is
 written by hand: it is params.yaml as it comes.
 """
 
@@ -21,12 +21,12 @@ from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.read_yaml import parse_yaml
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.images.families import Size
 from lean_finetune.memory.choice.choose import Chosen, choose
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
+from lean_finetune.memory.predict.assumed_images import AssumedImages
+from lean_finetune.model.images.image_config import with_images
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.pictures.picture_config import with_pictures
 from lean_finetune.pinning.locate import EXAMPLE_CONFIGS
 
 DIRECTORY = Path(__file__).parents[1] / "lean_finetune/presets"
@@ -67,7 +67,7 @@ class Preset:
     others: tuple[str, ...] = ()
     """Other GPUs that it fits."""
     image: Size | None = None
-    """Pixels of a picture in every row."""
+    """Pixels of an image in every row."""
     sets: tuple[str, ...] = ()
     """More parameters that it fixes."""
 
@@ -77,17 +77,17 @@ class Preset:
         gpus = f" ({', '.join((self.gpu, *self.others))})" if self.others else ""
         return f"# {self.title}{gpus}."
 
-    def pictures(self) -> AssumedPictures | None:
-        """The picture of every row, as `fit --image` assumes it."""
+    def images(self) -> AssumedImages | None:
+        """The image of every row, as `fit --image` assumes it."""
         if self.image is None:
             return None
         directory = EXAMPLE_CONFIGS / CONFIGS[self.model]
-        return AssumedPictures(size=self.image, count=1, directory=directory, beside_text=False)
+        return AssumedImages(size=self.image, count=1, directory=directory, beside_text=False)
 
     def config(self) -> PretrainedConfig:
-        """The config of its model, with the parts for pictures if rows have any."""
+        """The config of its model, with the parts for images if rows have any."""
         config = read_config(EXAMPLE_CONFIGS / CONFIGS[self.model])
-        return config if self.image is None else with_pictures(config)
+        return config if self.image is None else with_images(config)
 
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -232,7 +232,7 @@ def plan_preset(name: str) -> Chosen:
     p = with_flags(load_params(COMMON_PARAMS), flags, check=False)
     fixed = {text.partition("=")[0] for text in one.sets}
     device, _ = resolve_gpu(one.gpu)
-    chosen = choose(p, one.config(), device, (one.method,), fixed, None, most=1, pictures=one.pictures())
+    chosen = choose(p, one.config(), device, (one.method,), fixed, None, most=1, images=one.images())
     if not chosen.choices:
         raise DoesNotFit(f"{name}: nothing fits {one.gpu}")
     return chosen

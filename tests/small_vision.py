@@ -50,9 +50,9 @@ class SmallFamily:
     images: Any
     """The image processor."""
     place: str
-    """What the chat template writes for a picture."""
+    """What the chat template writes for an image."""
     marks: tuple[str, ...]
-    """Special tokens for pictures."""
+    """Special tokens for images."""
     named: dict[str, str] = field(default_factory=dict)
     """Those that the tokenizer has as attributes."""
     processor: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class SmallFamily:
 
 
 def tokenizer(family: str = "qwen2_5_vl") -> Any:
-    """The shipped tokenizer with a family's tokens for pictures."""
+    """The shipped tokenizer with a family's tokens for images."""
     known = FAMILIES[family]
     made: Any = AutoTokenizer.from_pretrained(TINY, extra_special_tokens=known.named)
     made.add_special_tokens({"additional_special_tokens": list(known.marks)})
@@ -75,7 +75,7 @@ def vision_model(directory: Path, family: str = "qwen2_5_vl", *, seed: int = 0, 
     torch.manual_seed(seed)
     kind: Any = AutoModelForMultimodalLM._model_mapping[type(config)]
     model = kind._from_config(config, dtype=torch.float32)
-    if family == "gemma3":  # Zeros in a new model: its pictures would all look the same.
+    if family == "gemma3":  # Zeros in a new model: its images would all look the same.
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
     model.save_pretrained(directory)
@@ -104,7 +104,7 @@ def _qwen(name: str, text_type: str, vision: dict[str, Any]) -> Callable[[Any, d
 def _two_parts(
     name: str, text_type: str, vision: dict[str, Any], mark: str, **more: Any
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """The config of a model whose only token for pictures is `mark`."""
+    """The config of a model whose only token for images is `mark`."""
 
     def config(words: Any, text: dict[str, Any]) -> Any:
         text = {"model_type": text_type, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **text}

@@ -67,7 +67,7 @@ def test_the_wheel_has_the_files_of_both_packages_and_no_others(wheel: Path):
 
 
 def test_the_description_is_the_readme_without_links_that_a_package_index_cannot_follow(wheel: Path):
-    """Dead links and a broken picture on the first page that a reader sees."""
+    """Dead links and a broken image on the first page that a reader sees."""
     found = metadata(wheel)
     description = bytes(found.get_payload(decode=True)).decode()
     assert found["Description-Content-Type"] == "text/markdown"

@@ -13,13 +13,13 @@ from benchmarks.harness import RESULTS, Measured, Row, report
 from benchmarks.models.depth import compared, depth_cases
 from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import write_page
-from benchmarks.models.published import picture_models, predicted, predicted_with_picture, published_models
+from benchmarks.models.published import image_models, predicted, predicted_with_image, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
 
 TABLES: Mapping[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Row]]] = {
     "families": ("family", family_names, outcome),
     "published_models": ("model", published_models, predicted),
-    "published_pictures": ("model", picture_models, predicted_with_picture),
+    "published_images": ("model", image_models, predicted_with_image),
     "depth": ("case", depth_cases, compared),
 }
 """Results file → the column that names its rows, their names, and what makes one."""

@@ -53,10 +53,10 @@ def _published() -> Iterator[Line]:
         yield name, f"`{row['family']}`", size, _peak(row["qlora"]), _peak(row["lora"])
 
 
-def _pictures() -> Iterator[Line]:
-    """Peaks and smallest GPUs with a picture in every row."""
+def _images() -> Iterator[Line]:
+    """Peaks and smallest GPUs with an image in every row."""
     yield "model", "family", "parameters", "tokens of the image", "QLoRA", "LoRA"
-    for row in _rows("published_pictures"):
+    for row in _rows("published_images"):
         size, tokens = f"{row['parameters'] / 1e9:.2f} B", f"{row['image_tokens']:,}"
         cut = row["row_tokens"] < TEXT_TOKENS + row["image_tokens"]
         yield (
@@ -117,7 +117,7 @@ def _depth() -> Iterator[Line]:
 
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
     "published": _published,
-    "pictures": _pictures,
+    "images": _images,
     "families": _families,
     "refused": _refused,
     "depth": _depth,

@@ -1,6 +1,6 @@
 """Predicted peaks of published models, whose sizes are in published.json: micro-batches of 4096 tokens.
 
-Those of published_pictures.json have a picture beside the text of every row.
+Those of published_images.json have an image beside the text of every row.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from benchmarks.harness import Row
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.images.families import Size
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import smallest_gpu
@@ -23,7 +23,7 @@ from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
 
 MODELS = Path(__file__).with_name("published.json")
-PICTURE_MODELS = Path(__file__).with_name("published_pictures.json")
+IMAGE_MODELS = Path(__file__).with_name("published_images.json")
 IMAGE = Size(height=960, width=1280)
 ADAPTERS = ("qlora", "lora")
 GPU, NEWER_GPU = "A100-80GB", "H100"
@@ -34,9 +34,9 @@ def published_models() -> dict[str, Mapping[str, Any]]:
     return {model["model"]: model["config"] for model in read_json(MODELS)}
 
 
-def picture_models() -> dict[str, Mapping[str, Any]]:
-    """As `published_models`, of models that are trained on rows with pictures."""
-    return {model["model"]: model["config"] for model in read_json(PICTURE_MODELS)}
+def image_models() -> dict[str, Mapping[str, Any]]:
+    """As `published_models`, of models that are trained on rows with images."""
+    return {model["model"]: model["config"] for model in read_json(IMAGE_MODELS)}
 
 
 def has_default_sizes(config: Mapping[str, Any]) -> bool:
@@ -56,9 +56,9 @@ def predicted(name: str) -> Row:
     return row | _by_method(config, None)
 
 
-def predicted_with_picture(name: str) -> Row:
-    """As `predicted`, with one picture in every row: `lean-finetune fit --image 1280x960`."""
-    config = picture_models()[name]
+def predicted_with_image(name: str) -> Row:
+    """As `predicted`, with one image in every row: `lean-finetune fit --image 1280x960`."""
+    config = image_models()[name]
     return {"model": name, "family": config["model_type"]} | _by_method(config, (IMAGE, 1))
 
 

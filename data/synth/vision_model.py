@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL with random weights, for runs with pictures that need no download.
+"""A small Qwen2.5-VL with random weights, for runs with images that need no download.
 
 `python -m data.synth.vision_model OUT` writes config, weights, tokenizer, chat template and image processor to OUT.
 """

@@ -16,7 +16,7 @@ from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
-    from lean_finetune.commands.tuned.prompt_pictures import ShownPictures
+    from lean_finetune.commands.tuned.prompt_images import ShownImages
     from lean_finetune.commands.tuned.tuned_model import TunedModel
 
 MODEL = click.option(
@@ -37,7 +37,7 @@ IMAGES = click.option(
     "images",
     multiple=True,
     metavar="FILE",
-    help="A picture in front of the first question; may be repeated.",
+    help="An image in front of the first question; may be repeated.",
 )
 LENGTH = 4096
 """Tokens of a conversation where the model can read more."""
@@ -69,7 +69,7 @@ def chat(
     Lines are read from standard input, so a file of questions works too.
     """
     from lean_finetune.commands.tuned.conversation import Prompter
-    from lean_finetune.commands.tuned.prompt_pictures import shown_pictures
+    from lean_finetune.commands.tuned.prompt_images import shown_images
     from lean_finetune.commands.tuned.tuned_model import find_tuned
     from lean_finetune.evaluate.generate import answers_of_batch, set_decoding, stop_ids
     from lean_finetune.train.process.training_device import training_device
@@ -78,7 +78,7 @@ def chat(
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     prompter.refuse_without_template()
     ends = prompter.stops()
-    with shown_pictures(tuned, prompter, images) as shown:
+    with shown_images(tuned, prompter, images) as shown:
         tuned = tuned if shown is None else shown.tuned
         limit = conversation_limit(tuned, length, max_new_tokens, shown)
         lm = tuned.load(device)
@@ -104,7 +104,7 @@ def note(text: str) -> None:
 
 
 def conversation_limit(
-    tuned: "TunedModel", length: int | None, new_tokens: int, shown: "ShownPictures | None" = None
+    tuned: "TunedModel", length: int | None, new_tokens: int, shown: "ShownImages | None" = None
 ) -> int:
     """Tokens of a conversation with its answer that the model can read and the free memory has room for.
 
@@ -117,10 +117,10 @@ def conversation_limit(
     wanted = length or min(LENGTH, positions or LENGTH)
     least = 0 if shown is None else shown.tokens
     if new_tokens + least >= wanted:
-        of_pictures = f" beside {least} of the pictures" if least else ""
+        of_images = f" beside {least} of the images" if least else ""
         raise UsageFault(
             f"--max-new-tokens: must leave room for a question in the {wanted} tokens of the conversation; got "
-            f"{new_tokens}{of_pictures}; lower it, or raise --length"
+            f"{new_tokens}{of_images}; lower it, or raise --length"
         )
     known = None if shown is None else shown.known
     fits = tuned.longest_that_fits(wanted, new_tokens, least=least, shown=known)

@@ -66,7 +66,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         UserError: the disk refused, or the model cannot be merged.
     """
     from lean_finetune.commands.tuned.conversation import Prompter, modelfile
-    from lean_finetune.commands.tuned.prompt_pictures import projector_is_converted
+    from lean_finetune.commands.tuned.prompt_images import projector_is_converted
     from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.merge_adapters import refuse_merge, write_merged
@@ -104,7 +104,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
 def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str]]:
     """Lines that load an export, by program."""
     from lean_finetune.commands.tuned.conversation import GGUF, MMPROJ, OLLAMA_ARCHITECTURES
-    from lean_finetune.commands.tuned.prompt_pictures import projector_is_converted, takes_pictures
+    from lean_finetune.commands.tuned.prompt_images import projector_is_converted, takes_images
     from lean_finetune.model.empty_model import is_multimodal
 
     multimodal = is_multimodal(tuned.config)
@@ -120,7 +120,7 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
         projector = f"{where}/{MMPROJ}"
         convert.append(["python", "convert_hf_to_gguf.py", where, "--mmproj", "--outfile", projector])
         run = ["llama-mtmd-cli", "-m", gguf, "--mmproj", projector]
-    elif takes_pictures(tuned):
+    elif takes_images(tuned):
         alone = "  # text alone: the converter does not know this vision tower"
     make = [["ollama", "create", name, "-f", f"{where}/Modelfile"], ["ollama", "run", name]]
     return [
@@ -152,7 +152,7 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:
     """The model card: metadata that hubs read, the pinned base, and how to load the model."""
-    from lean_finetune.commands.tuned.prompt_pictures import takes_pictures
+    from lean_finetune.commands.tuned.prompt_images import takes_images
     from lean_finetune.pinning.hub import HUB_ID
 
     base, commit = tuned.base_name, tuned.base_revision
@@ -167,7 +167,7 @@ def card(tuned: "TunedModel", name: str, what: str) -> str:
                 else []
             ),
             f"library_name: {'peft' if what == 'adapter' else 'transformers'}",
-            f"pipeline_tag: {'image-text-to-text' if takes_pictures(tuned) else 'text-generation'}",
+            f"pipeline_tag: {'image-text-to-text' if takes_images(tuned) else 'text-generation'}",
             "tags:",
             "- lean-finetune",
             "---",

@@ -61,8 +61,8 @@ MOST_TOKENS = 2**26
     type=PATH,
     help="A configuration of LLaMA-Factory, Axolotl, TRL, torchtune, LitGPT, ms-swift or Unsloth.",
 )
-@click.option("--image", metavar="WxH", help="Every row has pictures of this size: 1280x960.")
-@click.option("--images-per-row", type=click.IntRange(min=1), help="Pictures of a row. Default: 1.")
+@click.option("--image", metavar="WxH", help="Every row has images of this size: 1280x960.")
+@click.option("--images-per-row", type=click.IntRange(min=1), help="Images of a row. Default: 1.")
 @click.option("--lengths", help="The rows: a file of rows or of lengths, or p50=400,p99=3000,max=4096.")
 @click.option("--verdict", "verdict_alone", is_flag=True, help="Print the verdict alone: for scripts.")
 @click.option(

@@ -1,4 +1,4 @@
-"""Pictures in the rows of `lean-finetune fit`: the options that name them, and what the answer says about them."""
+"""Images in the rows of `lean-finetune fit`: the options that name them, and what the answer says about them."""
 
 import re
 from collections.abc import Iterator
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 from cuda_memory.units import counted, labelled
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UsageFault
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.images.families import Size
 
 if TYPE_CHECKING:
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.advice.what_fits import LargestImage
 
 Images = tuple[Size, int]
-"""The size of pictures, and how many a row has."""
+"""The size of images, and how many a row has."""
 SIZE = re.compile(r"([0-9]{1,9})[xX×]([0-9]{1,9})")
 
 
 def asked_images(image: str | None, per_row: int | None, lengths: str | None, assumed: Size | None) -> Images | None:
-    """The pictures of --image and --images-per-row; None without any.
+    """The images of --image and --images-per-row; None without any.
 
-    `assumed`: the size if rows have pictures and --image is not given.
+    `assumed`: the size if rows have images and --image is not given.
 
     Raises:
         UsageFault: an option has another form, or excludes another one.
@@ -29,7 +29,7 @@ def asked_images(image: str | None, per_row: int | None, lengths: str | None, as
     size = assumed if image is None else _size(image)
     if size is None:
         if per_row is not None:
-            raise UsageFault("--images-per-row: needs --image, the size of the pictures")
+            raise UsageFault("--images-per-row: needs --image, the size of the images")
         return None
     if lengths is not None:
         raise UsageFault("--lengths: is of rows of text; leave it out for rows with images")
@@ -53,7 +53,7 @@ def shown(size: Size) -> str:
 
 
 def image_lines(run: "Run") -> Iterator[str]:
-    """Tokens and patches of each picture, and whose limits its size has."""
+    """Tokens and patches of each image, and whose limits its size has."""
     if (row := run.full_row) is None:
         return
     assumed = row.assumed
@@ -69,14 +69,14 @@ def image_lines(run: "Run") -> Iterator[str]:
 
 
 def largest_line(largest: "LargestImage") -> str:
-    """The largest picture of the same shape."""
+    """The largest image of the same shape."""
     if largest.size is None:
         return labelled("largest image", "not even the smallest fits")
     return labelled("largest image", f"{shown(largest.size)}, limited by {largest.limit or 'memory'}")
 
 
 def images_json(run: "Run") -> dict[str, Any] | None:
-    """The pictures of each row; None without any."""
+    """The images of each row; None without any."""
     if (row := run.full_row) is None:
         return None
     return {

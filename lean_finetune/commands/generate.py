@@ -14,7 +14,7 @@ from lean_finetune.core.stage_command import StageCommand
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
-    from lean_finetune.memory.trace.known_values import KnownPictures
+    from lean_finetune.memory.trace.known_values import KnownImages
 
 PATH = click.Path(path_type=Path)
 
@@ -44,14 +44,14 @@ def generate(
     (a conversation, answered by its chat template) or `prompt` (plain text). It is written back with the key
     `answer`. Prompts decoded together are as many as the predicted memory has room for.
 
-    Conversations name pictures as rows of training do, by paths relative to PROMPTS. --image shows the same
-    pictures in all of them.
+    Conversations name images as rows of training do, by paths relative to PROMPTS. --image shows the same
+    images in all of them.
 
     For example: lean-finetune generate prompts.jsonl answers.jsonl
     """
     from lean_finetune.commands.tuned.conversation import Prompter
+    from lean_finetune.commands.tuned.prompt_images import given_files, image_reader
     from lean_finetune.commands.tuned.prompt_lines import PromptReader, read_prompts
-    from lean_finetune.commands.tuned.prompt_pictures import given_files, picture_reader
     from lean_finetune.commands.tuned.tuned_model import find_tuned
     from lean_finetune.core.atomic_files import write_text
     from lean_finetune.evaluate.generate import greedy_answers, stop_ids
@@ -61,11 +61,11 @@ def generate(
     tuned, device = find_tuned(model, bits), training_device()
     prompter = Prompter(tuned.directory, tuned.vocabulary)
     ends = prompter.stops()
-    with picture_reader(tuned, prompter) as pictures:
-        lines = read_prompts(prompts, PromptReader(prompter, pictures, given_files(images), tuned, max_new_tokens))
-        shown = [line.pictures for line in lines if line.pictures]
-        tuned = tuned.with_pictures() if shown else tuned
-        known = pictures.known(shown) if pictures is not None and shown else None
+    with image_reader(tuned, prompter) as reader:
+        lines = read_prompts(prompts, PromptReader(prompter, reader, given_files(images), tuned, max_new_tokens))
+        shown = [line.images for line in lines if line.images]
+        tuned = tuned.with_images() if shown else tuned
+        known = reader.known(shown) if reader is not None and shown else None
         longest = max(len(line.ids) for line in lines) + max_new_tokens
         at_once = rows_at_once(tuned, min(rows, len(lines)), longest, max_new_tokens, known)
         limits = EvaluationLimits(
@@ -84,7 +84,7 @@ def generate(
             pad_id=prompter.pad_id,
             device=device,
             progress="answers" if sys.stderr.isatty() else None,
-            show=None if pictures is None else pictures.show,
+            show=None if reader is None else reader.show,
         )
     rows_out = ({**line.row, "answer": prompter.text(ids)} for line, ids in zip(lines, found, strict=True))
     write_text(answers, "".join(map(json_line, rows_out)))
@@ -102,7 +102,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def rows_at_once(
-    tuned: "TunedModel", rows: int, tokens: int, new_tokens: int, shown: "KnownPictures | None" = None
+    tuned: "TunedModel", rows: int, tokens: int, new_tokens: int, shown: "KnownImages | None" = None
 ) -> int:
     """How many prompts of this length, halved as often as needed, fit the free memory by prediction.
 

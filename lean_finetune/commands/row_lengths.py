@@ -17,7 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import json_object, vision_patch
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
-from lean_finetune.plan.row_pictures import RowPictures
+from lean_finetune.plan.row_images import RowImages
 
 if TYPE_CHECKING:
     from lean_finetune.data.read.row_block import RowBlock
@@ -156,12 +156,12 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = unwatched_lock(OPTION, data)
     found = lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
-    if found.pictures is not None and found.pictures.patches.any():
+    if found.images is not None and found.images.patches.any():
         raise UserError(
             f"{OPTION}: {path} has rows with images, whose sizes count too; name the size by `fit --image`, or run "
             f"`lean-finetune plan --data {path}`"
         )
-    return replace(found, pictures=None)
+    return replace(found, images=None)
 
 
 def lengths_of(
@@ -199,21 +199,21 @@ def lengths_of(
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
         sources.append(np.full(len(lengths[-1]), block.source, np.uint16))
-        if tokens.train.picture_columns:
-            sizes_of_rows, patches_of_rows, _ = tokens.train.picture_columns
+        if tokens.train.image_columns:
+            sizes_of_rows, patches_of_rows, _ = tokens.train.image_columns
             sizes += sizes_of_rows.to_pylist()
             patches += patches_of_rows.to_pylist()
     found = index_of(np.concatenate(lengths), np.concatenate(supervised))
-    pictures = None
-    if job.settings.pictures:
-        pictures = RowPictures(
+    images = None
+    if job.settings.images:
+        images = RowImages(
             sizes=np.array([edge for row in sizes for edge in row], np.int32).reshape(-1, 2),
             bounds=np.append(0, np.cumsum([len(row) // 2 for row in sizes], dtype=np.int64)),
             patches=np.array(patches, np.int32),
             max_pixels=data.image_max_pixels,
             min_pixels=data.image_min_pixels,
         )
-    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), pictures=pictures)
+    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), images=images)
 
 
 def own_data(data: Data, path: Path, max_length: int) -> Data:

@@ -102,9 +102,9 @@ class Data(Section):
     over_length: Literal["truncate", "drop", "split"]
     """What to do with a longer row."""
     image_max_pixels: Pixels | None
-    """Most pixels of a picture: a larger one is made smaller. None means the limit of the model's processor."""
+    """Most pixels of an image: a larger one is made smaller. None means the limit of the model's processor."""
     image_min_pixels: Pixels | None
-    """Fewest pixels of a picture: a smaller one is made larger. None means the limit of the model's processor."""
+    """Fewest pixels of an image: a smaller one is made larger. None means the limit of the model's processor."""
     drop_duplicates: bool
     """Drop training and held-out rows whose tokens equal those of an earlier row."""
     heldout_fraction: Annotated[float, Field(ge=0.0, lt=1.0)]

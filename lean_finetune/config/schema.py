@@ -259,7 +259,7 @@ class Train(BaseWeights):
 
     @property
     def runs_towers_together(self) -> bool:
-        """Whether processes must run a model's parts for pictures together: they share its weights or gradients."""
+        """Whether processes must run a model's parts for images together: they share its weights or gradients."""
         return self.sharding in SPLIT_WEIGHTS or (self.vision, self.projector) != ("frozen", "frozen")
 
     def sharding_on(self, gpus: int) -> Sharding:

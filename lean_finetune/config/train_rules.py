@@ -42,7 +42,7 @@ def _rows_exclude(key: str) -> Rule:
 
 
 def _part_rule(part: str) -> Rule:
-    """The rule that a part for pictures has adapters only where the other layers have them."""
+    """The rule that a part for images has adapters only where the other layers have them."""
     key = f"train.{part}"
     mode = attrgetter(key)
     return Rule(

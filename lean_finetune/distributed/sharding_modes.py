@@ -57,13 +57,13 @@ def load_parallel(
     device: torch.device,
     *,
     adapter: Path | None = None,
-    pictures: bool = False,
+    images: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     timeout: timedelta | None = None,
 ) -> ParallelModel:
     """Load a model from its files and share it among the processes; arguments and errors as of `make_parallel`.
 
-    `adapter` is the directory of one that goes on. With `pictures` the model has its parts for pictures.
+    `adapter` is the directory of one that goes on. With `images` the model has its parts for images.
 
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
     may hold all of them.
@@ -72,9 +72,9 @@ def load_parallel(
     divided = train.sharding_on(world.size) in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
     loaded_on = torch.device("cpu") if divided else device
     if world.is_first or train.method in READ_BY_EVERY_PROCESS:
-        model = load_model(directory, train, loaded_on, seed, adapter, pictures=pictures)
+        model = load_model(directory, train, loaded_on, seed, adapter, images=images)
     else:
-        config = read_config(directory, scores=train.scores, pictures=pictures)
+        config = read_config(directory, scores=train.scores, images=images)
         model = uninitialized_model(config, train, loaded_on)
     return make_parallel(model, train, world, device, stage_layers=stage_layers, timeout=timeout)
 

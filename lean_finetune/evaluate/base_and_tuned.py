@@ -23,15 +23,15 @@ from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
+from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.pictures.picture_config import are_of_pictures
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors
-from lean_finetune.step.batches import Batch, with_pictures
+from lean_finetune.step.batches import Batch, with_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import negative_scores, token_losses
-from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 
@@ -65,19 +65,19 @@ class EvaluationRows:
         return [] if self.labels is None else self.labels.others
 
     @property
-    def pictures(self) -> bool:
-        """Whether rows have pictures."""
-        return self.rows.picture_inputs is not None
+    def images(self) -> bool:
+        """Whether rows have images."""
+        return self.rows.image_inputs is not None
 
     def complete(self, batch: Batch, rows: np.ndarray) -> Batch:
-        """A batch of these rows with their pictures."""
-        return with_pictures(batch, self.rows, rows)
+        """A batch of these rows with their images."""
+        return with_images(batch, self.rows, rows)
 
-    def show(self, ids_BT: torch.Tensor, hashes: Sequence[Sequence[bytes]]) -> PictureTensors:
-        """The model's arguments in generation for padded tokens and the pictures of each row."""
-        assert self.rows.picture_inputs is not None, "the model takes no pictures"
-        pictures = [[self.rows.picture_files.open(one) for one in of_row] for of_row in hashes]
-        return self.rows.picture_inputs.for_generation(ids_BT, pictures)
+    def show(self, ids_BT: torch.Tensor, hashes: Sequence[Sequence[bytes]]) -> ImageTensors:
+        """The model's arguments in generation for padded tokens and the images of each row."""
+        assert self.rows.image_inputs is not None, "the model takes no images"
+        images = [[self.rows.image_files.open(one) for one in of_row] for of_row in hashes]
+        return self.rows.image_inputs.for_generation(ids_BT, images)
 
     @property
     def scored(self) -> bool:
@@ -128,8 +128,8 @@ def evaluate_models(
     try:
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
-        of_pictures = has_adapter and are_of_pictures(adapter_tensors(tuned))
-        parts = {"scores": evaluated.scored, "seed": seed, "pictures": evaluated.pictures or of_pictures}
+        of_images = has_adapter and are_of_images(adapter_tensors(tuned))
+        parts = {"scores": evaluated.scored, "seed": seed, "images": evaluated.images or of_images}
         for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
@@ -217,7 +217,7 @@ def generation_lines(
 ) -> list[dict[str, Any]]:
     """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct.
 
-    The hashes of its pictures are their names in data/tokens/pictures.
+    The hashes of its images are their names in data/tokens/images.
     """
     lines = []
     for number, prompt in enumerate(evaluated.prompts):
@@ -227,8 +227,8 @@ def generation_lines(
             "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
             "expected": expected,
         }
-        if prompt.pictures:
-            line["pictures"] = [digest.hex() for digest in prompt.pictures]
+        if prompt.images:
+            line["images"] = [digest.hex() for digest in prompt.images]
         for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
             line[f"{name}_correct"] = is_exact_match(expected, line[name])

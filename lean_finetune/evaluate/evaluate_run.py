@@ -34,7 +34,7 @@ from lean_finetune.objectives.objective import PairObjective, RowKind
 from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.picture_inputs import read_picture_inputs
+from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 
@@ -134,8 +134,8 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
     rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
-    if rows.pictures is not None:
-        rows.picture_inputs = read_picture_inputs(base, read_config(base, pictures=True), rows.pictures)
+    if rows.images is not None:
+        rows.image_inputs = read_image_inputs(base, read_config(base, images=True), rows.images)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
     loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)

@@ -19,8 +19,8 @@ from lean_finetune.core.progress import progress_bar
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, RowTokens, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import causal_lm, token_losses
-from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.token_rows import TokenRows
 
 # Compute the held-out loss of each row, so that one pass gives the total and every length bucket.
@@ -68,7 +68,7 @@ def row_sums(
 
     `gather` returns tokens and trained spans of rows, `lengths` are the tokens of all rows, and `progress` is the title
     of a progress bar. `of_tokens` may return other figures of a batch, of shape (N, …); its last argument is
-    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time. `complete` adds the pictures of
+    `limits.logits_chunk`, the number of trained tokens whose logits exist at a time. `complete` adds the images of
     rows to a batch.
     """
     sums: dict[int, list[float] | float] = {}
@@ -90,8 +90,8 @@ def row_sums(
 #
 # Shapes: B prompts, T tokens to which prompts are padded on the left.
 
-ShowPictures = Callable[[torch.Tensor, Sequence[Sequence[bytes]]], PictureTensors]
-"""The model's arguments in generation for padded tokens (B, T), and the hashes of each prompt's pictures."""
+ShowImages = Callable[[torch.Tensor, Sequence[Sequence[bytes]]], ImageTensors]
+"""The model's arguments in generation for padded tokens (B, T), and the hashes of each prompt's images."""
 NO_FAMILY = "all"
 """Family of rows without one."""
 
@@ -105,8 +105,8 @@ class Prompt:
     """Tokens before the row's last trained span."""
     answer_ids: list[int]
     """Tokens of that span."""
-    pictures: tuple[bytes, ...] = ()
-    """The hashes of the row's pictures, whose tokens are in `ids`."""
+    images: tuple[bytes, ...] = ()
+    """The hashes of the row's images, whose tokens are in `ids`."""
 
 
 def choose_prompts(
@@ -137,7 +137,7 @@ def choose_prompts(
         if prompt_too_long or end == max_length or answer_tokens > max_new_tokens:
             too_long += 1
             continue
-        shown = b"".join(rows.picture_hashes(row))  # The same question about another picture is another prompt.
+        shown = b"".join(rows.image_hashes(row))  # The same question about another image is another prompt.
         digest = hashlib.sha256(ids[:start].astype("<i4").tobytes() + shown).digest()
         families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
     rounds = zip_longest(
@@ -148,8 +148,8 @@ def choose_prompts(
     for family, row in chosen:
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
-        pictures = tuple(rows.picture_hashes(row))
-        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], pictures=pictures))
+        images = tuple(rows.image_hashes(row))
+        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], images=images))
     return prompts, too_long
 
 
@@ -181,12 +181,12 @@ def greedy_answers(
     pad_id: int,
     device: torch.device,
     progress: str | None = None,
-    show: ShowPictures | None = None,
+    show: ShowImages | None = None,
 ) -> list[list[int]]:
     """Return the greedy answer to each prompt, without its stop token and up to `limits.max_new_tokens`.
 
     Prompts of similar length are decoded together, longest first. `progress` is the title of a progress bar, and `show`
-    opens their pictures.
+    opens their images.
     """
     set_decoding(model, stops=stops, max_new_tokens=limits.max_new_tokens, pad_id=pad_id)
     answers: dict[int, list[int]] = {}
@@ -196,7 +196,7 @@ def greedy_answers(
             at_once = limits.prompts_at_once(len(prompts[order[0]].ids))
             numbers, order = order[:at_once], order[at_once:]
             chosen = [prompts[number] for number in numbers]
-            shown = show if any(one.pictures for one in chosen) else None
+            shown = show if any(one.images for one in chosen) else None
             found = answers_of_batch(
                 model,
                 weights,
@@ -204,7 +204,7 @@ def greedy_answers(
                 stops,
                 pad_id,
                 device,
-                pictures=shown and (lambda ids_BT, show=shown, of=chosen: show(ids_BT, [one.pictures for one in of])),
+                images=shown and (lambda ids_BT, show=shown, of=chosen: show(ids_BT, [one.images for one in of])),
             )
             answers.update(zip(numbers, found, strict=True))
             bar.update(len(numbers))
@@ -239,11 +239,11 @@ def answers_of_batch(
     pad_id: int,
     device: torch.device,
     streamer: BaseStreamer | None = None,
-    pictures: Callable[[torch.Tensor], PictureTensors] | None = None,
+    images: Callable[[torch.Tensor], ImageTensors] | None = None,
 ) -> list[list[int]]:
     """Answers without their stop tokens to prompts decoded together; `streamer` gets the tokens of a single prompt.
 
-    `pictures` makes the model's arguments for the prompts' pictures, from their padded tokens.
+    `images` makes the model's arguments for the prompts' images, from their padded tokens.
     """
     lm: Any = causal_lm(model)
     length = max(map(len, prompts))
@@ -253,7 +253,7 @@ def answers_of_batch(
         start = length - len(ids)  # Padded on the left.
         ids_BT[row, start:] = torch.tensor(ids)
         mask_BT[row, start:] = 1
-    more = {} if pictures is None else {name: value.to(device) for name, value in pictures(ids_BT).items()}
+    more = {} if images is None else {name: value.to(device) for name, value in images(ids_BT).items()}
     with autocast(weights, device.type):
         output = lm.generate(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), streamer=streamer, **more)
     answers = output[:, length:].tolist()

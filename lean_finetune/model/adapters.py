@@ -42,8 +42,8 @@ from lean_finetune.model.experts.expert_adapters import (
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
-from lean_finetune.model.pictures.picture_config import part_of_pictures
-from lean_finetune.model.pictures.picture_parts import PROJECTOR, copied_modules, refuse_unadapted, unadapted_layers
+from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.model.images.image_parts import PROJECTOR, copied_modules, refuse_unadapted, unadapted_layers
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -264,7 +264,7 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, ModulesToSaveWrapper):
             continue
-        if isinstance(module.original_module, nn.Embedding) or part_of_pictures(name):
+        if isinstance(module.original_module, nn.Embedding) or part_of_images(name):
             # The model expects what it computes in the type of its other weights, which autocast does not give.
             module.modules_to_save[ADAPTER].register_forward_hook(partial(_as_type, dtype=base_dtype(weights)))
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.

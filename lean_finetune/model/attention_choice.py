@@ -16,6 +16,7 @@ from lean_finetune.model.attention.kernels import (
     FLASH_CAPABILITY,
     FLASH_MAX_HEAD_SIZE,
 )
+from lean_finetune.model.images.image_config import masks_images
 from lean_finetune.model.model_config import (
     caps_scores,
     computes_own_attention,
@@ -23,7 +24,6 @@ from lean_finetune.model.model_config import (
     has_sinks,
     largest_head_size,
 )
-from lean_finetune.model.pictures.picture_config import masks_pictures
 from lean_finetune.model.precision import autocast_dtype, base_dtype
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -92,8 +92,8 @@ def _no_flash(
         return f"needs 16 bits, not train.precision={train.precision}"
     if head_size > FLASH_MAX_HEAD_SIZE:
         return f"needs heads of at most {FLASH_MAX_HEAD_SIZE} values, not {head_size}"
-    if masks_pictures(config):
-        return "takes no mask, with which the tokens of a picture see each other"
+    if masks_images(config):
+        return "takes no mask, with which the tokens of an image see each other"
     return "takes no mask, which rows longer than the model's window need" if masked else None
 
 

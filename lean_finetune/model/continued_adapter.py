@@ -15,7 +15,7 @@ from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import SCORES, add_adapters, refuse_not_finite
 from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
 from lean_finetune.model.files.safetensors_files import stored_tensors
-from lean_finetune.model.pictures.picture_config import are_of_pictures, part_of_pictures
+from lean_finetune.model.images.image_config import are_of_images, part_of_images
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, LORA, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
@@ -89,7 +89,7 @@ def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> N
 
 def _refuse_projector(directory: Path, adapter: Mapping[str, Any], train: Train) -> None:
     """Refuse an adapter with a trained copy of the projector if the run trains none, and the reverse."""
-    copied = are_of_pictures(adapter.get("modules_to_save") or ())
+    copied = are_of_images(adapter.get("modules_to_save") or ())
     if copied != (train.projector == "full"):
         needed = "full" if copied else "lora, or frozen"
         raise UserError(
@@ -108,7 +108,7 @@ def _values_of(adapter: Mapping[str, Any], config: PretrainedConfig) -> dict[str
     A trained projector is that of `train.projector`.
     """
     experts = _expert_targets(adapter)
-    copies = {name for name in adapter.get("modules_to_save") or () if not part_of_pictures(name)}
+    copies = {name for name in adapter.get("modules_to_save") or () if not part_of_images(name)}
     if scoring_class(config) is not None:
         copies -= {*HEADS_OF_SCORES, language_head(config)}
     values: dict[str, Any] = {

@@ -31,9 +31,9 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import Llama4, experts_option
 from lean_finetune.model.files.safetensors_files import FileTensor
-from lean_finetune.model.pictures.full_masks import full_or_mask
-from lean_finetune.model.pictures.picture_config import takes_pictures
-from lean_finetune.model.pictures.picture_parts import WithPictures, parts_beside_text, vision_parts
+from lean_finetune.model.images.full_masks import full_or_mask
+from lean_finetune.model.images.image_config import takes_images
+from lean_finetune.model.images.image_parts import WithImages, parts_beside_text, vision_parts
 from lean_finetune.model.recurrent.packed_layers import of_packed_rows
 from lean_finetune.model.recurrent.selective_scan import selective_scan
 
@@ -300,7 +300,7 @@ def causal_class(config: PretrainedConfig) -> Any:
     multimodal = is_multimodal(config)
     kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
     replace_code(kind)
-    parts = WithPictures if takes_pictures(config) else LanguagePart
+    parts = WithImages if takes_images(config) else LanguagePart
     ours = (parts,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
     return _subclass(kind, ours) if ours else kind
 

@@ -38,8 +38,8 @@ from lean_finetune.model.experts.experts_forward import experts_option, prepare_
 from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
+from lean_finetune.model.images.image_parts import freeze_images
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.pictures.picture_parts import freeze_pictures
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 from lean_finetune.pinning.config_file import json_object
@@ -64,21 +64,21 @@ def load_model(
     seed: int = 0,
     adapter: Path | None = None,
     *,
-    pictures: bool = False,
+    images: bool = False,
 ) -> nn.Module:
     """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
 
-    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on. With `pictures` the model has
-    its parts for pictures.
+    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on. With `images` the model has
+    its parts for images.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory, scores=train.scores, pictures=pictures)
+    config = read_config(directory, scores=train.scores, images=images)
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
-    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed, pictures=pictures)
-    freeze_pictures(model, train)
+    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed, images=images)
+    freeze_images(model, train)
     adapted: nn.Module = model
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
@@ -102,11 +102,11 @@ def load_base(
     *,
     scores: bool = False,
     seed: int = 0,
-    pictures: bool = False,
+    images: bool = False,
 ) -> PreTrainedModel:
     """The base model, or with `scores` a reward model, whose new head starts from `seed`.
 
-    With `pictures` it has its parts for pictures.
+    With `images` it has its parts for images.
 
     Weights are read one at a time; each is converted and quantised before the next is read.
     Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
@@ -114,7 +114,7 @@ def load_base(
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory, scores=scores, pictures=pictures)
+    config = read_config(directory, scores=scores, images=images)
     config_of_weights = quantisation(weights, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
@@ -245,7 +245,7 @@ def uninitialized_model(
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(train) is not None:
             quantize_on_meta(model, train)
-        freeze_pictures(model, train)
+        freeze_images(model, train)
         trained = add_adapters(model, train, seed=None) if train.adapted and adapted else model
         if train.method == "full":
             prepare_routers(model, train.router)

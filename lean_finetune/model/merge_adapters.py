@@ -33,8 +33,8 @@ from lean_finetune.model.files.quantized_checkpoint import (
     write_16_bit_config,
 )
 from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
+from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.pictures.picture_config import are_of_pictures
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
 from lean_finetune.pinning.adapter_files import LORA
@@ -207,7 +207,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     """
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    base_config = read_config(base, pictures=are_of_pictures(tensors))
+    base_config = read_config(base, images=are_of_images(tensors))
     model, tensors_of_base = meta_model(base_config), file_tensors(base, base_config)
     packed = [name for name, one in tensors_of_base.items() if isinstance(one, BitsAndBytesWeight)]
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.activations import ACT2CLS
 
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.pictures.families import MODELS
+from lean_finetune.data.images.families import MODELS
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.files.safetensors_files import stored_names
-from lean_finetune.model.pictures.picture_config import takes_pictures, with_pictures
+from lean_finetune.model.images.image_config import takes_images, with_images
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
 from lean_finetune.model.recurrent.packed_layers import FAMILIES as PACKABLE
 from lean_finetune.pinning.config_file import read_config_json
@@ -66,10 +66,10 @@ UNREADABLE = (
 """Exceptions of transformers for a faulty config.json."""
 
 
-def read_config(directory: Path, *, scores: bool = False, pictures: bool = False) -> PretrainedConfig:
+def read_config(directory: Path, *, scores: bool = False, images: bool = False) -> PretrainedConfig:
     """The model's config, checked against what the training step supports.
 
-    With `scores` that of a reward model, with `pictures` that of a model with its parts for pictures.
+    With `scores` that of a reward model, with `images` that of a model with its parts for images.
 
     Raises:
         UserError: it is unreadable, needs remote code, or is not a supported causal language model; or transformers
@@ -78,13 +78,13 @@ def read_config(directory: Path, *, scores: bool = False, pictures: bool = False
     config = _parsed(directory)
     if fault := next(_faults(config, directory), None):
         raise UserError(f"model.name: {fault}")
-    if pictures:
+    if images:
         if config.model_type not in MODELS:  # Others may have the same processor.
             raise UserError(
                 f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
                 f"{', '.join(MODELS)}, or name their column in data.ignore_columns to train the text alone"
             )
-        return with_pictures(config)
+        return with_images(config)
     if not scores:
         return config
     if is_multimodal(config):
@@ -345,7 +345,7 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    if takes_pictures(config):
+    if takes_images(config):
         raise UserError("bucket.mode: vision towers do not know packed rows; got packed; set bucket.mode=bucketed")
     if (kinds := other_layers(config)) and config.model_type not in PACKABLE:
         raise UserError(

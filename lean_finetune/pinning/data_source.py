@@ -23,8 +23,8 @@ from lean_finetune.pinning.config_file import (
     read_object,
 )
 from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_files
+from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
-from lean_finetune.pinning.picture_pins import pin_pictures
 from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, refuse_outputs, watch_sources
 
 SAVED_STATE = "state.json"
@@ -231,14 +231,14 @@ def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
 # Pinning of the data: locks/data.json names the files that later stages read, with their content hashes.
 
 
-FindPictures = Callable[[Mapping[str, Any]], Mapping[str, Path]]
-"""From an entry of the lock to the pictures that its rows name by path, by name."""
+FindImages = Callable[[Mapping[str, Any]], Mapping[str, Path]]
+"""From an entry of the lock to the images that its rows name by path, by name."""
 
 
-def pin_data(data: Data, locks: Path, find_pictures: FindPictures = lambda entry: {}) -> str | None:
+def pin_data(data: Data, locks: Path, find_images: FindImages = lambda entry: {}) -> str | None:
     """Write locks/data.json for data.source and data.heldout_source, and link local files so that DVC watches them.
 
-    The pictures that `find_pictures` finds are pinned and watched too.
+    The images that `find_images` finds are pinned and watched too.
     A list entry that can have them inherits the section's `revision`, `config` and `split`, unless it sets its own. A
     source's weight is not pinned, because it does not change the rows. Returns a note for the user, None for none.
     Raises UserError if a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
@@ -252,11 +252,11 @@ def pin_data(data: Data, locks: Path, find_pictures: FindPictures = lambda entry
         entry, local = _pin_source(parameter, one, data)
         pinned.append(entry)
         if local is not None:
-            pictures = find_pictures(entry)
-            if pictures:
-                entry["pictures"] = pin_pictures(pictures)
-            refuse_unignored(parameter, one.source, [*local.paths, *pictures.values()])
-            watched.append(Watched(root=local.root, files=local.paths, pictures=pictures))
+            images = find_images(entry)
+            if images:
+                entry["images"] = pin_images(images)
+            refuse_unignored(parameter, one.source, [*local.paths, *images.values()])
+            watched.append(Watched(root=local.root, files=local.paths, images=images))
     if data.split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", data.split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     _hold_out(pinned[:trained], pinned[trained:])
@@ -269,7 +269,7 @@ def pin_data(data: Data, locks: Path, find_pictures: FindPictures = lambda entry
     }
     write_json(locks / "data.json", lock)
     unlinked, unwatched = watch_sources(locks, watched, template)
-    missing = sum(entry["pictures"]["missing"] for entry in pinned if "pictures" in entry)
+    missing = sum(entry["images"]["missing"] for entry in pinned if "images" in entry)
     return "; ".join(_notes(unlinked, unwatched, missing)) or None
 
 
@@ -283,11 +283,11 @@ def _notes(unlinked: list[Path], unwatched: list[Path], missing: int) -> Iterato
         )
     if unwatched:
         yield (
-            f"data.source: DVC does not notice changes of {counted(len(unwatched), 'picture')}, such as "
-            f"{unwatched[0]}; after changing them {again}, or put all pictures of a source into one directory"
+            f"data.source: DVC does not notice changes of {counted(len(unwatched), 'image')}, such as "
+            f"{unwatched[0]}; after changing them {again}, or put all images of a source into one directory"
         )
     if missing:
-        yield f"data.source: rows name {counted(missing, 'picture')} that cannot be read; after adding them {again}"
+        yield f"data.source: rows name {counted(missing, 'image')} that cannot be read; after adding them {again}"
 
 
 def _pin_source(parameter: str, one: Source, data: Data) -> tuple[dict[str, Any], LocalSource | None]:

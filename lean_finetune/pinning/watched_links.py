@@ -1,4 +1,4 @@
-"""Links through which DVC watches local sources and their pictures: it follows a link when it hashes a dependency.
+"""Links through which DVC watches local sources and their images: it follows a link when it hashes a dependency.
 
 `dvc exp run` adds the files below such a link to git unless .gitignore names the link; ours does, so weights and data
 stay out of git.
@@ -25,8 +25,8 @@ NOTHING_LOCAL = Path("locks/README.md")
 DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
 # In a directory that is a dependency, DVC follows any number of links to files.
 FILE_LINKS = "watched-files"
-MOST_PICTURE_LINKS = 100
-"""Pictures that are linked one by one, where no link is left for their directory. Each takes git two calls."""
+MOST_IMAGE_LINKS = 100
+"""Images that are linked one by one, where no link is left for their directory. Each takes git two calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Watched:
     root: Path
     """A file, or the directory of all files."""
     files: Sequence[Path]
-    pictures: Mapping[str, Path] = field(default_factory=dict)
-    """Pictures by name. A relative name lies below the directory of its row's file."""
+    images: Mapping[str, Path] = field(default_factory=dict)
+    """Images by name. A relative name lies below the directory of its row's file."""
 
 
 def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None) -> tuple[list[Path], list[Path]]:
-    """Link the local sources, the directories of their pictures, and the user's chat template.
+    """Link the local sources, the directories of their images, and the user's chat template.
 
-    Returns the directories for which no directory link is left, and pictures without any link. The files of such a
+    Returns the directories for which no directory link is left, and images without any link. The files of such a
     directory are linked one by one, so that DVC does not notice files added to them. Raises UserError if the disk
     cannot be written.
     """
@@ -51,9 +51,9 @@ def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None
     folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
     directories, others = folders[: len(DIRECTORY_LINKS)], folders[len(DIRECTORY_LINKS) :]
     paths = [path for source in sources if source.root not in directories for path in source.files]
-    with_pictures, single = _picture_folders([source.pictures for source in sources], directories)
-    directories = directories + with_pictures
-    files = list(dict.fromkeys((*paths, *single[:MOST_PICTURE_LINKS])))
+    with_images, single = _image_folders([source.images for source in sources], directories)
+    directories = directories + with_images
+    files = list(dict.fromkeys((*paths, *single[:MOST_IMAGE_LINKS])))
     for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
         watch(locks / link, target)
     links = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
@@ -65,28 +65,28 @@ def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None
         for old in (locks / FILE_LINKS).iterdir():
             if old.name not in links:
                 old.unlink()
-    return others, single[MOST_PICTURE_LINKS:]
+    return others, single[MOST_IMAGE_LINKS:]
 
 
-def _picture_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """(directories to link, pictures in none of them) for the pictures of each source by name.
+def _image_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(directories to link, images in none of them) for the images of each source by name.
 
     If there are more directories than links, one around all of a source's is linked.
     """
     room = len(DIRECTORY_LINKS) - len(watched)
-    real = {path.parent: _real(path.parent) for pictures in sources for path in pictures.values()}
+    real = {path.parent: _real(path.parent) for images in sources for path in images.values()}
     inside = [_real(root) for root in watched if root.is_dir()]
     folders = {folder: place for folder, place in real.items() if folder.is_dir() and not _is_in(place, inside)}
     if len(_outermost(folders)) > room:
-        for pictures in sources:
-            relative = {path.parent for name, path in pictures.items() if not Path(name).is_absolute()}
+        for images in sources:
+            relative = {path.parent for name, path in images.items() if not Path(name).is_absolute()}
             below = [folders[folder] for folder in relative if folder in folders]
             if below and not _holds_outputs(around := Path(os.path.commonpath(below))):
                 folders[around] = around
     kept = [folder for folder in _outermost(folders) if not _holds_outputs(folder)][:room]
     inside += [folders[folder] for folder in kept]
     left = {folder for folder, place in real.items() if not _is_in(place, inside)}
-    single = [path for pictures in sources for path in pictures.values() if path.parent in left]
+    single = [path for images in sources for path in images.values() if path.parent in left]
     return kept, [path for path in single if path.is_file()]
 
 

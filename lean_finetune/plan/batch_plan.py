@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.row_pictures import RowPictures, Sizes
+from lean_finetune.plan.row_images import RowImages, Sizes
 
 # Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
 READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
@@ -124,9 +124,9 @@ class MicroBatch:
     """Whether the rows are packed into one sequence, each attending to itself."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are; of labelled rows, they are those with the labels, of even numbers."""
-    pictures: tuple[Sizes, ...] = ()
-    """The sizes of the pictures of each row; empty if no row has one."""
-    beside_pictures: bool = False
+    images: tuple[Sizes, ...] = ()
+    """The sizes of the images of each row; empty if no row has one."""
+    beside_images: bool = False
     """Whether its GPU runs the tower for no row of its own: see `Plan.towers_together`."""
 
     @property
@@ -159,13 +159,13 @@ class Plan:
     """Whether each micro-batch is one sequence of packed rows."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
-    pictures: RowPictures | None = None
+    images: RowImages | None = None
     """Of all training rows; None if they are text alone. Not part of the file."""
     towers_together: bool = False
-    """Whether GPUs without pictures run the vision tower while others do (`Train.runs_towers_together`). Not part of
+    """Whether GPUs without images run the vision tower while others do (`Train.runs_towers_together`). Not part of
     the file."""
     beside: np.ndarray | None = None
-    """`beside_pictures` of the plan of one GPU of several, bool; None: it follows from the plan. Not part of the
+    """`beside_images` of the plan of one GPU of several, bool; None: it follows from the plan. Not part of the
     file."""
 
     def __len__(self) -> int:
@@ -232,13 +232,13 @@ class Plan:
         return np.searchsorted(self.step, np.arange(self.step[0], self.step[-1] + 2))
 
     @cached_property
-    def beside_pictures(self) -> np.ndarray:
-        """Whether a micro-batch is without pictures and another GPU's of the same turn is not, bool."""
+    def beside_images(self) -> np.ndarray:
+        """Whether a micro-batch is without images and another GPU's of the same turn is not, bool."""
         if self.beside is not None:
             return self.beside
-        if self.pictures is None or not self.towers_together:
+        if self.images is None or not self.towers_together:
             return np.zeros(len(self), bool)
-        shows = sums_between(self.pictures.patches[self.rows] > 0, self.bounds) > 0
+        shows = sums_between(self.images.patches[self.rows] > 0, self.bounds) > 0
         in_turn = np.logical_or.reduceat(shows, np.arange(0, len(self), self.ranks))
         return np.repeat(in_turn, self.ranks)[: len(self)] & ~shows
 
@@ -260,8 +260,8 @@ class Plan:
             ranks=1,
             flat=self.flat,
             kind=self.kind,
-            pictures=self.pictures,
-            beside=self.beside_pictures[own],
+            images=self.images,
+            beside=self.beside_images[own],
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
@@ -272,8 +272,8 @@ class Plan:
             rows=rows,
             flat=self.flat,
             kind=self.kind,
-            pictures=() if self.pictures is None else self.pictures.of_rows(rows),
-            beside_pictures=bool(self.beside_pictures[number]),
+            images=() if self.images is None else self.images.of_rows(rows),
+            beside_images=bool(self.beside_images[number]),
         )
 
 
@@ -390,7 +390,7 @@ def _check(path: Path, plan: Plan) -> None:
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
 # window the length (its mask is length × length), with layers that work in chunks of a row (Mamba 2, the delta rule)
-# rows and length, since each row is padded to full chunks: packed rows are, too, the patches of pictures, and their
+# rows and length, since each row is padded to full chunks: packed rows are, too, the patches of images, and their
 # pixels with padding. So the candidates are micro-batches that no other exceeds in all figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
@@ -420,11 +420,11 @@ def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bo
         figures.append(plan.sizes)
     if chunk and padding is not None:
         figures.append((sums_between(-(-lengths[plan.rows] // chunk), plan.bounds) + -(-padding // chunk)) * chunk)
-    if plan.pictures is not None:
-        if plan.pictures.frames is not None:
-            figures.append(plan.pictures.padded_pixels(plan.rows, plan.bounds))
-        patches = sums_between(plan.pictures.patches[plan.rows], plan.bounds)
-        figures.append(np.maximum(patches, plan.beside_pictures))  # A blank picture has the fewest patches of all.
+    if plan.images is not None:
+        if plan.images.frames is not None:
+            figures.append(plan.images.padded_pixels(plan.rows, plan.bounds))
+        patches = sums_between(plan.images.patches[plan.rows], plan.bounds)
+        figures.append(np.maximum(patches, plan.beside_images))  # A blank image has the fewest patches of all.
     return np.stack(figures, axis=1)
 
 

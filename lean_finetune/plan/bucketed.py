@@ -39,7 +39,7 @@ def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> lis
             rows=one.rows[half],
             length=int(lengths[one.rows[half]].sum()) if one.flat else one.length,
             supervised=int(supervised[one.rows[half]].sum()),
-            pictures=one.pictures[half],
+            images=one.images[half],
         )
         for half in (slice(middle), slice(middle, None))
     ]

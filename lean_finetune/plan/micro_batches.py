@@ -37,7 +37,7 @@ class MicroBatchSettings:
     ranks: int
     """GPUs that share a step; each gets the same number of micro-batches."""
     max_patches: int | None = None
-    """Most patches of pictures in a micro-batch; None: no limit."""
+    """Most patches of images in a micro-batch; None: no limit."""
     kind: RowKind = RowKind.ANSWER
     """What a planned row is. The other figures are those of planned rows."""
 
@@ -107,8 +107,8 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
 
 
 def _check_patches(index: RowIndex, settings: MicroBatchSettings) -> None:
-    """Check that the mode can have pictures, and that each row fits in bucket.max_patches."""
-    if index.pictures is None:
+    """Check that the mode can have images, and that each row fits in bucket.max_patches."""
+    if index.images is None:
         if (most := settings.max_patches) is not None:
             raise UserError(f"bucket.max_patches: has an effect only on rows with images; got {most}; leave it blank")
         return
@@ -117,8 +117,8 @@ def _check_patches(index: RowIndex, settings: MicroBatchSettings) -> None:
             "bucket.mode: rows with images cannot be packed: vision towers of their families do not know packed rows; "
             "got packed; use bucketed"
         )
-    row = int(index.pictures.patches.argmax())
-    most = int(index.pictures.patches[row])
+    row = int(index.images.patches.argmax())
+    most = int(index.images.patches[row])
     if settings.max_patches is not None and most > settings.max_patches:
         raise UserError(
             f"bucket.max_patches: the images of every row must fit in a micro-batch; train row {row} has {most} "
@@ -185,8 +185,8 @@ def _block_plan(
         groups = _groups(lengths, block.bounds, settings)
     else:
         groups = _first_groups(lengths, settings, first_tokens)
-    if index.pictures is not None and settings.max_patches is not None:
-        groups = _within_patches(groups, block.bounds, index.pictures.patches[rows], settings.max_patches)
+    if index.images is not None and settings.max_patches is not None:
+        groups = _within_patches(groups, block.bounds, index.images.patches[rows], settings.max_patches)
     return _distribute(rows, lengths, groups, block, index, settings, first_step=first_step)
 
 

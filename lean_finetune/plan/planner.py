@@ -55,7 +55,7 @@ class PlanSettings:
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""
-        return replace(Plan.joined(list(self.parts(index))), pictures=index.pictures)
+        return replace(Plan.joined(list(self.parts(index))), images=index.images)
 
 
 # Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps.

@@ -113,7 +113,7 @@ SHOWN = ("hardware.num_gpus", "train.sharding", "train.method", "train.precision
 # Figure of data/tokens/figures.json → why these rows were dropped.
 DROPPED = {
     "no_answer_rows": "had no answer within data.max_length",
-    "cut_picture_rows": "had a picture that data.max_length cuts",
+    "cut_image_rows": "had an image that data.max_length cuts",
     "dropped_long_rows": "were longer than data.max_length",
     "empty_answer_rows": "had an empty answer",
     "bad_rows": "could not be used",
@@ -312,8 +312,8 @@ class AnswerSample(NamedTuple):
     """A held-out prompt with its answers, to show."""
 
     family: str
-    pictures: list[bytes]
-    """The hashes of the prompt's pictures."""
+    images: list[bytes]
+    """The hashes of the prompt's images."""
     parts: list[tuple[str, str, bool | None]]
     """Title, text and correctness of the prompt, and of its expected and generated answers."""
 
@@ -327,7 +327,7 @@ def answer_samples(inputs: Inputs) -> list[AnswerSample]:
     return [
         AnswerSample(
             line["family"],
-            list(map(bytes.fromhex, line.get("pictures", ()))),
+            list(map(bytes.fromhex, line.get("images", ()))),
             [
                 ("Prompt", shortened(line["prompt"].strip("\n")), None),
                 ("Expected", shortened(line["expected"].strip("\n")), None),

@@ -174,7 +174,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         content=content,
         pairs=pairs,
         pictures=pictures(inputs),
-        thumbnails=partial(thumbnails, inputs.picture_files),
+        thumbnails=partial(thumbnails, inputs.image_files),
         command=command(parameters),
         locks=locks_table(inputs),
     )

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.picture_store import PictureFiles
+from lean_finetune.data.images.image_store import ImageFiles
 from lean_finetune.step.token_rows import TokenRows
 
 SAMPLED_ROWS = 4
@@ -21,7 +21,7 @@ SAMPLE_CHARACTERS = 800
 """Most characters of a text that are shown."""
 
 REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
-"""A control token that follows itself: a picture has hundreds."""
+"""A control token that follows itself: an image has hundreds."""
 
 Segments = list[tuple[str, bool]]
 """The text of a row in parts, and whether each is trained."""
@@ -31,8 +31,8 @@ class RowSample(NamedTuple):
     """A training row to show."""
 
     segments: Segments
-    pictures: list[bytes]
-    """The hashes of its pictures."""
+    images: list[bytes]
+    """The hashes of its images."""
 
 
 def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
@@ -45,7 +45,7 @@ def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
     used = rows.used
     chosen = used[np.linspace(0, len(used) - 1, min(SAMPLED_ROWS, len(used)), dtype=int)]
     return [
-        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), rows.picture_hashes(row))
+        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), rows.image_hashes(row))
         for row in chosen.tolist()
     ]
 
@@ -67,7 +67,7 @@ def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> S
 
 
 def shortened(text: str, characters: int = SAMPLE_CHARACTERS) -> str:
-    """Return both ends of a text longer than so many characters; a token that repeats, as of pictures, is counted."""
+    """Return both ends of a text longer than so many characters; a token that repeats, as of images, is counted."""
     text = REPEATED.sub(lambda found: f"{found[1]} × {len(found[0]) // len(found[1])}", text)
     half = characters // 2
     return text if len(text) <= characters else f"{text[:half]} … {text[-half:]}"
@@ -111,7 +111,7 @@ class Inputs:
         """Preference pairs whose order changed; empty for rows that are no pairs."""
         self.samples = row_samples(tokens, tuned / "tokenizer.json")
         """A few training rows."""
-        self.picture_files = PictureFiles(tokens)
+        self.image_files = ImageFiles(tokens)
 
 
 def in_order(phases: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small copies of a row's pictures, inside the page."""
+"""Small copies of a row's images, inside the page."""
 
 import base64
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from io import BytesIO
 from PIL import Image
 
 from cuda_memory.page.html import Html, html, joined
-from lean_finetune.data.pictures.picture_store import PictureFiles
+from lean_finetune.data.images.image_store import ImageFiles
 
 EDGE_PIXELS = 200
 """Longest edge of a thumbnail."""
@@ -16,22 +16,22 @@ MOST = 4
 QUALITY = 75
 
 
-def thumbnails(files: PictureFiles, hashes: Sequence[bytes]) -> Html:
-    """The first `MOST` pictures of a row, and how many more it has; empty for a row of text.
+def thumbnails(files: ImageFiles, hashes: Sequence[bytes]) -> Html:
+    """The first `MOST` images of a row, and how many more it has; empty for a row of text.
 
-    Raises UserError if a picture's file is missing or damaged.
+    Raises UserError if an image's file is missing or damaged.
     """
     if not hashes:
         return Html("")
     shown = [_thumbnail(files.open(one)) for one in hashes[:MOST]]
     more = [html("<span>and {} more</span>", len(hashes) - MOST)] if len(hashes) > MOST else []
-    return html('<p class="pictures">{}</p>', joined([*shown, *more], "\n"))
+    return html('<p class="images">{}</p>', joined([*shown, *more], "\n"))
 
 
-def _thumbnail(picture: Image.Image) -> Html:
-    """A picture of at most `EDGE_PIXELS`, with its own size in words."""
-    size = f"{picture.width} x {picture.height} pixels"
-    small = picture.copy()
+def _thumbnail(image: Image.Image) -> Html:
+    """An image of at most `EDGE_PIXELS`, with its own size in words."""
+    size = f"{image.width} x {image.height} pixels"
+    small = image.copy()
     small.thumbnail((EDGE_PIXELS, EDGE_PIXELS))
     content = BytesIO()
     small.save(content, "JPEG", quality=QUALITY)

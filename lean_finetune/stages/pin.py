@@ -10,7 +10,7 @@ import click
 
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.data.pictures.named_pictures import named_pictures
+from lean_finetune.data.images.named_images import named_images
 from lean_finetune.pinning.data_source import pin_data
 from lean_finetune.pinning.model_source import pin_model
 
@@ -25,8 +25,8 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        find_pictures = partial(named_pictures, columns=p.data.columns, ignore_columns=p.data.ignore_columns)
-        if note := pin_data(p.data, locks, find_pictures):
+        find_images = partial(named_images, columns=p.data.columns, ignore_columns=p.data.ignore_columns)
+        if note := pin_data(p.data, locks, find_images):
             click.echo(f"note: {note}", err=True)
     else:
         pin_model(

@@ -12,8 +12,8 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
-from lean_finetune.plan.row_pictures import Sizes
-from lean_finetune.step.picture_inputs import PictureTensors
+from lean_finetune.plan.row_images import Sizes
+from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.token_rows import TokenRows
 
 # Shape legend: B rows of the micro-batch (1 if they are packed), T padded length in tokens, N supervised positions.
@@ -74,10 +74,10 @@ class Batch:
     """Padding for a process without work."""
     answers: Answers | None = None
     """What objectives of preferences need; None for others."""
-    pictures: PictureTensors | None = None
-    """The model's arguments for the pictures of the rows; None if no row has one."""
-    blank: PictureTensors | None = None
-    """The arguments of the vision tower for a picture of no row, if it runs beside the towers of other processes."""
+    images: ImageTensors | None = None
+    """The model's arguments for the images of the rows; None if no row has one."""
+    blank: ImageTensors | None = None
+    """The arguments of the vision tower for an image of no row, if it runs beside the towers of other processes."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""
@@ -90,17 +90,17 @@ class Batch:
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
             answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
-            pictures=_moved(self.pictures, device),
+            images=_moved(self.images, device),
             blank=_moved(self.blank, device),
         )
 
 
-def _moved(pictures: PictureTensors | None, device: torch.device | str) -> PictureTensors | None:
-    """Pictures on the device: on a CPU too new tensors, since its memory meter must count the pixels."""
-    if pictures is None:
+def _moved(images: ImageTensors | None, device: torch.device | str) -> ImageTensors | None:
+    """Images on the device: on a CPU too new tensors, since its memory meter must count the pixels."""
+    if images is None:
         return None
-    moved = {name: value.to(device, non_blocking=value.is_pinned()) for name, value in pictures.items()}
-    return {name: value.clone() if value is pictures[name] else value for name, value in moved.items()}
+    moved = {name: value.to(device, non_blocking=value.is_pinned()) for name, value in images.items()}
+    return {name: value.clone() if value is images[name] else value for name, value in moved.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,9 @@ class BatchShape:
     """Tokens of each packed row, padding included; None if rows are padded one by one."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
-    pictures: tuple[Sizes, ...] = ()
-    """Height and width in pixels of each picture of each row; empty if no row has one."""
-    beside_pictures: bool = False
+    images: tuple[Sizes, ...] = ()
+    """Height and width in pixels of each image of each row; empty if no row has one."""
+    beside_images: bool = False
     """Whether the vision tower runs for no row, as other processes' do."""
 
     @staticmethod
@@ -145,8 +145,8 @@ class BatchShape:
             supervised=micro_batch.supervised,
             packed_lengths=joined,
             kind=micro_batch.kind,
-            pictures=micro_batch.pictures,
-            beside_pictures=micro_batch.beside_pictures,
+            images=micro_batch.images,
+            beside_images=micro_batch.beside_images,
         )
 
 
@@ -285,7 +285,7 @@ def read_batch(
         UserError: the plan was made for other tokens.
     """
     rows = micro_batch.rows
-    blank = blank_picture(tokens, pin_memory=pin_memory) if micro_batch.beside_pictures else None
+    blank = blank_image(tokens, pin_memory=pin_memory) if micro_batch.beside_images else None
     if not len(rows):
         return replace(idle_batch(pad_id, part), blank=blank)
     fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
@@ -302,33 +302,33 @@ def read_batch(
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
     if micro_batch.kind is not RowKind.ANSWER:
         batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
-    batch = replace(with_pictures(batch, tokens, rows, pin_memory=pin_memory), blank=blank)
+    batch = replace(with_images(batch, tokens, rows, pin_memory=pin_memory), blank=blank)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
-def with_pictures(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
-    """A batch of these rows with the model's arguments for their pictures, if they have any.
+def with_images(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
+    """A batch of these rows with the model's arguments for their images, if they have any.
 
     Raises:
-        UserError: a picture is missing or damaged.
+        UserError: an image is missing or damaged.
     """
-    if tokens.pictures is None or not any(hashes := [tokens.picture_hashes(row) for row in rows.tolist()]):
+    if tokens.images is None or not any(hashes := [tokens.image_hashes(row) for row in rows.tolist()]):
         return batch
-    assert tokens.picture_inputs is not None, "the model takes no pictures"
-    pictures = [[tokens.picture_files.open(one) for one in of_row] for of_row in hashes]
-    made = tokens.picture_inputs.tensors(batch.input_ids_BT, pictures)
-    return replace(batch, pictures=_pinned(made) if pin_memory else made)
+    assert tokens.image_inputs is not None, "the model takes no images"
+    images = [[tokens.image_files.open(one) for one in of_row] for of_row in hashes]
+    made = tokens.image_inputs.tensors(batch.input_ids_BT, images)
+    return replace(batch, images=_pinned(made) if pin_memory else made)
 
 
-def blank_picture(tokens: TokenRows, *, pin_memory: bool = False) -> PictureTensors:
-    """The arguments of the vision tower for a picture of no row."""
-    assert tokens.picture_inputs is not None, "the model takes no pictures"
-    made = tokens.picture_inputs.blank
+def blank_image(tokens: TokenRows, *, pin_memory: bool = False) -> ImageTensors:
+    """The arguments of the vision tower for an image of no row."""
+    assert tokens.image_inputs is not None, "the model takes no images"
+    made = tokens.image_inputs.blank
     return _pinned(made) if pin_memory else made
 
 
-def _pinned(pictures: PictureTensors) -> PictureTensors:
-    return {name: value.pin_memory() for name, value in pictures.items()}
+def _pinned(images: ImageTensors) -> ImageTensors:
+    return {name: value.pin_memory() for name, value in images.items()}
 
 
 def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:
@@ -355,12 +355,12 @@ def empty_batch(
     shape: BatchShape,
     device: torch.device | str,
     parts: int = 1,
-    given: tuple[torch.Tensor, PictureTensors] | None = None,
+    given: tuple[torch.Tensor, ImageTensors] | None = None,
 ) -> Batch:
     """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode.
 
     With several `parts`, the batch of a process that has one part of the tokens, with as many trained ones as possible.
-    `given` are token ids, and the model's arguments for pictures.
+    `given` are token ids, and the model's arguments for images.
     """
     length = -(-shape.length // parts)
 
@@ -381,7 +381,7 @@ def empty_batch(
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
         answers=None if shape.kind is RowKind.ANSWER else empty_answers(shape, device),
-        pictures=None if given is None else given[1],
+        images=None if given is None else given[1],
     )
 
 

@@ -10,14 +10,14 @@ import pyarrow as pa
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.index_columns import PICTURE_HASHES
-from lean_finetune.data.pictures.picture_store import PictureFiles
+from lean_finetune.data.images.image_store import ImageFiles
+from lean_finetune.data.images.index_columns import IMAGE_HASHES
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import open_batches, read_column, refuse_other_rows
-from lean_finetune.plan.optimizer_steps import read_pictures
+from lean_finetune.plan.optimizer_steps import read_images
 
 if TYPE_CHECKING:
-    from lean_finetune.step.picture_inputs import PictureInputs
+    from lean_finetune.step.image_inputs import ImageInputs
 
 Split = Literal["train", "heldout"]
 
@@ -69,12 +69,12 @@ class TokenRows:
         """Tokens of every row that are predicted and count in the loss, int32."""
         self.dropped = read_column(index, "dropped", np.bool_)
         """Whether a row repeats an earlier one, so that it is never used, bool."""
-        self.pictures = read_pictures(index_path)
-        """The sizes of the pictures of every row; None if no row has one."""
-        self.picture_files = PictureFiles(directory)
-        """The pictures themselves."""
-        self.picture_inputs: PictureInputs | None = None
-        """Makes the model's arguments of pictures; None until a model that takes them is known."""
+        self.images = read_images(index_path)
+        """The sizes of the images of every row; None if no row has one."""
+        self.image_files = ImageFiles(directory)
+        """The images themselves."""
+        self.image_inputs: ImageInputs | None = None
+        """Makes the model's arguments of images; None until a model that takes them is known."""
         self.reference: np.ndarray | None = None
         """Log-probability of each row's trained tokens under the reference model, float32; None without one."""
         shards = (open_batches(path, SHARD_TYPES, check_values=False) for path in sorted(self.path.glob("*.arrow")))
@@ -134,12 +134,12 @@ class TokenRows:
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._batches[number].column("family")[row - int(self._starts[number])].as_py()
 
-    def picture_hashes(self, row: int) -> list[bytes]:
-        """The sha256 of each picture of a row, by which `picture_files` opens it."""
-        if self.pictures is None:
+    def image_hashes(self, row: int) -> list[bytes]:
+        """The sha256 of each image of a row, by which `image_files` opens it."""
+        if self.images is None:
             return []
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        hashes: list[bytes] = self._batches[number].column(PICTURE_HASHES)[row - int(self._starts[number])].as_py()
+        hashes: list[bytes] = self._batches[number].column(IMAGE_HASHES)[row - int(self._starts[number])].as_py()
         return hashes
 
     def _check(self, number: int) -> _RecordBatch:

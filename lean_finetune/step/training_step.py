@@ -20,7 +20,7 @@ from cuda_memory.units import counted
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import counting_rows, expert_load, forget_rows
-from lean_finetune.model.pictures.picture_config import part_of_pictures
+from lean_finetune.model.images.image_config import part_of_images
 from lean_finetune.model.precision import autocast
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batches import Batch
@@ -297,10 +297,10 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(parallel: ParallelModel, *, pictures: bool) -> None:
+def refuse_dead_adapters(parallel: ParallelModel, *, images: bool) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
 
-    `pictures`: whether the step has any; without, those of the parts for pictures have none.
+    `images`: whether the step has any; without, those of the parts for images have none.
 
     Raises:
         UserError: naming the first such layer.
@@ -309,7 +309,7 @@ def refuse_dead_adapters(parallel: ParallelModel, *, pictures: bool) -> None:
     adapters = {
         name: parameter
         for name, parameter in parallel.trained_parameters()
-        if "lora_B." in name and (pictures or not part_of_pictures(name))
+        if "lora_B." in name and (images or not part_of_images(name))
     }
     alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
     for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):

@@ -16,16 +16,16 @@ from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.batches import (
     Batch,
     TokenPart,
-    blank_picture,
+    blank_image,
     collate,
     idle_batch,
     part_of,
     read_answers,
-    with_pictures,
+    with_images,
 )
+from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.picture_inputs import PictureTensors
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import Diverged
@@ -67,7 +67,7 @@ class HeldoutLosses:
         if preference_loss is not None and preference_loss.step.has_mismatches:
             mismatched = batches(mismatched=True)
             estimate_divergence(parallel, mismatched, job.pad_id, job.train, chunk, job.device, preference_loss)
-        together = job.heldout.picture_inputs is not None and job.train.runs_towers_together
+        together = job.heldout.image_inputs is not None and job.train.runs_towers_together
         loss = heldout_loss(
             parallel,
             batches(),
@@ -77,7 +77,7 @@ class HeldoutLosses:
             job.device,
             job.part,
             preference_loss,
-            blank=blank_picture(job.heldout) if together else None,
+            blank=blank_image(job.heldout) if together else None,
         )
         if not math.isfinite(loss):
             raise Diverged(
@@ -137,7 +137,7 @@ def heldout_batches(
                 yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
             elif part is None:
                 made = collate(batch, longest, pad_id, pin_memory=pin_memory)
-                yield with_pictures(made, rows, chosen, pin_memory=pin_memory)
+                yield with_images(made, rows, chosen, pin_memory=pin_memory)
             else:
                 yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
             start = end
@@ -148,16 +148,16 @@ def own_batches(
     batches: Iterator[Batch],
     idle: Batch,
     device: torch.device,
-    blank: PictureTensors | None = None,
+    blank: ImageTensors | None = None,
 ) -> Iterator[Batch]:
     """This process's batches on the device: those of its index in dimension `data` of the layout.
 
     Every process takes all batches, so all make equally many passes: each gathers sharded weights. With `blank`, also
-    those of the vision tower, which processes without pictures run for this picture of no row.
+    those of the vision tower, which processes without images run for this image of no row.
     """
     while group := list(islice(batches, parallel.layout.data)):
         own = group[parallel.place.data] if parallel.place.data < len(group) else idle
-        if own.pictures is None and any(batch.pictures is not None for batch in group):
+        if own.images is None and any(batch.images is not None for batch in group):
             own = replace(own, blank=blank)
         yield own.to(device)
 
@@ -191,7 +191,7 @@ def heldout_loss(
     device: torch.device,
     part: TokenPart | None = None,
     preference_loss: PreferenceLoss | None = None,
-    blank: PictureTensors | None = None,
+    blank: ImageTensors | None = None,
 ) -> float:
     """Return the mean cross-entropy per trained token over held-out batches, without dropout.
 

@@ -40,10 +40,10 @@ from lean_finetune.pinning.locate import (
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.step.batches import TokenPart, token_part
+from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.picture_inputs import read_picture_inputs
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows
@@ -281,7 +281,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
     plan, rows = _read_plan(params, paths)
-    config = read_config(directory, scores=train.scores, pictures=rows.pictures is not None)
+    config = read_config(directory, scores=train.scores, images=rows.images is not None)
     train = with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:
@@ -294,7 +294,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
             base_files = verify_files(directory, lock["files"])
             adapter_files = verify_adapter(lock, adapter)
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
-    rows.picture_inputs = heldout.picture_inputs = read_picture_inputs(directory, config, rows.pictures)
+    rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, rows.images)
     if train.preferences is not None and train.preferences.has_reference:
         of = identity(paths.tokens, lock, params.train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
@@ -356,4 +356,4 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     rows = TokenRows(paths.tokens, "train", params.train.row_kind)
     refuse_other_tokens(plan, rows.lengths)
     refuse_other_objective(plan, params.train.row_kind)
-    return replace(plan, pictures=rows.pictures, towers_together=params.train.runs_towers_together), rows
+    return replace(plan, images=rows.images, towers_together=params.train.runs_towers_together), rows

@@ -216,7 +216,7 @@ class Trainer:
         """Stop before an update that would break the weights, or if an adapter would never train."""
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
-            refuse_dead_adapters(parallel, pictures=any(one.pictures for one in micro_batches))
+            refuse_dead_adapters(parallel, images=any(one.images for one in micro_batches))
 
     def load(self) -> tuple[TrainingRun, HostPeak]:
         """Load the model and create its optimizer with all its state; then seed dropout."""
@@ -229,7 +229,7 @@ class Trainer:
                 job.world,
                 job.device,
                 adapter=job.adapter,
-                pictures=job.rows.pictures is not None,
+                images=job.rows.images is not None,
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )

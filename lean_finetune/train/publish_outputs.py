@@ -15,7 +15,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.pictures.picture_parts import vision_parts
+from lean_finetune.model.images.image_parts import vision_parts
 from lean_finetune.pinning.locate import (
     CHAT_TEMPLATE,
     NO_FILES,
@@ -100,9 +100,9 @@ def model_card(
     data_lock: Mapping[str, Any],
     params: Mapping[str, Any],
     metrics: Mapping[str, Any],
-    pictures: bool = False,
+    images: bool = False,
 ) -> str:
-    """Return Markdown with the metadata block that model hubs read; `pictures`: of a model with its parts for them."""
+    """Return Markdown with the metadata block that model hubs read; `images`: of a model with its parts for them."""
     adapter = params["train"]["method"] != "full"
     shown = {key: value for key, value in metrics.items() if value is not None}
     return "\n".join(
@@ -110,7 +110,7 @@ def model_card(
             "---",
             f"base_model: {model_lock['name']}",
             f"library_name: {'peft' if adapter else 'transformers'}",
-            f"pipeline_tag: {'image-text-to-text' if pictures else 'text-generation'}",
+            f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}",
             "tags:",
             "- lean-finetune",
             f"- {params['train']['method']}",
@@ -154,7 +154,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         directory=job.model_directory,
         tokenizer_files=list(tokenizer_files),
         chat_template=template if template.exists() else None,
-        pictures=job.rows.pictures,
+        images=job.rows.images,
         read=read,
     )
     if job.train.scores and (config := causal_lm(result.model).config).pad_token_id is None:
@@ -169,7 +169,7 @@ def publish_record(result: TrainResult, figures: dict[str, Any], params: Params,
         data_lock=read_json(paths.data_lock),
         params=tracked_values(params),
         metrics=figures,
-        pictures=bool(vision_parts(causal_lm(result.model))),
+        images=bool(vision_parts(causal_lm(result.model))),
     )
     with atomic_directory(paths.curves) as directory:
         write_csv(directory / "curves.csv", curve_columns(result.curves), result.curves)

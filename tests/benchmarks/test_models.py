@@ -8,7 +8,7 @@ import transformers
 from benchmarks.harness import RESULTS
 from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import PAGE, page_text
-from benchmarks.models.published import PICTURE_MODELS, picture_models, published_models
+from benchmarks.models.published import IMAGE_MODELS, image_models, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
@@ -58,10 +58,10 @@ def test_the_page_shows_the_results(monkeypatch):
     assert page_text(text) == text, "run `python -m benchmarks.models`"
     rows = read_json(RESULTS / "published_models.json")["rows"]
     assert {row["model"] for row in rows} == {*published_models()}
-    with_picture = read_json(RESULTS / "published_pictures.json")["rows"]
-    assert [row["model"] for row in with_picture] == [*picture_models()]
-    published = {model["model"]: model["published_parameters"] for model in read_json(PICTURE_MODELS)}
-    for row in with_picture:
+    with_image = read_json(RESULTS / "published_images.json")["rows"]
+    assert [row["model"] for row in with_image] == [*image_models()]
+    published = {model["model"]: model["published_parameters"] for model in read_json(IMAGE_MODELS)}
+    for row in with_image:
         assert_published(row["parameters"], published[row["model"]])
     assert len({row["family"] for row in rows if row["qlora"].get("gpu")}) >= 45
 
@@ -76,8 +76,8 @@ def assert_published(parameters: int, published: int | str) -> None:
 
 
 @pytest.mark.slow
-def test_configs_of_models_with_pictures_have_the_published_parameters(tmp_path):
-    for model in read_json(PICTURE_MODELS):
+def test_configs_of_models_with_images_have_the_published_parameters(tmp_path):
+    for model in read_json(IMAGE_MODELS):
         write_json(tmp_path / "config.json", model["config"])
-        config = read_config(tmp_path, pictures=True)
+        config = read_config(tmp_path, images=True)
         assert_published(model_shapes(config).values, model["published_parameters"])

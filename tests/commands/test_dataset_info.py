@@ -80,7 +80,7 @@ def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path
 def test_data_sets_that_cannot_be_read_here_are_refused_in_one_line(
     entry: dict[str, Any], stage: str, expected: str, tmp_path: Path
 ):
-    """Rows with their pictures left out, or the worse of two answers trained."""
+    """Rows with their images left out, or the worse of two answers trained."""
     with pytest.raises(UserError) as caught:
         import_data(tmp_path, {"rows": entry}, "rows", stage=stage)
     assert str(caught.value).startswith(f"{tmp_path}/data/dataset_info.json: rows: {expected}")

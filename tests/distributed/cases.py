@@ -22,7 +22,7 @@ from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
-from tests.distributed.picture_rows import picture_batches
+from tests.distributed.image_rows import image_batches
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
 
@@ -65,8 +65,8 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     """Directory of an adapter that goes on."""
-    pictures: bool = False
-    """Whether some rows have pictures, in every second step."""
+    images: bool = False
+    """Whether some rows have images, in every second step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def learn(case: Case, world: World) -> Outcome:
     disk = optim.pop("disk", None)
     layout = layout_of(case, world.size)
     adapter = None if case.adapter is None else Path(case.adapter)
-    parts: dict[str, Any] = {"pictures": case.pictures, "stage_layers": case.stages}
+    parts: dict[str, Any] = {"images": case.images, "stage_layers": case.stages}
     parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, **parts)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
@@ -191,9 +191,9 @@ def learn(case: Case, world: World) -> Outcome:
     offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
     every_second: list[Batch] | None = None
-    if case.pictures:
+    if case.images:
         (batches, supervised), (every_second, _) = (
-            picture_batches(
+            image_batches(
                 case.directory, case.sizes, layout, world.rank, shown=shown, together=train.runs_towers_together
             )
             for shown in (True, False)

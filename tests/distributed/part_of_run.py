@@ -27,9 +27,9 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from tests.small_model import CPU
+from tests.train.image_jobs import MIXED
+from tests.train.image_jobs import job_of as job_of_images
 from tests.train.interrupted import small_job
-from tests.train.picture_jobs import MIXED
-from tests.train.picture_jobs import job_of as job_of_pictures
 
 FILE_BYTES = 1024
 """Less than a part of any checkpoint here."""
@@ -55,7 +55,7 @@ class PartOfRun:
     """A process whose files may not grow, as under a quota: it cannot write its part of any checkpoint."""
     vision: str = "frozen"
     workspace: str | None = None
-    """Of `picture_workspace`, for rows with pictures."""
+    """Of `image_workspace`, for rows with images."""
     every_step: bool = False
     """Make a checkpoint after each step."""
 
@@ -71,7 +71,7 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
     if part.workspace is None:
         job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
     else:
-        job = job_of_pictures(Path(part.workspace), MIXED, method=part.method, vision=part.vision)
+        job = job_of_images(Path(part.workspace), MIXED, method=part.method, vision=part.vision)
     train = changed(job.train, **sharing_of(part.mode))
     dealt, ranks = [], train.layout(world.size).data
     for step in job.plan.steps:
@@ -79,7 +79,7 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         full = [*step, *[idle] * (-len(step) % ranks)]
         dealt += [replace(one, rank=number % ranks) for number, one in enumerate(full)]
     plan, layers = Plan.of(dealt, ranks=ranks), LAYERS.get(part.mode)
-    plan = replace(plan, pictures=job.plan.pictures, towers_together=train.runs_towers_together)
+    plan = replace(plan, images=job.plan.images, towers_together=train.runs_towers_together)
     return replace(job, plan=plan, train=train, world=world, stage_layers=layers)
 
 

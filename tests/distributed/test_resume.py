@@ -13,8 +13,8 @@ from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.distributed.worker import do_run_part
 from tests.step.common import slow
+from tests.train.image_jobs import image_workspace
 from tests.train.interrupted import STEPS
-from tests.train.picture_jobs import picture_workspace
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,8 +69,8 @@ def test_the_same_processes_resume_to_the_bit(small_llama: Path, tmp_path: Path,
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return picture_workspace(tmp_path_factory.mktemp("pictures"))
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_workspace(tmp_path_factory.mktemp("images"))
 
 
 @pytest.mark.slow
@@ -78,12 +78,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("mode", "method", "vision"),
     [("zero3", "lora", "lora"), ("ddp", "full", "full"), ("zero1", "lora", "frozen"), ("zero2", "qlora", "lora")],
 )
-def test_rows_with_pictures_resume_to_the_bit(pictures: Path, tmp_path: Path, pair: Group, mode, method, vision):
-    """Turns in which one process has pictures; held-out rows too. One process learns the same."""
-    options = {"method": method, "vision": vision, "workspace": str(pictures)}
-    check_exact(pair, pictures / "model", tmp_path, mode, **options)
-    together = Runner(pictures / "model", tmp_path / "again", **options).part(pair, mode)
-    alone = Runner(pictures / "model", tmp_path / "one", **options).part(pair, "none")
+def test_rows_with_images_resume_to_the_bit(images: Path, tmp_path: Path, pair: Group, mode, method, vision):
+    """Turns in which one process has images; held-out rows too. One process learns the same."""
+    options = {"method": method, "vision": vision, "workspace": str(images)}
+    check_exact(pair, images / "model", tmp_path, mode, **options)
+    together = Runner(images / "model", tmp_path / "again", **options).part(pair, mode)
+    alone = Runner(images / "model", tmp_path / "one", **options).part(pair, "none")
     assert together["losses"] == pytest.approx(alone["losses"], abs=LOSS)
     assert together["heldout"] == pytest.approx(alone["heldout"], abs=LOSS) and len(alone["heldout"]) == 3
 

@@ -22,15 +22,15 @@ from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
+from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.picture_inputs import PictureInputs
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
 from lean_finetune.train.monitor.measured_peak import make_meter
-from tests.distributed.picture_rows import inputs_of
+from tests.distributed.image_rows import inputs_of
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 
@@ -124,12 +124,12 @@ def batch_of(shape: BatchShape, part: TokenPart | None) -> Batch:
     return replace(own, packed_rows=rows, positions_BT=positions)
 
 
-def with_pictures(batch: Batch, shape: BatchShape, inputs: PictureInputs | None) -> Batch:
-    """The batch with black pictures, as many as the shape has; the meter counts them."""
+def with_images(batch: Batch, shape: BatchShape, inputs: ImageInputs | None) -> Batch:
+    """The batch with black images, as many as the shape has; the meter counts them."""
     if inputs is None:
         return batch
-    made = inputs.of_shapes(batch.input_ids_BT, shape.pictures) if shape.pictures else None
-    return replace(batch, pictures=made, blank=inputs.blank if shape.beside_pictures else None).to(CPU)
+    made = inputs.of_shapes(batch.input_ids_BT, shape.images) if shape.images else None
+    return replace(batch, images=made, blank=inputs.blank if shape.beside_images else None).to(CPU)
 
 
 IN_FLIGHT: TracedSteps = (
@@ -147,36 +147,36 @@ def pipeline_setting(stage_layers: tuple[int, ...] | None, stages: int = 2, **ch
     )
 
 
-def load_shared(directory: Path, setting: Setting, world: World, *, pictures: bool = False) -> ParallelModel:
-    """The model, shared among the processes; with `pictures`, with its parts for them."""
-    model = load_model(directory, setting.train, CPU, pictures=pictures)
+def load_shared(directory: Path, setting: Setting, world: World, *, images: bool = False) -> ParallelModel:
+    """The model, shared among the processes; with `images`, with its parts for them."""
+    model = load_model(directory, setting.train, CPU, images=images)
     return make_parallel(model, setting.train, world, CPU, stage_layers=setting.stage_layers)
 
 
 def count(
-    world: World, directory: Path, setting: Setting, steps: TracedSteps, *, pictures: bool = False
+    world: World, directory: Path, setting: Setting, steps: TracedSteps, *, images: bool = False
 ) -> dict[str, int]:
-    """Load and train under the CPU's meter, as train does; peaks by phase. With `pictures`, rows may have some."""
+    """Load and train under the CPU's meter, as train does; peaks by phase. With `images`, rows may have some."""
     part = token_part(setting.layout, world.rank)
-    inputs = inputs_of(str(directory)) if pictures else None
+    inputs = inputs_of(str(directory)) if images else None
     train, scratch = setting.train, Path(tempfile.gettempdir())
     preferences = StepPreferences.of_any_rows(train)
     offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
     for wanted in (one for step in steps for one in step if inputs is not None):
-        with_pictures(batch_of(wanted, part), wanted, inputs)  # Caches of the processor.
+        with_images(batch_of(wanted, part), wanted, inputs)  # Caches of the processor.
     gc.collect()
     meter = make_meter(CPU)
     with as_nccl(), meter.window("run"):
         with meter.phase("load"):
-            parallel = load_shared(directory, setting, world, pictures=pictures)
+            parallel = load_shared(directory, setting, world, images=images)
             optimizer = build_optimizer(parallel.local_shard, changed(setting.train, lr=1e-3, weight_decay=0.01))
         for shapes in steps:
             idle = setting.accumulates_gradients and len(shapes) == 1 and setting.layout.pipeline == 1
 
             def batches(shapes: Any = shapes, idle: bool = idle) -> Any:
                 for wanted in shapes:
-                    yield with_pictures(batch_of(wanted, part), wanted, inputs)
+                    yield with_images(batch_of(wanted, part), wanted, inputs)
                 if idle:
                     yield idle_batch(0, part)
 
@@ -223,12 +223,12 @@ def gathered(world: World, found: dict[str, int]) -> list[dict[str, int]]:
     return [dict(zip(sorted(found), row, strict=True)) for row in peaks.tolist()]
 
 
-def do_picture_peaks(
+def do_image_peaks(
     world: World, directory: Path, model: Path, setting: Setting, steps: tuple[TracedSteps, ...]
 ) -> list[dict[str, int]]:
     """Peaks by phase of every process; `steps` are those of each."""
     with without_onednn():
-        return gathered(world, count(world, model, setting, steps[world.rank], pictures=True))
+        return gathered(world, count(world, model, setting, steps[world.rank], images=True))
 
 
 def do_host_bytes(world: World, directory: Path, model: Path, setting: Setting) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.models.published import picture_models
+from benchmarks.models.published import image_models
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.model.model_config import read_config
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
 def test_the_files_decide_or_else_the_text_part(family: str, case: str, as_index: bool, tmp_path: Path):
     """A prediction without the head of Mistral Small 3.1, or a tied model whose head is missed in its files."""
     changes, names, tied = CASES[case]
-    config = dict(picture_models()[MODELS[family]])
+    config = dict(image_models()[MODELS[family]])
     for key, value in changes.items():
         config[key] = {**config[key], **value} if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -42,7 +42,7 @@ def test_the_files_decide_or_else_the_text_part(family: str, case: str, as_index
 
 
 def test_the_head_is_counted(tmp_path: Path):
-    config = picture_models()["InternVL3 1B"]
+    config = image_models()["InternVL3 1B"]
     text, counts = config["text_config"], []
     for tied in (True, False):
         (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))

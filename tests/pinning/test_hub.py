@@ -70,7 +70,7 @@ def hub(tiny_dir):
             "data/test-0.parquet": parquet(ROWS[:1]),
         },
         "datasets/org/configs": {"README.md": CARD, "a/x.jsonl": LINES, "b/y.jsonl.gz": gzip.compress(LINES * 3)},
-        "datasets/org/pictures": {"train/cat.png": b"PNG"},
+        "datasets/org/images": {"train/cat.png": b"PNG"},
         "datasets/org/script": {"script.py": b"import os"},
     }
     with serve(repositories) as served:
@@ -165,7 +165,7 @@ REFUSED = {
     "unknown data": ("data", {"data__source": "hf://org/none"}, "data.source: the hub has no org/none that you may"),
     "split": ("data", {"data__source": "hf://org/configs", "data__split": "rest"}, "data.split: hf://org/configs"),
     "configuration": ("data", {"data__source": "hf://org/configs", "data__config": "middle"}, "data.config: org/c"),
-    "pictures": ("data", {"data__source": "hf://org/pictures"}, "data.source: hf://org/pictures at 0123456789ab h"),
+    "images": ("data", {"data__source": "hf://org/images"}, "data.source: hf://org/images at 0123456789ab h"),
     "own code": ("data", {"data__source": "hf://org/script"}, "which is never run"),
 }
 

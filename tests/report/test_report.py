@@ -314,7 +314,7 @@ def test_no_saving_is_negative(place):
 
 
 def test_a_token_that_repeats_is_counted_and_other_text_stays():
-    """A picture showed as hundreds of equal tokens."""
+    """An image showed as hundreds of equal tokens."""
     pads = "<|image_pad|>" * 364
     assert shortened(f"<|vision_start|>{pads}<|vision_end|>Hi") == "<|vision_start|><|image_pad|> × 364<|vision_end|>Hi"
     for text in ("<b><b>", "ha ha ha ha ha", "<<<<<<<<", "> > > > >"):

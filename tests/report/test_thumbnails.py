@@ -1,4 +1,4 @@
-"""Pictures of rows in report.html."""
+"""Images of rows in report.html."""
 
 import base64
 import hashlib
@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lean_finetune.data.pictures.picture_store import PICTURES, PictureFiles, picture_file
+from lean_finetune.data.images.image_store import IMAGES, ImageFiles, image_file
 from lean_finetune.report.thumbnails import EDGE_PIXELS, MOST, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs
 from tests.workspace import error, invoke
 
 
-def stored(tokens: Path, picture: Image.Image) -> bytes:
-    """The hash of a picture that is stored beside tokens."""
+def stored(tokens: Path, image: Image.Image) -> bytes:
+    """The hash of an image that is stored beside tokens."""
     content = BytesIO()
-    picture.save(content, "PNG")
+    image.save(content, "PNG")
     digest = hashlib.sha256(content.getvalue()).digest()
-    path = picture_file(tokens / PICTURES, digest)
+    path = image_file(tokens / IMAGES, digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.getvalue())
     return digest
@@ -33,18 +33,18 @@ def shown(page: str) -> list[Image.Image]:
     return [Image.open(BytesIO(base64.b64decode(data))) for data in found]
 
 
-def test_answers_about_pictures_show_them(place: Path):
-    """A page that names a picture without showing it, or shows it in full size."""
+def test_answers_about_images_show_them(place: Path):
+    """A page that names an image without showing it, or shows it in full size."""
     wide = stored(place / "data/tokens", Image.new("RGB", (800, 200), (255, 0, 0)))
     small = stored(place / "data/tokens", Image.new("RGB", (28, 56), (0, 0, 255)))
-    write_inputs(place, [{**GENERATION, "pictures": [wide.hex(), small.hex()]}, {**GENERATION, "family": "text"}])
+    write_inputs(place, [{**GENERATION, "images": [wide.hex(), small.hex()]}, {**GENERATION, "family": "text"}])
     assert invoke(main).exit_code == 0
     page = (place / "data/report/report.html").read_text()
     first, second = shown(page)
     assert (first.size, second.size) == ((EDGE_PIXELS, EDGE_PIXELS // 4), (28, 56))
     assert first.getpixel((9, 9))[0] > 240 > 20 > first.getpixel((9, 9))[2] and second.getpixel((9, 9))[2] > 240  # type: ignore[index]
-    assert 'alt="800 x 200 pixels"' in page and page.count('class="pictures"') == 1
-    picture_file(place / "data/tokens" / PICTURES, small).unlink()
+    assert 'alt="800 x 200 pixels"' in page and page.count('class="images"') == 1
+    image_file(place / "data/tokens" / IMAGES, small).unlink()
     assert "cannot be read" in error(invoke(main))
 
 
@@ -52,6 +52,6 @@ def test_the_largest_samples_are_below_two_megabytes(tmp_path: Path):
     """A report that a mail server refuses: noise is what compresses least."""
     noise = np.random.default_rng(0).integers(0, 256, (900, 900, 3), dtype=np.uint8)
     hashes = [stored(tmp_path, Image.fromarray(noise))] * 7
-    html = thumbnails(PictureFiles(tmp_path), hashes)
+    html = thumbnails(ImageFiles(tmp_path), hashes)
     assert len(shown(html)) == MOST and "and 3 more" in html
     assert 10 * len(html) < 2e6

@@ -150,7 +150,7 @@ PLAINS = {
 """Baselines."""
 
 WITHOUT_ROW = {
-    "vision": "of rows with images, and changes what is trained: tests/train/test_pictures.py",
+    "vision": "of rows with images, and changes what is trained: tests/train/test_images.py",
     "projector": "as vision",
     "method": "a column of the table",
     "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",

@@ -20,7 +20,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
 from lean_finetune.core.read_yaml import parse_yaml
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.data.pictures.families import MODELS
+from lean_finetune.data.images.families import MODELS
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex
@@ -204,15 +204,15 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
     """The answer, and the overrides of the command line with the length of rows."""
     from lean_finetune.memory.choice.choose import choose
     from lean_finetune.memory.devices import resolve_gpu
-    from lean_finetune.memory.predict.assumed_pictures import most_pictures
+    from lean_finetune.memory.predict.assumed_images import most_images
     from lean_finetune.model.model_config import max_positions, read_config
 
     p, flags = asked.params, list(asked.flags)
     device, _ = resolve_gpu(p.hardware.gpu)
     directory, index = find_model(p.model.name, p.model.revision), None if rows is None else rows.index
-    shown = None if index is None else index.pictures
-    config = read_config(directory, scores=p.train.scores, pictures=shown is not None)
-    pictures = None if shown is None else most_pictures(shown, config, directory, p.data)
+    shown = None if index is None else index.images
+    config = read_config(directory, scores=p.train.scores, images=shown is not None)
+    images = None if shown is None else most_images(shown, config, directory, p.data)
     if "data.max_length" not in asked.fixed:
         if length is None:
             longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
@@ -226,7 +226,7 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
         raise UsageFault(str(error)) from None
     if index is not None:
         index = index.shortened(p.data.max_length)
-    return choose(p, config, device, asked.methods, asked.fixed, index, pictures=pictures), flags
+    return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags
 
 
 def _nested(flags: Mapping[str, str]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def sampled_rows(parameter: str, p: Params) -> SampledRows:
             sample = _joined(sample, most, int(most.lengths.argmax()))
     if not len(sample.lengths):
         raise UserError(f"{parameter}: no row of {data.source} has a trained token; name other rows")
-    if sample.pictures is not None and not sample.pictures.patches.any():
-        sample = replace(sample, pictures=None)
+    if sample.images is not None and not sample.images.patches.any():
+        sample = replace(sample, images=None)
     return SampledRows(index=sample, tokenized=min(tokenized, total), total=total)
 
 
@@ -105,14 +105,14 @@ def _lines(block: RowBlock) -> Iterator[RowBlock]:
 
 def _joined(sample: RowIndex, more: RowIndex, row: int) -> RowIndex:
     """A sample with one more row."""
-    pictures = sample.pictures
-    if pictures is not None and more.pictures is not None:
-        pictures = pictures.with_row(more.pictures, row)
+    images = sample.images
+    if images is not None and more.images is not None:
+        images = images.with_row(more.images, row)
     return replace(
         sample,
         lengths=np.append(sample.lengths, more.lengths[row]),
         supervised=np.append(sample.supervised, more.supervised[row]),
         sources=np.append(sample.sources, more.sources[row]),
         dropped=np.append(sample.dropped, more.dropped[row]),
-        pictures=pictures,
+        images=images,
     )

@@ -14,7 +14,7 @@ from lean_finetune.commands.convert.layer_patterns import adapted_parts, is_patt
 from lean_finetune.config.other_tools import Table, shared
 from lean_finetune.config.schema import Preference
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.images.families import Size
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 
@@ -35,9 +35,9 @@ class Converted:
     keys: dict[str, Any] = field(default_factory=dict)
     """The configuration's own values by dotted key, with the tool's defaults."""
     image: Size | None = None
-    """The assumed size of pictures, if rows have some."""
+    """The assumed size of images, if rows have some."""
     adapted_parts: set[str] = field(default_factory=set)
-    """Parts for pictures, vision and projector, whose layers have adapters by their names."""
+    """Parts for images, vision and projector, whose layers have adapters by their names."""
 
     def flags(self) -> list[str]:
         """The parameters as overrides."""

@@ -9,14 +9,14 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.pictures.families import (
+from lean_finetune.data.images.families import (
     FAMILIES,
     FEWEST,
     MOST,
     Gemma3,
     Idefics3,
+    ImageFamily,
     Llava,
-    PictureFamily,
     Pixtral,
     Size,
 )
@@ -24,19 +24,19 @@ from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 ASSUMED = Size(height=768, width=1024)
-"""The size of pictures where nothing limits it."""
-NAMES: tuple[tuple[str, type[PictureFamily]], ...] = (
+"""The size of images where nothing limits it."""
+NAMES: tuple[tuple[str, type[ImageFamily]], ...] = (
     (r"(?i)gemma-?3(?!n)", Gemma3),
     (r"(?i)llava(?!.*onevision)", Llava),
     (r"(?i)pixtral|mistral.?small", Pixtral),
     (r"(?i)smolvlm|idefics3", Idefics3),
 )
-"""Parts of names of models and templates whose pictures have sizes of their own, not limits of both kinds."""
+"""Parts of names of models and templates whose images have sizes of their own, not limits of both kinds."""
 AUDIO = re.compile(r"(?i)voxtral|audio|speech")
 
 
 def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, by_name: str | None) -> None:
-    """The pictures of a configuration whose rows have some: their size, and what is trained of the vision parts.
+    """The images of a configuration whose rows have some: their size, and what is trained of the vision parts.
 
     `by_name`: what has images by its name, of a tool whose configuration does not say it otherwise.
 
@@ -92,7 +92,7 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
 
 
 def _drop_limits(facts: Mapping[str, Any], converted: Converted) -> None:
-    """Leave out limits of pixels that the model's family does not take: it makes pictures of its own sizes."""
+    """Leave out limits of pixels that the model's family does not take: it makes images of its own sizes."""
     family = _family(converted.values, str(facts.get("template", "")))
     for key in (MOST, FEWEST):
         if family is not None and key not in family.limits and converted.values.pop(key, None) is not None:
@@ -100,12 +100,12 @@ def _drop_limits(facts: Mapping[str, Any], converted: Converted) -> None:
             for name in given:
                 del converted.used[name]
                 converted.differs.append(
-                    f"{name}={shortened(str(converted.keys[name]))}: {family.processor_class} makes pictures of its "
+                    f"{name}={shortened(str(converted.keys[name]))}: {family.processor_class} makes images of its "
                     "own sizes"
                 )
 
 
-def _family(values: Mapping[str, Any], template: str) -> type[PictureFamily] | None:
+def _family(values: Mapping[str, Any], template: str) -> type[ImageFamily] | None:
     """The family of the model by its config.json, or by the names of model and template; None for an unknown one."""
     name = str(values.get("model.name", ""))
     if (Path(name) / CONFIG_FILE).is_file():
@@ -118,7 +118,7 @@ def _family(values: Mapping[str, Any], template: str) -> type[PictureFamily] | N
 
 
 def _size(facts: Mapping[str, Any], values: dict[str, Any], path: Path) -> Size:
-    """The size of the largest pictures, or an assumption. Axolotl pads pictures to the size that it is given."""
+    """The size of the largest images, or an assumption. Axolotl pads images to the size that it is given."""
     given = facts.get("image_size")
     if given is not None:
         sides = given if isinstance(given, list) else [given, given]

@@ -70,7 +70,7 @@ def _joined(parts: list[list[str]]) -> list[str]:
 
 
 def adapted_parts(names: list[str]) -> Iterator[str]:
-    """Parts for pictures among layers with adapters, by their full names."""
+    """Parts for images among layers with adapters, by their full names."""
     for part, known in (("projector", PROJECTOR), ("vision", TOWER)):
         if any(known.search(name) and not (part == "vision" and PROJECTOR.search(name)) for name in names):
             yield part

@@ -143,14 +143,14 @@ OLLAMA_ARCHITECTURES = {
 QUOTES = '"""'
 """Around texts of several lines in a Modelfile."""
 GGUF, MMPROJ = "model.gguf", "mmproj-model.gguf"
-"""Files that llama.cpp's converter writes beside the Modelfile: the language model, and its parts for pictures."""
+"""Files that llama.cpp's converter writes beside the Modelfile: the language model, and its parts for images."""
 Turns = Sequence[tuple[str, str]]
 
 
 def modelfile(prompter: "Prompter", context: int | None, architecture: str, *, projector: bool = False) -> str:
     """The Modelfile of an exported model in its own directory; `context` are the positions of the model.
 
-    `projector`: llama.cpp converts its parts for pictures, into a file of their own.
+    `projector`: llama.cpp converts its parts for images, into a file of their own.
     """
     lines = ["FROM ."]
     if architecture not in OLLAMA_ARCHITECTURES:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from cuda_memory.units import counted
 from lean_finetune.commands.tuned.conversation import Prompter
-from lean_finetune.commands.tuned.prompt_pictures import TEXT_ALONE, PromptPictures, conversation_of
+from lean_finetune.commands.tuned.prompt_images import TEXT_ALONE, PromptImages, conversation_of
 from lean_finetune.commands.tuned.tuned_model import TunedModel
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import GivenPicture, Message, RowFault
-from lean_finetune.data.format.row_pictures import column_pictures
-from lean_finetune.data.pictures.picture_store import StoredPicture
+from lean_finetune.data.format.format_base import GivenImage, Message, RowFault
+from lean_finetune.data.format.row_images import column_images
+from lean_finetune.data.images.image_store import StoredImage
 from lean_finetune.data.read.decode_rows import parse_line
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt
 
@@ -22,13 +22,13 @@ class PromptLine(NamedTuple):
 
     row: dict[str, Any]
     ids: list[int]
-    pictures: tuple[StoredPicture, ...]
+    images: tuple[StoredImage, ...]
 
     @property
     def prompt(self) -> Prompt:
         """The prompt to answer."""
-        hashes = tuple(picture.digest for picture in self.pictures)
-        return Prompt(family=NO_FAMILY, ids=self.ids, answer_ids=[], pictures=hashes)
+        hashes = tuple(image.digest for image in self.images)
+        return Prompt(family=NO_FAMILY, ids=self.ids, answer_ids=[], images=hashes)
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class PromptReader:
     """Reads the prompts of rows."""
 
     prompter: Prompter
-    pictures: PromptPictures | None
+    images: PromptImages | None
     """None if the model takes none."""
-    shown: Sequence[GivenPicture]
-    """Pictures of each conversation, from the option --image."""
+    shown: Sequence[GivenImage]
+    """Images of each conversation, from the option --image."""
     tuned: TunedModel
     new_tokens: int
 
@@ -54,19 +54,19 @@ class PromptReader:
         if not isinstance(text, str):
             return None
         if self.shown:
-            raise RowFault("plain text has no place for the pictures of --image; write 'messages'")
-        if column_pictures(row):
-            raise RowFault("plain text has no place for the row's pictures; write 'messages', or remove them")
+            raise RowFault("plain text has no place for the images of --image; write 'messages'")
+        if column_images(row):
+            raise RowFault("plain text has no place for the row's images; write 'messages', or remove them")
         return PromptLine(row, self.prompter.of_text(text), ())
 
     def _conversation(self, row: dict[str, Any], messages: list[Message], directory: Path) -> PromptLine:
         example = conversation_of(row, messages, self.shown)
         if example is None:
             return PromptLine(row, self.prompter.of_messages(messages, row.get("tools")), ())
-        if self.pictures is None:
-            raise RowFault(f"it has pictures, and {self.tuned.directory} {TEXT_ALONE}; remove them")
-        stored = self.pictures.stored(example.pictures, directory)
-        return PromptLine(row, self.pictures.ids(example.messages, example.tools, stored), stored)
+        if self.images is None:
+            raise RowFault(f"it has images, and {self.tuned.directory} {TEXT_ALONE}; remove them")
+        stored = self.images.stored(example.images, directory)
+        return PromptLine(row, self.images.ids(example.messages, example.tools, stored), stored)
 
 
 def read_prompts(file: Path, reader: PromptReader) -> list[PromptLine]:

@@ -28,19 +28,19 @@ from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
-from lean_finetune.memory.trace.known_values import KnownPictures
+from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
+from lean_finetune.model.images.image_config import (
+    are_of_images,
+    part_of_images,
+    takes_images,
+    with_images,
+)
+from lean_finetune.model.images.image_parts import adapted_parts
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.pictures.picture_config import (
-    are_of_pictures,
-    part_of_pictures,
-    takes_pictures,
-    with_pictures,
-)
-from lean_finetune.model.pictures.picture_parts import adapted_parts
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import adapter_tensors
@@ -76,9 +76,9 @@ class TunedModel:
         with named_by_option():
             self.read.refuse_change("run the command again")
 
-    def with_pictures(self) -> "TunedModel":
-        """The same, to be loaded with its parts for pictures."""
-        return replace(self, config=with_pictures(self.config))
+    def with_images(self) -> "TunedModel":
+        """The same, to be loaded with its parts for images."""
+        return replace(self, config=with_images(self.config))
 
     def load(self, device: torch.device) -> nn.Module:
         """The model, ready to answer.
@@ -88,7 +88,7 @@ class TunedModel:
         """
         with named_by_option():
             attention = generation_attention(self.config)
-            base = load_base(self.base, self.weights, device, attention, pictures=takes_pictures(self.config))
+            base = load_base(self.base, self.weights, device, attention, images=takes_images(self.config))
             model = base if self.adapter is None else load_adapter(base, self.directory, self.weights)
         self.refuse_change()
         return model.eval()
@@ -139,7 +139,7 @@ class TunedModel:
                 "targets": _adapted_names(tensors, adapter) or [ALL_LINEAR],
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
-                "modules_to_save": [n for n in adapter.get("modules_to_save") or () if not part_of_pictures(n)],
+                "modules_to_save": [n for n in adapter.get("modules_to_save") or () if not part_of_images(n)],
                 "trainable_tokens": saved_token_ids(adapter),
                 "experts": "all" if experts else "none",
                 "expert_rank": next(iter(experts.values())) if experts else 1,
@@ -149,18 +149,18 @@ class TunedModel:
         parts = adapted_parts(tensors)
         return Setting(train=usual.model_copy(update={**stored, **parts, "lora": lora, "grad_ckpt": False}))
 
-    def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int, shown: KnownPictures | None = None) -> int:
+    def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int, shown: KnownImages | None = None) -> int:
         """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens, and `shown` in each."""
         device, _ = resolve_gpu("auto")
         shape = GenerationShape(rows=rows, prompt_tokens=max(1, tokens - new_tokens), new_tokens=new_tokens)
         return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device), shown), shape).bytes
 
     def longest_that_fits(
-        self, wanted: int, new_tokens: int, *, least: int = 0, shown: KnownPictures | None = None
+        self, wanted: int, new_tokens: int, *, least: int = 0, shown: KnownImages | None = None
     ) -> int:
         """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.
 
-        A prompt has more than `least` tokens, those of the pictures that are `shown` in it.
+        A prompt has more than `least` tokens, those of the images that are `shown` in it.
 
         Raises:
             DoesNotFit: not even a short prompt fits.
@@ -225,7 +225,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         base = base_directory(adapter)
         read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
-            config = read_config(base, pictures=are_of_pictures(adapter_tensors(directory)))
+            config = read_config(base, images=are_of_images(adapter_tensors(directory)))
             check_weights(base)
             read_generation_config(base)
         return TunedModel(

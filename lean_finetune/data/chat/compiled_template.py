@@ -24,7 +24,7 @@ from lean_finetune.data.chat.control_tokens import (
     WRITES_MARKS,
     split_at_marks,
 )
-from lean_finetune.data.format.format_base import PICTURE, Conversation, Message, RowFault
+from lean_finetune.data.format.format_base import IMAGE, Conversation, Message, RowFault
 from lean_finetune.data.read.worker_memory import limited_memory_growth
 
 # Limits on what a chat template may use: memory, the time of a processor, the size of integers.
@@ -222,7 +222,7 @@ class CompiledTemplate:
         try:
             context = self._template.new_context(
                 {
-                    "messages": with_picture_parts(messages if self._form is None else self._form(messages)),
+                    "messages": with_image_parts(messages if self._form is None else self._form(messages)),
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
@@ -259,19 +259,19 @@ class CompiledTemplate:
             ) from None
 
 
-def with_picture_parts(messages: list[Message]) -> list[Message]:
-    """The messages, with the contents that have pictures as lists of parts, as templates take them."""
-    if not any([PICTURE in message["content"] for message in messages]):  # A list comprehension: every row comes here.
+def with_image_parts(messages: list[Message]) -> list[Message]:
+    """The messages, with the contents that have images as lists of parts, as templates take them."""
+    if not any([IMAGE in message["content"] for message in messages]):  # A list comprehension: every row comes here.
         return messages
     return [
-        {**message, "content": content_parts(message["content"])} if PICTURE in message["content"] else message
+        {**message, "content": content_parts(message["content"])} if IMAGE in message["content"] else message
         for message in messages
     ]
 
 
 def content_parts(text: str) -> list[dict[str, str]]:
-    """A text with places of pictures as parts: one of text if it has none."""
-    first, *others = text.split(PICTURE)
+    """A text with places of images as parts: one of text if it has none."""
+    first, *others = text.split(IMAGE)
     parts: list[dict[str, str]] = [{"type": "text", "text": first}]
     for other in others:
         parts += [{"type": "image"}, {"type": "text", "text": other}]

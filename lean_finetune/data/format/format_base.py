@@ -21,10 +21,10 @@ PROMPT_ROLES = ("user", "tool")
 
 Message = dict[str, Any]
 
-PICTURE = "\ufdd6"
-"""The character in a message's text where a picture stands: a noncharacter, which Unicode reserves for internal use."""
-PICTURE_COLUMNS = ("images", "image")
-"""Columns of a row's pictures. data.columns can name another one for the first."""
+IMAGE = "\ufdd6"
+"""The character in a message's text where an image stands: a noncharacter, which Unicode reserves for internal use."""
+IMAGE_COLUMNS = ("images", "image")
+"""Columns of a row's images. data.columns can name another one for the first."""
 
 
 class RowFault(Exception):
@@ -39,8 +39,8 @@ class EmptyAnswer(RowFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenPicture:
-    """A picture as its row gives it: by its path, or as its content. Nothing was read or decoded."""
+class GivenImage:
+    """An image as its row gives it: by its path, or as its content. Nothing was read or decoded."""
 
     path: str | None
     """Absolute, or relative to the directory of the row's file. Beside `data` it is only a name."""
@@ -52,8 +52,8 @@ class GivenPicture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PicturePart:
-    """A content part with a picture, or with the place of one; `row_pictures` reads it."""
+class ImagePart:
+    """A content part with an image, or with the place of one; `row_images` reads it."""
 
     where: str
     """The message, for faults."""
@@ -65,14 +65,14 @@ class Conversation:
     """A row for the chat template. Every assistant turn that is not in `context` is trained."""
 
     messages: list[Message]
-    """Each with a known `role` and text in `content`, with a `PICTURE` where a picture stands."""
+    """Each with a known `role` and text in `content`, with an `IMAGE` where an image stands."""
     tools: list[Any] | None
     context: frozenset[int] = frozenset()
     """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
-    pictures: tuple[GivenPicture, ...] = ()
+    images: tuple[GivenImage, ...] = ()
     """In the order of their places in all messages."""
-    picture_parts: tuple[PicturePart, ...] = ()
-    """The content parts that `parse_row` turns into `pictures`; empty in what it returns."""
+    image_parts: tuple[ImagePart, ...] = ()
+    """The content parts that `parse_row` turns into `images`; empty in what it returns."""
 
     def trained_turns(self) -> list[int]:
         """Indices in `messages` of the turns that are trained."""
@@ -86,15 +86,15 @@ class Conversation:
         """Everything before the first answer to a question: conversations that begin alike have equal keys.
 
         A greeting before the first question belongs to the key. Without any question the key is the whole row. The
-        pictures of these messages belong to it too.
+        images of these messages belong to it too.
         """
         roles = [message["role"] for message in self.messages]
         question = next((n for n, role in enumerate(roles) if role in PROMPT_ROLES), len(roles))
         first = next((n for n in self.turns() if n > question), None)
         key = {"messages": self.messages[:first], "tools": self.tools}
-        if self.pictures:
-            shown = sum(message["content"].count(PICTURE) for message in self.messages[:first])
-            key["pictures"] = [picture.key() for picture in self.pictures[:shown]]
+        if self.images:
+            shown = sum(message["content"].count(IMAGE) for message in self.messages[:first])
+            key["images"] = [image.key() for image in self.images[:shown]]
         return canonical(key)
 
     def has_empty_answer(self) -> bool:
@@ -370,8 +370,8 @@ class SourceFormat:
     """Whether all its rows are held out."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are for the objective."""
-    pictures: bool = False
-    """Whether the model takes pictures. If not, rows with pictures are refused."""
+    images: bool = False
+    """Whether the model takes images. If not, rows with images are refused."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -386,8 +386,8 @@ class SourceFormat:
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
         labels = KTO_LABELS if self.kind is RowKind.LABELLED else ()
-        pictures = PICTURE_COLUMNS if self.pictures else ()
-        return frozenset(map(self.column, (*self.row_format.keys, *labels, *pictures)))
+        images = IMAGE_COLUMNS if self.images else ()
+        return frozenset(map(self.column, (*self.row_format.keys, *labels, *images)))
 
 
 def formats_of(kind: RowKind) -> dict[str, RowFormat]:
@@ -467,7 +467,7 @@ def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANS
     if kind is RowKind.LABELLED:
         known |= set(KTO_LABELS)
     if kind is RowKind.ANSWER:
-        known |= {PICTURE_COLUMNS[0]}
+        known |= {IMAGE_COLUMNS[0]}
     if unknown := [key for key in columns if key not in known]:
         raise UserError(
             f"data.columns: rows of data.format {name} have no key {show(unknown[0])}; the keys to give a column for "

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lean_finetune.data.format.format_base import (
-    PICTURE,
+    IMAGE,
     ROLES,
+    ImagePart,
     Message,
-    PicturePart,
     RowFault,
     is_given,
     parse_json,
@@ -63,7 +63,7 @@ TEXT_PARTS, TEXT_KEYS = ("text", "input_text", "output_text"), ("text", "value",
 # Parts of an answer, as LLaMA-Factory and gpt-oss write them.
 REASONING_PARTS, REASONING_PART_KEYS = ("reasoning", "thinking"), ("value", "text", "thinking", "reasoning")
 CALL_PARTS, CALL_PART_KEYS = ("tool_call",), ("value", "tool_call")
-PICTURE_PARTS = ("image", "image_url", "input_image")
+IMAGE_PARTS = ("image", "image_url", "input_image")
 _PARTS = (*TEXT_PARTS, *(start + kind for start in ("", "input_") for kind in ("image", "audio", "video", "file")))
 _PARTS += ("image_url", "audio_url", "video_url")
 REASONING = "reasoning_content"
@@ -74,14 +74,14 @@ class _Parts(NamedTuple):
     """What the parts of a content have beside text."""
 
     calls: Sequence[Any] = ()
-    pictures: Sequence[PicturePart] = ()
+    images: Sequence[ImagePart] = ()
 
 
 def read_content(message: Message, role: str, where: str, text_key: str) -> _Parts:
-    """Replace a message's content by its text and its reasoning; return the tool calls and pictures among its parts.
+    """Replace a message's content by its text and its reasoning; return the tool calls and images among its parts.
 
-    The text has a `PICTURE` for each picture. `text_key` is the row's name of the content. Raises RowFault if the
-    content has something else than text and pictures.
+    The text has an `IMAGE` for each image. `text_key` is the row's name of the content. Raises RowFault if the
+    content has something else than text and images.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -94,7 +94,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Any] = []
-    pictures: list[PicturePart] = []
+    images: list[ImagePart] = []
     for part in content:
         _refuse_marks(part, where)
         if (text := _value(part, TEXT_PARTS, TEXT_KEYS)) is not None:
@@ -104,9 +104,9 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
         elif role == "assistant" and (text := _value(part, CALL_PARTS, CALL_PART_KEYS)) is not None:
             found = parse_json(text, f"{where} (tool_call)")
             calls += found if isinstance(found, list) else [found]
-        elif isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
-            texts.append(PICTURE)
-            pictures.append(PicturePart(where=where, part=part))
+        elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+            texts.append(IMAGE)
+            images.append(ImagePart(where=where, part=part))
         else:
             raise RowFault(f"{where} {not_text(part)}; only text can be trained")
     if reasoning and message.get(REASONING):
@@ -114,7 +114,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
     if reasoning:
         message[REASONING] = "".join(reasoning)
     message["content"] = "".join(texts)
-    return _Parts(calls, pictures)
+    return _Parts(calls, images)
 
 
 def not_text(part: Any) -> str:
@@ -174,7 +174,7 @@ class Turns:
     """Indices in `messages` of assistant turns that are not trained."""
     calls: frozenset[int] = frozenset()
     """Indices in `messages` of turns of which only tool calls were given, as with role tool_call."""
-    pictures: tuple[PicturePart, ...] = ()
+    images: tuple[ImagePart, ...] = ()
     """Of all content parts, in the order of the messages."""
 
     def joined(self) -> "Turns":
@@ -194,7 +194,7 @@ class Turns:
                     context.add(len(messages))
                 messages.append(message)
             before = number if message["role"] == "assistant" else None
-        return Turns(messages=messages, context=frozenset(context), pictures=self.pictures)
+        return Turns(messages=messages, context=frozenset(context), images=self.images)
 
 
 def parse_turns(given: list[Any], where: str) -> Turns:
@@ -211,20 +211,20 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     messages: list[Message] = []
     context: list[int] = []
     calls: list[int] = []
-    pictures: list[PicturePart] = []
+    images: list[ImagePart] = []
     for number, message in enumerate(given):
         if is_sharegpt and (plain := _plain_sharegpt(message)) is not None:
             message = plain
         elif not _is_plain(message):
             parsed = parse_message(message, f"{where} {number + 1}", role_key, text_key)
             message = parsed.message
-            pictures += parsed.pictures
+            images += parsed.images
             if parsed.is_context:
                 context.append(number)
             if parsed.is_call:
                 calls.append(number)
         messages.append(message)
-    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), pictures=tuple(pictures))
+    return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), images=tuple(images))
 
 
 def unknown_keys(messages: list[Message]) -> set[str]:
@@ -267,7 +267,7 @@ class _Parsed(NamedTuple):
     """Whether it is an assistant turn that is not trained."""
     is_call: bool
     """Whether its role says that its text is tool calls."""
-    pictures: Sequence[PicturePart]
+    images: Sequence[ImagePart]
 
 
 def parse_message(message: Any, where: str, role_key: str = "role", text_key: str = "content") -> _Parsed:
@@ -306,7 +306,7 @@ def parse_message(message: Any, where: str, role_key: str = "role", text_key: st
         raise RowFault(f"{where} has tool calls in 'content' and in 'tool_calls'; keep one of them")
     if calls := calls or parts.calls:
         parsed["tool_calls"] = [parse_tool_call(call, where) for call in calls]
-    return _Parsed(parsed, is_context, is_call, parts.pictures)
+    return _Parsed(parsed, is_context, is_call, parts.images)
 
 
 def parse_tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def _first(turns: Turns, size: int) -> Turns:
         messages=turns.messages[:size],
         context=frozenset(number for number in turns.context if number < size),
         calls=frozenset(number for number in turns.calls if number < size),
-        pictures=turns.pictures,
+        images=turns.images,
     )
 
 
@@ -223,7 +223,7 @@ def _after(turns: Turns, size: int) -> Turns:
         messages=turns.messages[size:],
         context=frozenset(number - size for number in turns.context if number >= size),
         calls=frozenset(number - size for number in turns.calls if number >= size),
-        pictures=turns.pictures,
+        images=turns.images,
     )
 
 

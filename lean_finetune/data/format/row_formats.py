@@ -21,7 +21,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.labelled_rows import labelled
 from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
-from lean_finetune.data.format.row_pictures import with_pictures
+from lean_finetune.data.format.row_images import with_images
 from lean_finetune.data.format.unread_columns import LOSS_MASK, untrained_by_mask
 from lean_finetune.objectives.objective import RowKind
 
@@ -35,7 +35,7 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     """
     row_format = source.row_format
     row = row_format.rename_columns(row, source.columns)
-    example = with_pictures(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
+    example = with_images(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
     if source.kind is RowKind.LABELLED:
         example = labelled(row, example, row_format)
     for one in parts_of(example):
@@ -183,7 +183,7 @@ def answered(before: Turns, answers: Turns) -> Turns:
         messages=before.messages + answers.messages,
         context=frozenset(context | {size + number for number in answers.context}),
         calls=before.calls | {size + number for number in answers.calls},
-        pictures=before.pictures + answers.pictures,
+        images=before.images + answers.images,
     )
 
 
@@ -211,4 +211,4 @@ def conversation(row: Mapping[str, Any], turns: Turns, key: str) -> Conversation
             raise RowFault(f"'system' and a system message in {key!r}; keep one of them")
         messages = [{"role": "system", "content": system}, *messages]
         context = frozenset(place + 1 for place in context)
-    return Conversation(messages=messages, tools=parse_tools(row), context=context, picture_parts=turns.pictures)
+    return Conversation(messages=messages, tools=parse_tools(row), context=context, image_parts=turns.images)

@@ -169,7 +169,7 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     """Return whether a column requests what training does by default, such as weight 1; False for unknown columns."""
     value = row[key]
     if key in MEDIA:
-        raise RowFault(f"{media_fault(key, source.pictures)}; remove the row, or {IGNORE}")
+        raise RowFault(f"{media_fault(key, source.images)}; remove the row, or {IGNORE}")
     if key in PREFERENCE_KEYS:
         if any(column in PREFERENCE_KEYS for column in source.columns.values()):
             return False
@@ -217,9 +217,9 @@ def _is_trained(key: str, value: Any) -> bool:
     return True
 
 
-def media_fault(key: str, pictures: bool = False) -> str:
-    """The fault of a row with images, video or audio; `pictures`: whether the model takes images."""
-    return f"{key!r} holds images, video or audio; only text{' and images' if pictures else ''} can be trained"
+def media_fault(key: str, images: bool = False) -> str:
+    """The fault of a row with images, video or audio; `images`: whether the model takes images."""
+    return f"{key!r} holds images, video or audio; only text{' and images' if images else ''} can be trained"
 
 
 def refuse_media(turn: Mapping[str, Any], where: str) -> None:

@@ -18,11 +18,11 @@ from pydantic import TypeAdapter
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
 from lean_finetune.data.encode.row_tokenizer import Chunks
-from lean_finetune.data.pictures.index_columns import PICTURE_HASHES
-from lean_finetune.data.pictures.picture_store import PICTURES, picture_file
+from lean_finetune.data.images.image_store import IMAGES, image_file
+from lean_finetune.data.images.index_columns import IMAGE_HASHES
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
-from lean_finetune.data.shards.picture_columns import HASHES, INDEX_FIELDS, RowPicturesOf, hashes, with_pictures
+from lean_finetune.data.shards.image_columns import HASHES, INDEX_FIELDS, RowImagesOf, hashes, with_images
 from lean_finetune.data.shards.tally import Tally
 from lean_finetune.objectives.objective import RowKind
 
@@ -38,9 +38,9 @@ class SideTokens(NamedTuple):
     supervised: np.ndarray
     """int32, shape (rows,): trained tokens of each row."""
     digests: np.ndarray
-    """uint64, shape (rows,): hash of each row's ids, spans and pictures; empty unless `drop_duplicates`."""
-    picture_columns: tuple[pa.Array, ...] = ()
-    """The columns of the index for pictures; empty where the model takes none."""
+    """uint64, shape (rows,): hash of each row's ids, spans and images; empty unless `drop_duplicates`."""
+    image_columns: tuple[pa.Array, ...] = ()
+    """The columns of the index for images; empty where the model takes none."""
 
 
 class BlockTokens(NamedTuple):
@@ -56,7 +56,7 @@ LABEL = "desirable"
 
 
 def token_schema(
-    vocab_size: int, max_length: int, files: int, *, labelled: bool = False, pictures: bool = False
+    vocab_size: int, max_length: int, files: int, *, labelled: bool = False, images: bool = False
 ) -> pa.Schema:
     """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits."""
     return pa.schema(
@@ -67,7 +67,7 @@ def token_schema(
             pa.field("source_file", _narrowest(files - 1), nullable=False),
             pa.field("source_row", pa.uint32(), nullable=False),  # read_blocks refuses files with more rows.
             *([pa.field(LABEL, pa.bool_(), nullable=False)] if labelled else []),
-            *([HASHES] if pictures else []),
+            *([HASHES] if images else []),
         ]
     )
 
@@ -84,12 +84,12 @@ def record_batch(
     source_file: int,
     source_rows: np.ndarray,
     desirable: Sequence[bool] = (),
-    pictures: RowPicturesOf = (),
+    images: RowImagesOf = (),
 ) -> pa.RecordBatch:
     """The chunks of a block as one record batch of `token_schema`.
 
     `chunks.starts` are indices in `ids`, int32. `families`, `source_rows`, uint32, `desirable`, of labelled rows, and
-    `pictures` have one item per encoded row.
+    `images` have one item per encoded row.
     """
     starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
     parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -104,13 +104,13 @@ def record_batch(
     ]
     if LABEL in schema.names:
         columns.append(from_numpy(np.array(desirable, bool)[chunks.rows], pa.bool_()))
-    if PICTURE_HASHES in schema.names:
-        columns.append(hashes([pictures[row] for row in chunks.rows.tolist()]))
+    if IMAGE_HASHES in schema.names:
+        columns.append(hashes([images[row] for row in chunks.rows.tolist()]))
     return pa.record_batch(columns, schema=schema)
 
 
 def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray:
-    """64-bit hash of each row's ids, spans and pictures, uint64. Equal rows have equal hashes.
+    """64-bit hash of each row's ids, spans and images, uint64. Equal rows have equal hashes.
 
     Of pairs, the pair is hashed, and the row's number in it. Of labelled rows, the row and its label, not its mismatch.
     """
@@ -120,9 +120,9 @@ def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray
         offsets = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
         for digest, start, end in zip(made, offsets, offsets[1:], strict=False):
             digest.update(values[start:end])
-    if PICTURE_HASHES in batch.schema.names:
-        for digest, pictures in zip(made, batch.column(PICTURE_HASHES).to_pylist(), strict=True):
-            digest.update(b"".join(pictures))
+    if IMAGE_HASHES in batch.schema.names:
+        for digest, images in zip(made, batch.column(IMAGE_HASHES).to_pylist(), strict=True):
+            digest.update(b"".join(images))
     found = [digest.digest() for digest in made]
     if kind is not RowKind.ANSWER:
         seconds = found[1::2]
@@ -255,8 +255,8 @@ def _index(tokens: SideTokens, source: int) -> pa.RecordBatch:
         from_numpy(np.full(rows.num_rows, source), pa.uint16()),
         from_numpy(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
     ]
-    schema = pa.schema([*SHARD_INDEX, *INDEX_FIELDS]) if tokens.picture_columns else SHARD_INDEX
-    return pa.record_batch([*columns, *tokens.picture_columns], schema=schema)
+    schema = pa.schema([*SHARD_INDEX, *INDEX_FIELDS]) if tokens.image_columns else SHARD_INDEX
+    return pa.record_batch([*columns, *tokens.image_columns], schema=schema)
 
 
 # Merging of shards: token files, index files, duplicates and totals, without a Python object per row.
@@ -318,7 +318,7 @@ class Totals:
     desirable: dict[str, int] = field(default_factory=dict)
     """By side: labelled rows whose answer is desirable, without duplicates; empty unless rows are labelled."""
     shown: dict[str, int] = field(default_factory=dict)
-    """By side: rows with pictures; empty where the model takes none."""
+    """By side: rows with images; empty where the model takes none."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
@@ -343,12 +343,12 @@ def merge(
     max_length: int,
     drop_duplicates: bool,
     kind: RowKind = RowKind.ANSWER,
-    picture_limits: Mapping[str, str] | None = None,
+    image_limits: Mapping[str, str] | None = None,
 ) -> Totals:
     """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals.
 
-    Mismatches of labelled rows are not in the totals. `picture_limits` is the metadata of the index of rows with
-    pictures; None where the model takes none.
+    Mismatches of labelled rows are not in the totals. `image_limits` is the metadata of the index of rows with
+    images; None where the model takes none.
     """
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
@@ -364,9 +364,9 @@ def merge(
             _link(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, picture_limits)
-        if picture_limits is not None:
-            totals.shown[side] = _link_pictures(root / PICTURES, out / PICTURES, out / side)
+        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, image_limits)
+        if image_limits is not None:
+            totals.shown[side] = _link_images(root / IMAGES, out / IMAGES, out / side)
         if kind is RowKind.LABELLED:
             totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
@@ -393,19 +393,19 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _link_pictures(root: Path, out: Path, rows: Path) -> int:
-    """Link the pictures of the shards below `rows` from `root` into `out`; returns how many rows have some."""
+def _link_images(root: Path, out: Path, rows: Path) -> int:
+    """Link the images of the shards below `rows` from `root` into `out`; returns how many rows have some."""
     found = 0
     for path in sorted(rows.glob("*.arrow")):
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             for number in range(reader.num_record_batches):
-                hashes = reader.get_batch(number).column(PICTURE_HASHES)
+                hashes = reader.get_batch(number).column(IMAGE_HASHES)
                 found += int((np.diff(hashes.offsets.to_numpy()) > 0).sum())
                 for digest in set(hashes.flatten().to_pylist()):
-                    target = picture_file(out, digest)
+                    target = image_file(out, digest)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     if not target.exists():
-                        _link(picture_file(root, digest), target)
+                        _link(image_file(root, digest), target)
     return found
 
 
@@ -441,7 +441,7 @@ def _write_index(
     totals: list[SourceTotals],
     dropped: np.ndarray | None,
     kind: RowKind,
-    picture_limits: Mapping[str, str] | None,
+    image_limits: Mapping[str, str] | None,
 ) -> None:
     """Write one record for each row of a side, with one record batch for each shard of `index`.
 
@@ -449,8 +449,8 @@ def _write_index(
     """
     start, step = 0, kind.token_rows // kind.unit
     schema = INDEX.with_metadata(kind.metadata) if kind.metadata else INDEX
-    if picture_limits is not None:
-        schema = with_pictures(schema, picture_limits)
+    if image_limits is not None:
+        schema = with_images(schema, image_limits)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows

@@ -30,13 +30,13 @@ from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
-from lean_finetune.data.pictures.picture_store import PictureStore, StoredPicture
-from lean_finetune.data.pictures.processor import PictureProcessor
+from lean_finetune.data.images.image_store import ImageStore, StoredImage
+from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
-from lean_finetune.data.shards.fill_pictures import RowPictures
+from lean_finetune.data.shards.fill_images import RowImages
+from lean_finetune.data.shards.image_columns import index_columns
 from lean_finetune.data.shards.mismatches import with_mismatches
-from lean_finetune.data.shards.picture_columns import index_columns
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
     SideTokens,
@@ -51,8 +51,8 @@ RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
 ROW_SECONDS = 60.0
 """Most time of a processor for rendering a row; more in blocks with a long row."""
-CUT_APART = "a part of it, split off by data.over_length, lacks its pictures"
-"""Why a row with pictures is left out in part."""
+CUT_APART = "a part of it, split off by data.over_length, lacks its images"
+"""Why a row with images is left out in part."""
 ROWS_PER_SAMPLED_ROW = 128
 """Every 128th row of a block is encoded a second time, as one text. This takes 1 % of the time."""
 
@@ -86,10 +86,10 @@ class TokenSettings:
     """`tokenizers` or `tiktoken`."""
     kind: RowKind = RowKind.ANSWER
     """What each row is for the objective."""
-    pictures: bool = False
-    """Whether the model takes pictures."""
+    images: bool = False
+    """Whether the model takes images."""
     vision_patch: tuple[int, ...] | None = None
-    """Height and width in pixels of a patch of the vision tower; None: as `PictureProcessor`."""
+    """Height and width in pixels of a patch of the vision tower; None: as `ImageProcessor`."""
     image_max_pixels: int | None = None
     image_min_pixels: int | None = None
 
@@ -111,7 +111,7 @@ class _Rows:
     heldout: list[bool] = field(default_factory=list)
     desirable: list[bool] = field(default_factory=list)
     """The labels; empty if rows have none."""
-    pictures: list[tuple[StoredPicture, ...]] = field(default_factory=list)
+    images: list[tuple[StoredImage, ...]] = field(default_factory=list)
     """Empty where the model takes none."""
     unread: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
@@ -149,7 +149,7 @@ class _Rows:
         self.families = [self.families[number] for number in kept]
         self.heldout = [self.heldout[number] for number in kept]
         self.desirable = [self.desirable[number] for number in kept] if self.desirable else []
-        self.pictures = [self.pictures[number] for number in kept] if self.pictures else []
+        self.images = [self.images[number] for number in kept] if self.images else []
 
 
 class BlockTokenizer:
@@ -164,7 +164,7 @@ class BlockTokenizer:
     ):
         """Use this engine, or load that of the settings; no thread is started.
 
-        `store` is the directory for pictures; None: they are not kept. `directories` has that of each file, None for a
+        `store` is the directory for images; None: they are not kept. `directories` has that of each file, None for a
         file on the hub.
 
         Raises UserError if the tokenizer cannot be used.
@@ -176,7 +176,7 @@ class BlockTokenizer:
         self._schema = token_schema(
             *(self.tokenizer.vocab_size, settings.max_length, settings.files),
             labelled=labelled,
-            pictures=settings.pictures,
+            images=settings.images,
         )
 
     @cached_property
@@ -194,19 +194,19 @@ class BlockTokenizer:
         )
 
     @cached_property
-    def pictures(self) -> RowPictures:
-        """Reads the pictures of rows. Rows of text need no processor, so it is loaded on first use."""
+    def images(self) -> RowImages:
+        """Reads the images of rows. Rows of text need no processor, so it is loaded on first use."""
         settings = self._settings
-        processor = PictureProcessor(
+        processor = ImageProcessor(
             settings.tokenizer_directory,
             patch=settings.vision_patch,
             max_pixels=settings.image_max_pixels,
             min_pixels=settings.image_min_pixels,
         )
-        return RowPictures(PictureStore(self._store, processor), self.tokenizer)
+        return RowImages(ImageStore(self._store, processor), self.tokenizer)
 
     def in_store(self, store: Path) -> "BlockTokenizer":
-        """The same, with the pictures below `store`."""
+        """The same, with the images below `store`."""
         self._store = store
         return self
 
@@ -226,8 +226,8 @@ class BlockTokenizer:
         self._count_limited(chunks, rows, encoded)
         if rows.kind is RowKind.PAIR:
             chunks = self._complete_pairs(chunks, rows, encoded)
-        if any(rows.pictures):
-            chunks = self._complete_pictures(chunks, rows, encoded)
+        if any(rows.images):
+            chunks = self._complete_images(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
@@ -242,8 +242,8 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
         rows = _Rows(block=block, kind=self._settings.kind)
         source = self._settings.sources[block.source]
-        if self._settings.pictures and (b"image" in block.payload or "images" in source.columns):
-            _ = self.pictures  # Before memory is limited: it imports transformers.
+        if self._settings.images and (b"image" in block.payload or "images" in source.columns):
+            _ = self.images  # Before memory is limited: it imports transformers.
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
         with work_limits(size_bytes, seconds) as restart:
@@ -291,10 +291,10 @@ class BlockTokenizer:
 
         before = changes()
         segments = [self._segments(part) for part in parts]
-        pictures: tuple[StoredPicture, ...] = ()
-        if isinstance(example, Conversation) and example.pictures:
-            pictures = self.pictures.stored(example.pictures, self._directories[rows.block.file])
-            segments = [self.pictures.filled(segments[0], pictures)]
+        images: tuple[StoredImage, ...] = ()
+        if isinstance(example, Conversation) and example.images:
+            images = self.images.stored(example.images, self._directories[rows.block.file])
+            segments = [self.images.filled(segments[0], images)]
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
         for part in parts:
@@ -310,7 +310,7 @@ class BlockTokenizer:
         rows.families += [family] * len(parts)
         rows.heldout += [heldout] * len(parts)
         rows.desirable += [example.desirable] if isinstance(example, Labelled) else []
-        rows.pictures += [pictures] * len(parts) if settings.pictures else []
+        rows.images += [images] * len(parts) if settings.images else []
 
     def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
@@ -374,12 +374,12 @@ class BlockTokenizer:
                 rows.count(name, place)
         for place in rows.places_of(chunks.dropped_long.tolist()):
             rows.reject("dropped_long_rows", place, f"longer than {limit}")
-        cut = {number: self._cut_picture(number, rows, encoded) for number in chunks.no_answer.tolist()}
-        for place in rows.places_of(number for number, picture in cut.items() if picture is None):
+        cut = {number: self._cut_image(number, rows, encoded) for number in chunks.no_answer.tolist()}
+        for place in rows.places_of(number for number, image in cut.items() if image is None):
             rows.reject("no_answer_rows", place, f"no answer is left within {limit}")
-        for number, picture in cut.items():
-            if picture is not None:
-                rows.reject("cut_picture_rows", rows.places[number], picture)
+        for number, image in cut.items():
+            if image is not None:
+                rows.reject("cut_image_rows", rows.places[number], image)
 
     def _complete_pairs(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
         """The chunks of pairs whose answers are both left, and differ."""
@@ -396,34 +396,34 @@ class BlockTokenizer:
             rows.reject(name, rows.places[number], f"both answers of the pair are the same {where}")
         return chunks.select(~np.repeat(same, 2))
 
-    def _complete_pictures(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
-        """The chunks of rows whose pictures are not cut."""
-        cut = self.pictures.cut(chunks, encoded)
+    def _complete_images(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
+        """The chunks of rows whose images are not cut."""
+        cut = self.images.cut(chunks, encoded)
         for number in dict.fromkeys(chunks.rows[cut].tolist()):
-            rows.reject("cut_picture_rows", rows.places[number], self._cut_picture(number, rows, encoded) or CUT_APART)
+            rows.reject("cut_image_rows", rows.places[number], self._cut_image(number, rows, encoded) or CUT_APART)
         return chunks.select(~cut)
 
-    def _cut_picture(self, number: int, rows: _Rows, encoded: EncodedRows) -> str | None:
-        """The picture of a row that data.max_length cuts; None without one."""
-        if not any(rows.pictures) or not (pictures := rows.pictures[number]):
+    def _cut_image(self, number: int, rows: _Rows, encoded: EncodedRows) -> str | None:
+        """The image of a row that data.max_length cuts; None without one."""
+        if not any(rows.images) or not (images := rows.images[number]):
             return None
         limit = self._settings.max_length
         ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
-        if (cut := self.pictures.first_behind(limit, pictures, ids)) is None:
+        if (cut := self.images.first_behind(limit, images, ids)) is None:
             return None
-        size = f"{cut.size.width} x {cut.size.height} pixels, {self.pictures.processor.tokens(cut.size)} tokens"
-        return f"picture {cut.name} ({size}) is cut by, or lies behind, data.max_length={limit}"
+        size = f"{cut.size.width} x {cut.size.height} pixels, {self.images.processor.tokens(cut.size)} tokens"
+        return f"image {cut.name} ({size}) is cut by, or lies behind, data.max_length={limit}"
 
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
         if rows.kind is RowKind.LABELLED:
             chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
-        described = (rows.families, rows.block.file, numbers, rows.desirable, rows.pictures)
+        described = (rows.families, rows.block.file, numbers, rows.desirable, rows.images)
         batch = record_batch(self._schema, chunks, ids, *described)
         digest = digests(batch, rows.kind) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
         columns: tuple[pa.Array, ...] = ()
-        if self._settings.pictures:
-            own = [rows.pictures[row] for row in chunks.rows.tolist()]
-            columns = index_columns(own, self.pictures.processor if any(own) else None)
+        if self._settings.images:
+            own = [rows.images[row] for row in chunks.rows.tolist()]
+            columns = index_columns(own, self.images.processor if any(own) else None)
         return SideTokens(batch, chunks.supervised.astype(np.int32), digest, columns)

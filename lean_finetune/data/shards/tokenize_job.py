@@ -15,7 +15,7 @@ from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
-    PICTURE_COLUMNS,
+    IMAGE_COLUMNS,
     Conversation,
     RowFault,
     SourceFormat,
@@ -27,8 +27,8 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, unread_columns, without
-from lean_finetune.data.pictures.picture_files import picture_directory
-from lean_finetune.data.pictures.processor import picture_family
+from lean_finetune.data.images.image_files import image_directory
+from lean_finetune.data.images.processor import image_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
@@ -40,7 +40,7 @@ from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""
 LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
-LIBRARIES_OF_PICTURES = ("pillow", "transformers")
+LIBRARIES_OF_IMAGES = ("pillow", "transformers")
 KEY_DIGITS = 32
 # Text of each source on which the engines are compared, besides the probe texts.
 SAMPLED_ROWS_PER_SOURCE = 128
@@ -73,7 +73,7 @@ class TokenizeJob:
     tokenizer_files: FileVersions = NO_FILES
     """The pinned files that workers read again."""
     directories: tuple[Path | None, ...] = ()
-    """The directory of each file, in which rows name pictures; None for a file on the hub. By RowBlock.file."""
+    """The directory of each file, in which rows name images; None for a file on the hub. By RowBlock.file."""
 
     @property
     def key(self) -> str:
@@ -113,9 +113,9 @@ def prepare_job(
     """
     return_freed_memory()
     names = file_names(data_lock)
-    takes_pictures = picture_family(directory) is not None
-    inspected = [_inspect(data, data_lock, index, kind, takes_pictures) for index in range(len(data_lock["sources"]))]
-    pictures = kind is RowKind.ANSWER and any(one.source_format.pictures for one in inspected)
+    takes_images = image_family(directory) is not None
+    inspected = [_inspect(data, data_lock, index, kind, takes_images) for index in range(len(data_lock["sources"]))]
+    images = kind is RowKind.ANSWER and any(one.source_format.images for one in inspected)
     ignored = tuple(data.ignore_columns or ())
     found = MEANINGFUL.union(*(one.columns for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
@@ -130,11 +130,11 @@ def prepare_job(
         stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
         kind=kind,
-        pictures=pictures,
-        vision_patch=tuple(tokenizer_lock["vision_patch"]) if pictures and "vision_patch" in tokenizer_lock else None,
+        images=images,
+        vision_patch=tuple(tokenizer_lock["vision_patch"]) if images and "vision_patch" in tokenizer_lock else None,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
-    directories = tuple(map(picture_directory, data_files(data_lock)))
+    directories = tuple(map(image_directory, data_files(data_lock)))
     tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
         data_lock=data_lock,
@@ -157,7 +157,7 @@ def token_inputs(
     values = asdict(settings)
     # The tokenizer's file hashes identify it, wherever it is.
     del values["tokenizer_directory"], values["engine"]
-    libraries = (*LIBRARIES, *LIBRARIES_OF_PICTURES) if settings.pictures else LIBRARIES
+    libraries = (*LIBRARIES, *LIBRARIES_OF_IMAGES) if settings.images else LIBRARIES
     return {
         "data": sha256_json(data_lock),
         "tokenizer": sha256_json(tokenizer_lock["files"]),
@@ -203,16 +203,16 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_pictures: bool) -> _InspectedSource:
-    """Read the first rows of a source for a model that takes pictures, or text alone."""
+def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_images: bool) -> _InspectedSource:
+    """Read the first rows of a source for a model that takes images, or text alone."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
     roles = columns.pop(ROLES_KEY, {})
     wanted = source["format"] if source["format"] is not None else data.format
     skips = data.on_bad_row == "skip"
-    # Without their column, a place for a picture is text.
-    text_alone = PICTURE_COLUMNS[0] not in columns and not set(PICTURE_COLUMNS).isdisjoint(data.ignore_columns or ())
-    pictures = takes_pictures and not text_alone
+    # Without their column, a place for an image is text.
+    text_alone = IMAGE_COLUMNS[0] not in columns and not set(IMAGE_COLUMNS).isdisjoint(data.ignore_columns or ())
+    images = takes_images and not text_alone
     rows, fault = _first_rows({**lock, "sources": [source]}, skips)
     if not rows:
         if fault is not None:
@@ -227,7 +227,7 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, tak
         check_columns(columns, wanted, kind)
         reason = "params.yaml says so"
     source_format = SourceFormat(
-        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind, pictures=pictures
+        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind, images=images
     )
     return _InspectedSource(
         source_format=source_format,

@@ -27,11 +27,11 @@ from lean_finetune.core.atomic_files import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.pictures.named_pictures import refuse_changed_pictures
-from lean_finetune.data.pictures.picture_store import PICTURES
+from lean_finetune.data.images.image_store import IMAGES
+from lean_finetune.data.images.named_images import refuse_changed_images
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.data.shards.picture_columns import limits_metadata
+from lean_finetune.data.shards.image_columns import limits_metadata
 from lean_finetune.data.shards.shard_files import (
     Shard,
     SourceTotals,
@@ -51,7 +51,7 @@ from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
 HISTOGRAM_BINS = 50
-LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows", "cut_picture_rows")
+LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows", "cut_image_rows")
 """Counts of rows that later stages do not get."""
 # Equal for every engine, number of workers and machine.
 REPORTED = (
@@ -64,7 +64,7 @@ NOTES = {
     "data/tokens/rejects.jsonl",
     "truncated_rows": "{share} were truncated at {limit}; raise data.max_length",
     "no_answer_rows": "{share} were dropped because no answer was left within {limit}{first}; raise data.max_length",
-    "cut_picture_rows": "{share} were dropped because {limit} cuts one of their pictures{first}; raise it, or make "
+    "cut_image_rows": "{share} were dropped because {limit} cuts one of their images{first}; raise it, or make "
     "them smaller with data.image_max_pixels",
     "dropped_long_rows": "{share} were dropped because they are longer than {limit}{first}; raise it or change "
     "data.over_length",
@@ -88,7 +88,7 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        limits = limits_metadata(settings.image_max_pixels, settings.image_min_pixels) if settings.pictures else None
+        limits = limits_metadata(settings.image_max_pixels, settings.image_min_pixels) if settings.images else None
         totals = merge(
             *(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind), limits
         )
@@ -165,7 +165,7 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     rows = {"train on": totals.side("train").rows // unit, "evaluate on": totals.side("heldout").rows // unit}
     lost = {
         "no_answer_rows": f"without an answer within data.max_length={settings.max_length}",
-        "cut_picture_rows": f"with a picture that data.max_length={settings.max_length} cuts",
+        "cut_image_rows": f"with an image that data.max_length={settings.max_length} cuts",
         "dropped_long_rows": f"longer than data.max_length={settings.max_length}",
         "empty_answer_rows": "with an empty answer",
         "bad_rows": "that cannot be used",
@@ -226,7 +226,7 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind
     return {
         **shared,
         **({"desirable_rows": totals.desirable["train"]} if kind is RowKind.LABELLED else {}),
-        **({"cut_picture_rows": cut} if (cut := counts["cut_picture_rows"]) else {}),
+        **({"cut_image_rows": cut} if (cut := counts["cut_image_rows"]) else {}),
         "format": ", ".join(dict.fromkeys(formats)),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
@@ -321,7 +321,7 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
     """`make_shards` with a pool of workers, a progress bar, and a refusal of the first bad row."""
     data_bytes = job.data_lock["bytes"]
     workers = max(1, min(run.data_workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
-    store = root / PICTURES
+    store = root / IMAGES
     make_tokenizer = partial(BlockTokenizer, job.settings, store=store, directories=job.directories)
     # The pool first: the thread of a progress bar would make forks unsafe.
     with (
@@ -345,9 +345,9 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
         made = make_shards(root, job.key, blocks, checked)
     try:
         job.tokenizer_files.refuse_change()
-        if job.settings.pictures:
+        if job.settings.images:
             columns = [source.columns for source in job.settings.sources]
-            refuse_changed_pictures(job.data_lock, columns, job.settings.ignore_columns)
+            refuse_changed_images(job.data_lock, columns, job.settings.ignore_columns)
     except UserError:
         discard_all(root)
         raise

@@ -95,7 +95,7 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         UserError: the step cannot be traced.
     """
     train = run.setting.train
-    if run.pictures is not None:
+    if run.images is not None:
         return f"the training step of {tool} for rows with images is not described here"
     step = step_of(tool, keys, train)
     if step is None:

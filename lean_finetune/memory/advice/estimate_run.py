@@ -29,10 +29,10 @@ from lean_finetune.memory.predict.other_phases import (
     heldout_shape,
     loading_note,
     other_phases,
-    prompts_of_pictures,
+    prompts_of_images,
     reference_note,
     reference_shape,
-    shape_of_pictures,
+    shape_of_images,
 )
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
@@ -41,7 +41,7 @@ from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.pinning.locate import adapter_directory
-from lean_finetune.plan.optimizer_steps import read_pictures
+from lean_finetune.plan.optimizer_steps import read_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import read_lengths
 
@@ -136,17 +136,17 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
     p, plan, model = run.params, run.planned.own_plan, run.model
     limits = EvaluationLimits.from_params(p)
     prompts, in_training = p.evaluate.generate_rows, int(plan.padded_tokens[plan.step == 0].max())
-    lengths, pictures = read_lengths(heldout_index), read_pictures(heldout_index)
+    lengths, images = read_lengths(heldout_index), read_images(heldout_index)
     longest = max(run.longest, int(lengths.max(initial=0)))
     losses = [[heldout_shape(budget, longest)] for budget in (in_training, limits.max_tokens)]
     generation = generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config))
-    if pictures is not None and model.pictures is not None:
-        if plan.pictures is None or pictures.patches.max() > plan.pictures.patches.max():
-            model = replace(model, pictures=model.pictures.with_worst(pictures.worst))
+    if images is not None and model.images is not None:
+        if plan.images is None or images.patches.max() > plan.images.patches.max():
+            model = replace(model, images=model.images.with_worst(images.worst))
         for shapes, budget in zip(losses, (in_training, limits.max_tokens), strict=True):
-            shapes.append(shape_of_pictures(lengths, pictures, budget))
+            shapes.append(shape_of_images(lengths, images, budget))
         if generation:
-            generation += (prompts_of_pictures(lengths, pictures, limits),)
+            generation += (prompts_of_images(lengths, images, limits),)
     around = OtherPhases(
         stored_dtype=run.stored,
         in_training=tuple(losses[0]),

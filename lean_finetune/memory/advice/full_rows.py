@@ -11,17 +11,17 @@ from cuda_memory.units import round_up
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.families import MODELS, Size
+from lean_finetune.data.images.families import MODELS, Size
 from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.assumed_pictures import AssumedPictures, RowOfPictures
+from lean_finetune.memory.predict.assumed_images import AssumedImages, RowOfImages
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.continued_adapter import refuse_other_adapter
+from lean_finetune.model.images.image_config import with_images
 from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.pictures.picture_config import with_pictures
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.adapter_source import find_adapter
@@ -33,15 +33,15 @@ from lean_finetune.step.unsupported import refuse_unsupported
 
 
 def full_batch(
-    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, pictures: RowOfPictures | None = None
+    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, images: RowOfImages | None = None
 ) -> BatchShape:
     """The largest micro-batch of rows of this length, with every token trained except the first of each row.
 
-    It has whole units of rows: pairs. With `pictures` in each row, whose tokens are not trained, it keeps
+    It has whole units of rows: pairs. With `images` in each row, whose tokens are not trained, it keeps
     bucket.max_patches.
 
     Raises:
-        UserError: the pictures of one row have more patches than a micro-batch may have.
+        UserError: the images of one row have more patches than a micro-batch may have.
     """
     unit = kind.unit
     if bucket.mode == "packed":
@@ -54,21 +54,21 @@ def full_batch(
     rows = bucket.fixed_rows if bucket.mode == "fixed" else bucket.max_tokens // length
     rows = max(rows // unit, 1) * unit
     whole = BatchShape(rows=rows, length=length, supervised=rows * (length - 1), packed_lengths=None, kind=kind)
-    return whole if pictures is None else _with_pictures(whole, pictures, bucket.max_patches)
+    return whole if images is None else _with_images(whole, images, bucket.max_patches)
 
 
-def _with_pictures(shape: BatchShape, pictures: RowOfPictures, max_patches: int | None) -> BatchShape:
-    """The micro-batch with pictures in each row, with fewer rows if they have too many patches."""
+def _with_images(shape: BatchShape, images: RowOfImages, max_patches: int | None) -> BatchShape:
+    """The micro-batch with images in each row, with fewer rows if they have too many patches."""
     rows = shape.rows
     if max_patches is not None:
-        if pictures.row_patches > max_patches:
+        if images.row_patches > max_patches:
             raise UserError(
                 "bucket.max_patches: the images of every row must fit in a micro-batch; those of a row have "
-                f"{pictures.row_patches} patches; got {max_patches}; raise it or lower data.image_max_pixels"
+                f"{images.row_patches} patches; got {max_patches}; raise it or lower data.image_max_pixels"
             )
-        rows = min(rows, max_patches // pictures.row_patches)
-    trained = max(1, shape.length - 1 - pictures.row_tokens)
-    return replace(shape, rows=rows, supervised=rows * trained, pictures=(pictures.sizes,) * rows)
+        rows = min(rows, max_patches // images.row_patches)
+    trained = max(1, shape.length - 1 - images.row_tokens)
+    return replace(shape, rows=rows, supervised=rows * trained, images=(images.sizes,) * rows)
 
 
 def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:
@@ -106,11 +106,11 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     device, reason = resolve_gpu(p.hardware.gpu)
     directory = find_model(p.model.name, p.model.revision)
     config = read_config(directory, scores=p.train.scores)
-    pictures = None
+    assumed = None
     if images is not None:
-        _refuse_pictures(p, config)
-        config, (size, count) = with_pictures(config), images
-        pictures = AssumedPictures(size=size, count=count, directory=directory, beside_text=shorten)
+        _refuse_images(p, config)
+        config, (size, count) = with_images(config), images
+        assumed = AssumedImages(size=size, count=count, directory=directory, beside_text=shorten)
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
@@ -120,14 +120,14 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
             ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
         p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
         config = with_rows(config, p.train)
-    run = full_rows_run(p, config, device, reason, pictures)
+    run = full_rows_run(p, config, device, reason, assumed)
     _ = run.attention  # Refuses a kernel that cannot run, before anything is traced.
     if p.model.adapter is not None:
         refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
     return run
 
 
-def _refuse_pictures(p: Params, config: PretrainedConfig) -> None:
+def _refuse_images(p: Params, config: PretrainedConfig) -> None:
     """Refuse rows with images for a model or an objective that does not take them."""
     if config.model_type not in MODELS:
         raise UserError(
@@ -146,17 +146,17 @@ def full_rows_run(
     config: PretrainedConfig,
     device: Device,
     device_reason: str = "",
-    pictures: AssumedPictures | None = None,
+    images: AssumedImages | None = None,
 ) -> Run:
     """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
 
-    With `pictures` in each row, all but those of the pictures.
+    With `images` in each row, all but those of the images.
 
     Raises:
         UserError: the device, the model's rows or the steps do not suit a parameter.
     """
     layout, bucket, longest = p.layout, p.bucket, p.data.max_length
-    row = None if pictures is None else pictures.made(config, p.data)
+    row = None if images is None else images.made(config, p.data)
     if row is not None:
         longest = row.length(longest, max_positions(config))
     length = round_up(longest, pad_multiple(p))
@@ -187,15 +187,15 @@ def full_rows_run(
         micro_batches_per_step=micro_batches,
         nodes=p.run.nodes,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        pictures=None if row is None else row.known,
+        images=None if row is None else row.known,
         full_row=row,
     )
 
 
 def remade(run: Run, p: Params) -> Run:
-    """A run with full rows of the same model, device and pictures, with other parameters.
+    """A run with full rows of the same model, device and images, with other parameters.
 
     Raises:
         UserError: as `full_rows_run`.
     """
-    return full_rows_run(p, run.config, run.device, pictures=None if run.full_row is None else run.full_row.assumed)
+    return full_rows_run(p, run.config, run.device, images=None if run.full_row is None else run.full_row.assumed)

@@ -25,7 +25,7 @@ from lean_finetune.memory.devices import (
     precision_on,
     resolve_gpu,
 )
-from lean_finetune.memory.predict.assumed_pictures import RowOfPictures
+from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -37,7 +37,7 @@ from lean_finetune.memory.predict.traced_step import (
     traced_steps,
 )
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
-from lean_finetune.memory.trace.known_values import KnownPictures
+from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
@@ -45,13 +45,13 @@ from lean_finetune.model.allocator_settings import environment_notes, segments_f
 from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
+from lean_finetune.model.images.image_config import masks_images
 from lean_finetune.model.model_config import (
     attention_window,
     chunk_tokens,
     read_config,
     refuse_context_parallel,
 )
-from lean_finetune.model.pictures.picture_config import masks_pictures
 from lean_finetune.model.precision import resolved
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.pinning.locate import (
@@ -60,10 +60,10 @@ from lean_finetune.pinning.locate import (
     tokenizer_directory,
 )
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
-from lean_finetune.plan.optimizer_steps import RowIndex, read_index, read_pictures
+from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
-from lean_finetune.step.picture_inputs import read_picture_inputs
+from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -120,10 +120,10 @@ class Run:
     """run.nodes where a figure may depend on it: no stage tracks that parameter."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why `gpu` and `precision` were chosen."""
-    pictures: KnownPictures | None = None
-    """Makes the model's arguments of pictures; None for rows of text."""
-    full_row: RowOfPictures | None = None
-    """The pictures of each row, if every micro-batch is full of the same rows with pictures."""
+    images: KnownImages | None = None
+    """Makes the model's arguments of images; None for rows of text."""
+    full_row: RowOfImages | None = None
+    """The images of each row, if every micro-batch is full of the same rows with images."""
 
     @cached_property
     def target(self) -> Target:
@@ -133,7 +133,7 @@ class Run:
     @property
     def model(self) -> TracedModel:
         """What is traced."""
-        return TracedModel(self.config, self.setting, self.target, self.pictures)
+        return TracedModel(self.config, self.setting, self.target, self.images)
 
     @property
     def usable_bytes(self) -> int:
@@ -168,17 +168,17 @@ class Run:
 
     @property
     def patches_of_rows(self) -> np.ndarray | None:
-        """Patches of each row's pictures; None without pictures."""
+        """Patches of each row's images; None without images."""
         if self.full_row is not None:
             return np.array([self.full_row.row_patches])
-        pictures = None if self.planned is None else self.planned.plan.pictures
-        return None if pictures is None else pictures.patches
+        images = None if self.planned is None else self.planned.plan.images
+        return None if images is None else images.patches
 
     @property
     def most_patches(self) -> int:
-        """Patches of the micro-batch that has most; 0 without pictures."""
+        """Patches of the micro-batch that has most; 0 without images."""
         if self.full_row is not None:
-            return self.full_row.row_patches * max(len(shape.pictures) for step in self.steps for shape in step)
+            return self.full_row.row_patches * max(len(shape.images) for step in self.steps for shape in step)
         of_rows = self.patches_of_rows
         if of_rows is None or self.planned is None:
             return 0
@@ -194,8 +194,8 @@ class Run:
 
     @property
     def _beyond_window(self) -> bool:
-        """Whether rows are longer than the window of windowed layers, or have masks of their pictures."""
-        return self.longest >= (attention_window(self.config) or math.inf) or masks_pictures(self.config)
+        """Whether rows are longer than the window of windowed layers, or have masks of their images."""
+        return self.longest >= (attention_window(self.config) or math.inf) or masks_images(self.config)
 
     @property
     def attention(self) -> str:
@@ -390,13 +390,13 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, device_reason = resolve_gpu(p.hardware.gpu)
-    plan, lengths, pictures = read_plan(plan_path), read_lengths(index), read_pictures(index)
+    plan, lengths, images = read_plan(plan_path), read_lengths(index), read_images(index)
     refuse_other_tokens(plan, lengths)
     refuse_other_objective(plan, p.train.row_kind)
-    plan = replace(plan, pictures=pictures)
+    plan = replace(plan, images=images)
     lock = read_json(model_lock)
-    config = read_config(config_directory(lock), scores=p.train.scores, pictures=pictures is not None)
-    inputs = None if pictures is None else read_picture_inputs(tokenizer_directory(lock), config, pictures)
+    config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
+    inputs = None if images is None else read_image_inputs(tokenizer_directory(lock), config, images)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
     setting, precision_reason = setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
     setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
@@ -416,6 +416,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        pictures=None if inputs is None or pictures is None else KnownPictures(inputs, pictures.worst),
+        images=None if inputs is None or images is None else KnownImages(inputs, images.worst),
     )
     return run.with_plan(planned)

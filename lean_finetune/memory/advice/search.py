@@ -299,7 +299,7 @@ def _bounds(other: Candidate, candidate: Candidate) -> bool:
         return switch.other_memory == "same" or weaker <= stronger
 
     # The memory of a tower grows with patches, not with tokens.
-    return other.pictures == candidate.pictures and all(map(bounded, SWITCHES))
+    return other.images == candidate.images and all(map(bounded, SWITCHES))
 
 
 def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int:

@@ -112,9 +112,9 @@ class Candidate:
         return max(shape.rows * shape.length for step in self.run.steps for shape in step)
 
     @property
-    def pictures(self) -> set[Any]:
-        """The pictures of its micro-batches."""
-        return {shape.pictures for step in self.run.steps for shape in step}
+    def images(self) -> set[Any]:
+        """The images of its micro-batches."""
+        return {shape.images for step in self.run.steps for shape in step}
 
     def level(self, switch: str) -> int:
         """The level of the option of one switch."""
@@ -296,7 +296,7 @@ def budgets_of(run: Run) -> Iterator[Option]:
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
-    if run.pictures is not None:  # Shorter rows would cut pictures, and such rows are left out.
+    if run.images is not None:  # Shorter rows would cut images, and such rows are left out.
         yield from _smaller_images(run, level)
         return
     while length >= SHORTEST_ROW_TOKENS and not fixed:
@@ -310,12 +310,12 @@ def budgets_of(run: Run) -> Iterator[Option]:
 def _fewer_patches(run: Run, steps: TracedSteps, parts: int) -> Option | None:
     """Micro-batches with images of a part of the patches; those of text stay. None without several such rows."""
     of_rows = run.patches_of_rows
-    if of_rows is None or not any(len(shape.pictures) > 1 for step in steps for shape in step):
+    if of_rows is None or not any(len(shape.images) > 1 for step in steps for shape in step):
         return None
     most = max(int(of_rows.max()), run.most_patches // parts)
 
     def with_fewer(shape: BatchShape) -> BatchShape:
-        found = halved(((shape,),)) if shape.pictures else None
+        found = halved(((shape,),)) if shape.images else None
         return shape if found is None else found[0][0]
 
     smaller = replace(

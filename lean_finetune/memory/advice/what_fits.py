@@ -14,14 +14,14 @@ from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.data.format.format_base import RowFault
-from lean_finetune.data.pictures.families import Size
+from lean_finetune.data.images.families import Size
 from lean_finetune.memory.advice.full_rows import full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.predict.assumed_pictures import RowOfPictures
+from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.memory.trace.setting import Setting
@@ -244,10 +244,10 @@ def _guess(points: Mapping[float, int], usable: int, low: int) -> int:
     return 2 * low if slope <= 0 else int(a + (usable - peak_a) / slope)
 
 
-# The largest picture, in the proportions of the assumed one, with which a run fits.
+# The largest image, in the proportions of the assumed one, with which a run fits.
 
 UNIT_PIXELS = 1 << 14
-"""Pictures are tried in multiples of so many pixels, in which peaks grow linearly."""
+"""Images are tried in multiples of so many pixels, in which peaks grow linearly."""
 IMAGE_TRACES = 6
 TRAINED_TRACES = 2
 """Of a tower that is trained: a trace of all its layers takes minutes."""
@@ -269,7 +269,7 @@ class LargestImage:
 
 
 def largest_image(run: Run, usable_bytes: int, peak_bytes: int) -> LargestImage:
-    """The largest picture with which a run with full rows fits; `peak_bytes` is the run's own peak.
+    """The largest image with which a run with full rows fits; `peak_bytes` is the run's own peak.
 
     It was traced and fits; a larger one by more than one part in `PRECISION` of its pixels does not, or was not tried.
     """
@@ -305,12 +305,12 @@ def _guess_units(known: Mapping[float, int], usable_bytes: int, most: int) -> in
 
 
 def scaled(size: Size, units: int) -> Size:
-    """A picture of so many units in the proportions of another."""
+    """An image of so many units in the proportions of another."""
     scale = math.sqrt(units * UNIT_PIXELS / (size.height * size.width))
     return Size(height=max(1, round(scale * size.height)), width=max(1, round(scale * size.width)))
 
 
-def _most(run: Run, row: RowOfPictures) -> tuple[int, str]:
+def _most(run: Run, row: RowOfImages) -> tuple[int, str]:
     """The most units that are worth trying, and why no more."""
     size, counts = row.assumed.size, range(1, MAX_PIXELS // UNIT_PIXELS + 1)
     most_patches = row.processor.patches(scaled(size, counts[-1]))
@@ -323,8 +323,8 @@ def _most(run: Run, row: RowOfPictures) -> tuple[int, str]:
     return stop, f"{own}: a larger one is made smaller, so any fits"
 
 
-def _has_room(run: Run, row: RowOfPictures) -> bool:
-    """Whether the pictures fit in the longest row and in bucket.max_patches."""
+def _has_room(run: Run, row: RowOfImages) -> bool:
+    """Whether the images fit in the longest row and in bucket.max_patches."""
     try:
         row.length(run.params.data.max_length, max_positions(run.config))
     except UserError:
@@ -332,10 +332,10 @@ def _has_room(run: Run, row: RowOfPictures) -> bool:
     return run.bucket.max_patches is None or row.row_patches <= run.bucket.max_patches
 
 
-def _peak_with(run: Run, row: RowOfPictures, units: int) -> int:
-    """The predicted peak with pictures of so many units."""
-    pictures = replace(row.assumed, size=scaled(row.assumed.size, units))
+def _peak_with(run: Run, row: RowOfImages, units: int) -> int:
+    """The predicted peak with images of so many units."""
+    images = replace(row.assumed, size=scaled(row.assumed.size, units))
     try:
-        return full_rows_run(run.params, run.config, run.device, pictures=pictures).predict().peak.bytes
+        return full_rows_run(run.params, run.config, run.device, images=images).predict().peak.bytes
     except (RowFault, UserError):  # Proportions that rounding makes extreme.
         return REFUSED_BYTES

@@ -17,7 +17,7 @@ from lean_finetune.memory.advice.switches import LIGHTER_METHODS
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP, generation, longest_fitting_row, smallest_gpu
 from lean_finetune.memory.choice.fastest import MOST_CHOICES, Choice, FastestSets
 from lean_finetune.memory.choice.plain_run import Start, plain_start
-from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
+from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.plan.optimizer_steps import RowIndex
 
 BEST: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -63,13 +63,13 @@ def choose(
     fixed: Collection[str],
     index: RowIndex | None,
     most: int = MOST_CHOICES,
-    pictures: AssumedPictures | None = None,
+    images: AssumedImages | None = None,
 ) -> Chosen:
     """The fastest sets, `most` of them, of the first of `methods` that fits.
 
     Parameters in `fixed` keep their values. Of several methods, one that moves weights or optimizer state to the host
     is taken only if none fits without that. `index`: the rows; None means full ones of data.max_length. Those that are
-    predicted have `pictures` in each row.
+    predicted have `images` in each row.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the only method.
@@ -79,7 +79,7 @@ def choose(
     for on_device in (True, False) if len(methods) > 1 else (False,):
         for method in methods if on_device or len(methods) == 1 else methods[-1:]:
             try:
-                start = plain_start(p, config, device, method, fixed, index, pictures)
+                start = plain_start(p, config, device, method, fixed, index, images)
             except UserError as error:
                 if len(methods) == 1:
                     raise

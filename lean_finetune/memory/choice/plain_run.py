@@ -22,10 +22,10 @@ from lean_finetune.memory.advice.step_cost import tokens_per_second
 from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flag
 from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
-from lean_finetune.memory.predict.assumed_pictures import AssumedPictures
+from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
+from lean_finetune.model.images.image_config import takes_images
 from lean_finetune.model.model_config import refuse_packed_rows
-from lean_finetune.model.pictures.picture_config import takes_pictures
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
 
@@ -65,11 +65,11 @@ def plain_start(
     method: Method,
     fixed: Collection[str],
     index: RowIndex | None,
-    pictures: AssumedPictures | None = None,
+    images: AssumedImages | None = None,
 ) -> Start:
     """The plain run of a method. Parameters in `fixed` keep their values. `index`: the rows; None means full ones.
 
-    `pictures`: those of every full row.
+    `images`: those of every full row.
 
     Raises:
         UserError: the model, the device or a parameter does not suit the method.
@@ -88,7 +88,7 @@ def plain_start(
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
     flags += [flag(key, value) for key, value in sized.items() if key not in fixed]
     changed = with_flags(p, flags)
-    run, filled = _with_rows(full_rows_run(changed, config, device, pictures=pictures), index)
+    run, filled = _with_rows(full_rows_run(changed, config, device, images=images), index)
     resized = "bucket.max_tokens" not in fixed and mode != "fixed" and not changed.train.optimizer_in_backward
     sizes = _sizes(run, index, length) if resized else ()
     return Start(run=run, sizes=tuple(sizes), flags=tuple(flags), mode=why, filled=filled)
@@ -120,7 +120,7 @@ def _packing(
         return p.bucket.mode == "packed", "as set"
     if index is None:
         return False, "rows of one length have no padding"
-    if takes_pictures(config):
+    if takes_images(config):
         return False, "rows with images are not packed"
     try:
         refuse_packed_rows(config, int(index.lengths.max()))

@@ -27,17 +27,17 @@ from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.fake_distributed import local, shared
-from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode
+from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.plan.row_pictures import Sizes
+from lean_finetune.plan.row_images import Sizes
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
+from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import ParallelModel, named_trained
-from lean_finetune.step.picture_inputs import PictureTensors
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""
@@ -53,8 +53,8 @@ class GenerationShape:
     prompt_tokens: int
     new_tokens: int
     """Length of the longest answer."""
-    pictures: Sizes = ()
-    """Height and width of the pictures of each prompt; empty for those of the row with most patches."""
+    images: Sizes = ()
+    """Height and width of the images of each prompt; empty for those of the row with most patches."""
 
 
 def peak_of_loss(
@@ -68,8 +68,8 @@ def peak_of_loss(
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            parts, pictures = parallel.layout.context, model.pictures
-            given = None if pictures is None else pictures.of_worst(shape)
+            parts, images = parallel.layout.context, model.images
+            given = None if images is None else images.of_worst(shape)
             parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts, given), parallel.exchange))
 
     return _peak_of_use(model, use, adapted=adapted)
@@ -83,7 +83,7 @@ def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
     """
     try:
         return _peak_of_use(
-            model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace, model.pictures)
+            model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace, model.images)
         )
     except UNTRACEABLE as error:
         raise UserError(
@@ -126,7 +126,7 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     """`_traced`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
-        CachedFakeMode() if model.pictures is None else KnownValuesMode(),
+        CachedFakeMode() if model.images is None else KnownValuesMode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU, adapted=adapted), setting, trace, CPU) as parallel,
@@ -142,18 +142,16 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     return trace
 
 
-def _answer(
-    lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, pictures: KnownPictures | None = None
-) -> None:
+def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, images: KnownImages | None = None) -> None:
     """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values.
 
-    With `pictures`, each prompt has those of the shape, or of the worst row.
+    With `images`, each prompt has those of the shape, or of the worst row.
     """
     B, T = shape.rows, shape.prompt_tokens
     prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
-    own = (shape.pictures,) * B if shape.pictures else ()
-    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, pictures=own)
-    given = None if pictures is None else pictures.of_worst(prompts)
+    own = (shape.images,) * B if shape.images else ()
+    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, images=own)
+    given = None if images is None else images.of_worst(prompts)
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())
         scores_BV = _forward(lm, T, T, mask_BT, cache, given)
@@ -177,17 +175,17 @@ def _forward(
     new: int,
     mask_BT: torch.Tensor,
     cache: DynamicCache,
-    given: tuple[torch.Tensor, PictureTensors] | None = None,
+    given: tuple[torch.Tensor, ImageTensors] | None = None,
 ) -> torch.Tensor:
     """Run the model on the last `new` of `tokens` tokens; returns the scores of the next token, fp32 (B, V).
 
-    `given` are token ids, and the model's arguments for pictures.
+    `given` are token ids, and the model's arguments for images.
     """
     positions_BT = mask_BT.cumsum(-1) - 1
     last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
-    ids_BT, pictures = (torch.empty((mask_BT.shape[0], new), dtype=torch.int64), {}) if given is None else given
+    ids_BT, images = (torch.empty((mask_BT.shape[0], new), dtype=torch.int64), {}) if given is None else given
     own_positions = positions_BT if new == tokens else positions_BT[:, -new:].clone()
-    arguments: dict[str, Any] = {"position_ids": own_positions, **pictures}
+    arguments: dict[str, Any] = {"position_ids": own_positions, **images}
     output = lm(
         input_ids=ids_BT,
         # One prompt has no padding, so transformers creates no mask; it would check the values, which are fake.

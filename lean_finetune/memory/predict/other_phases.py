@@ -59,7 +59,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
 from lean_finetune.model.model_config import ties_embedding
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
-from lean_finetune.plan.row_pictures import RowPictures
+from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -267,24 +267,24 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
 
 
-def shape_of_pictures(lengths: np.ndarray, pictures: RowPictures, max_tokens: int) -> BatchShape:
+def shape_of_images(lengths: np.ndarray, images: RowImages, max_tokens: int) -> BatchShape:
     """The batch of held-out rows of `lengths` tokens that can have most patches within a budget of padded tokens."""
     at_once = np.maximum(1, max_tokens // lengths)
-    row = pictures.fullest(at_once)
+    row = images.fullest(at_once)
     rows, length = at_once.item(row), lengths.item(row)
-    sizes = (pictures.of(row),) * rows
-    return BatchShape(rows=rows, length=length, supervised=rows * length, packed_lengths=None, pictures=sizes)
+    sizes = (images.of(row),) * rows
+    return BatchShape(rows=rows, length=length, supervised=rows * length, packed_lengths=None, images=sizes)
 
 
-def prompts_of_pictures(lengths: np.ndarray, pictures: RowPictures, limits: EvaluationLimits) -> GenerationShape:
+def prompts_of_images(lengths: np.ndarray, images: RowImages, limits: EvaluationLimits) -> GenerationShape:
     """The batch of prompts of such rows that can have most patches."""
     at_once = np.array([limits.prompts_at_once(length) for length in lengths.tolist()])
-    row = pictures.fullest(at_once)
+    row = images.fullest(at_once)
     return GenerationShape(
         rows=at_once.item(row),
         prompt_tokens=lengths.item(row),
         new_tokens=limits.max_new_tokens,
-        pictures=pictures.of(row),
+        images=images.of(row),
     )
 
 

@@ -26,8 +26,8 @@ from lean_finetune.model.experts.experts_forward import (
 )
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
+from lean_finetune.model.images.image_parts import PROJECTOR, ImagePart, image_parts, part_mode
 from lean_finetune.model.merge_adapters import stored_by_expert
-from lean_finetune.model.pictures.picture_parts import PROJECTOR, PicturePart, part_mode, picture_parts
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 
@@ -201,8 +201,8 @@ class ParameterShape:
     """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
     """Types of the other weights in which the family keeps this one in fp32."""
-    part: PicturePart | None = None
-    """The part for pictures that it is in."""
+    part: ImagePart | None = None
+    """The part for images that it is in."""
 
     @property
     def values(self) -> int:
@@ -260,7 +260,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     routers = {id(parameter) for parameter in router_parameters(model).values()}
     of_tokens = {id(layer.weight) for layer in token_layers(model)}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
-    part_of = picture_parts(model)
+    part_of = image_parts(model)
     parameters = tuple(
         ParameterShape(
             name=name,

@@ -18,7 +18,7 @@ from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_u
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
 from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
-from lean_finetune.memory.trace.known_values import KnownPictures, KnownValuesMode, known_lists
+from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode, known_lists
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.setting import Setting
@@ -41,8 +41,8 @@ class TracedModel:
     config: PretrainedConfig
     setting: Setting
     target: Target
-    pictures: KnownPictures | None = None
-    """Makes the arguments for pictures; None for rows of text."""
+    images: KnownImages | None = None
+    """Makes the arguments for images; None for rows of text."""
 
     def with_setting(self, setting: Setting) -> "TracedModel":
         """The same model on the same device, trained otherwise."""
@@ -129,7 +129,7 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
 
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up: of packed rows every second, of pictures the largest."""
+    """Half the rows of a micro-batch, rounded up: of packed rows every second, of images the largest."""
     joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
@@ -141,13 +141,13 @@ def _halved(shape: BatchShape) -> BatchShape:
         length=length,
         supervised=min(shape.supervised, rows * length),
         packed_lengths=joined,
-        pictures=tuple(sorted(shape.pictures, key=_pixels, reverse=True)[:rows]),
+        images=tuple(sorted(shape.images, key=_pixels, reverse=True)[:rows]),
     )
 
 
-def _pixels(pictures: Sizes) -> int:
-    """Pixels of a row's pictures."""
-    return sum(height * width for height, width in pictures)
+def _pixels(images: Sizes) -> int:
+    """Pixels of a row's images."""
+    return sum(height * width for height, width in images)
 
 
 # Run the training step of `lean_finetune.step` on fake tensors under a memory trace.
@@ -186,7 +186,7 @@ def _trace_steps(
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         refuse_untraceable(model.config),
-        CachedFakeMode() if model.pictures is None else KnownValuesMode(),
+        CachedFakeMode() if model.images is None else KnownValuesMode(),
         known_lists(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
@@ -202,7 +202,7 @@ def _run_steps(
     parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps, skip: bool
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
-    setting, target, pictures = model.setting, model.target, model.pictures
+    setting, target, images = model.setting, model.target, model.images
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
     train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
     optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)
@@ -230,7 +230,7 @@ def _run_steps(
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU, parts) if pictures is None else pictures.batch(shape)
+            yield empty_batch(shape, CPU, parts) if images is None else images.batch(shape)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.

@@ -1,6 +1,6 @@
 """A fake mode that knows the values of small integers, which decide how image towers divide their patches.
 
-A tower reads the sizes of its pictures: it splits patches into windows and pictures, and repeats positions. So tensors
+A tower reads the sizes of its images: it splits patches into windows and images, and repeats positions. So tensors
 of integers that follow from those sizes keep a real copy beside the fake one, and an operation on such tensors alone
 runs on the copies too. Other tensors stay without values.
 """
@@ -20,7 +20,7 @@ from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.plan.batch_plan import Sizes
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
-from lean_finetune.step.picture_inputs import PictureInputs, PictureTensors
+from lean_finetune.step.image_inputs import ImageInputs, ImageTensors
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -126,42 +126,42 @@ def known_lists() -> Iterator[None]:
         yield
 
 
-class KnownPictures:
-    """Makes a traced micro-batch's token ids and its arguments for pictures: integers with values, others without."""
+class KnownImages:
+    """Makes a traced micro-batch's token ids and its arguments for images: integers with values, others without."""
 
-    def __init__(self, inputs: PictureInputs, worst: Sizes = ()):
-        """`inputs` makes the real ones; `worst` are the sizes of the pictures of the row with most patches."""
+    def __init__(self, inputs: ImageInputs, worst: Sizes = ()):
+        """`inputs` makes the real ones; `worst` are the sizes of the images of the row with most patches."""
         self._inputs, self._worst = inputs, worst
         self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
-    def with_worst(self, worst: Sizes) -> "KnownPictures":
+    def with_worst(self, worst: Sizes) -> "KnownImages":
         """The same with another worst row."""
-        return KnownPictures(self._inputs, worst)
+        return KnownImages(self._inputs, worst)
 
-    def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
-        """As `of`; rows of a shape without pictures, which are others than those of the plan, have the worst row's."""
-        if shape.pictures:
+    def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
+        """As `of`; rows of a shape without images, which are others than those of the plan, have the worst row's."""
+        if shape.images:
             return self.of(shape)
-        return self.of(replace(shape, pictures=(self._worst,) * shape.rows if self._worst else ()))
+        return self.of(replace(shape, images=(self._worst,) * shape.rows if self._worst else ()))
 
-    def of(self, shape: BatchShape) -> tuple[torch.Tensor, PictureTensors] | None:
-        """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without pictures."""
-        if not any(shape.pictures):
+    def of(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
+        """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without images."""
+        if not any(shape.images):
             return None
 
-        def made() -> PictureTensors:
+        def made() -> ImageTensors:
             ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
-            return {**self._inputs.of_shapes(ids_BT, shape.pictures), "": ids_BT}
+            return {**self._inputs.of_shapes(ids_BT, shape.images), "": ids_BT}
 
-        tensors = self._fake((shape.rows, shape.length, shape.pictures), made)
+        tensors = self._fake((shape.rows, shape.length, shape.images), made)
         return tensors.pop(""), tensors
 
     def batch(self, shape: BatchShape) -> Batch:
         """A micro-batch of the plan."""
-        blank = self._fake("blank", lambda: self._inputs.blank) if shape.beside_pictures else None
+        blank = self._fake("blank", lambda: self._inputs.blank) if shape.beside_images else None
         return replace(empty_batch(shape, CPU, given=self.of(shape)), blank=blank)
 
-    def _fake(self, key: Hashable, make: Callable[[], PictureTensors]) -> PictureTensors:
+    def _fake(self, key: Hashable, make: Callable[[], ImageTensors]) -> ImageTensors:
         """Fake tensors like those that `make` returns once for a key."""
         if key not in self._made:
             with _disable_current_modes():  # The trace would count these tensors.
@@ -172,7 +172,7 @@ class KnownPictures:
                     for name, value in made.items()
                 }
                 self._one = torch.ones(())
-        tensors: PictureTensors = {}
+        tensors: ImageTensors = {}
         for name, (size, dtype, value) in self._made[key].items():
             tensors[name] = torch.empty(size, dtype=dtype)
             if value is not None:

@@ -82,7 +82,7 @@ class CurrentForward:
     parts: int = 1
     """Processes that share the tokens of each row (context parallelism)."""
     keeps_masks: bool = False
-    """Whether the model's own masks are made: tokens of a picture see each other."""
+    """Whether the model's own masks are made: tokens of an image see each other."""
     got_rows: list[bool] = field(default_factory=list)
     """For each call of attention with packed rows or context parallelism: whether it received them. For packed rows
     also each call of another function that mixes tokens."""
@@ -412,8 +412,8 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None = None, **kwarg
     window = kwargs.get("local_size")
     if current.parts > 1:
         kv_length, kwargs["q_length"] = kv_length * current.parts, kwargs["q_length"] * current.parts
-    of_pictures = current.keeps_masks and not kwargs.get("allow_is_causal_skip", True)
-    if attention_mask is None and not of_pictures and (current.rows_are_packed or window is None or kv_length < window):
+    of_images = current.keeps_masks and not kwargs.get("allow_is_causal_skip", True)
+    if attention_mask is None and not of_images and (current.rows_are_packed or window is None or kv_length < window):
         return None
     return sdpa_mask(kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 

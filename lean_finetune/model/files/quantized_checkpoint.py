@@ -17,7 +17,7 @@ from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, give_back_memory, model_tensors
-from lean_finetune.model.pictures.picture_config import VISION_PARTS, takes_pictures
+from lean_finetune.model.images.image_config import VISION_PARTS, takes_images
 from lean_finetune.pinning.model_source import INDEX
 
 # Quantised weights in a model's files, read one at a time in 16 bits: MXFP4, FP8, and bitsandbytes in 4 and 8 bits.
@@ -278,7 +278,7 @@ def kept_modules(config: PretrainedConfig) -> list[str] | None:
     if stored_format(config) in BITSANDBYTES:
         skipped = stored_quantisation(config).get("llm_int8_skip_modules")
         kept += skipped if isinstance(skipped, list) else []
-    elif takes_pictures(config):
+    elif takes_images(config):
         kept += VISION_PARTS
     return kept or None
 

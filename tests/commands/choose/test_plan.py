@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from data.synth import pictures
+from data.synth import images
 from lean_finetune.cli import main
 from lean_finetune.commands.choose.sampled_rows import sampled_rows
 from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.families import Size
-from lean_finetune.memory.predict.assumed_pictures import most_pictures
+from lean_finetune.data.images.families import Size
+from lean_finetune.memory.predict.assumed_images import most_images
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
 from tests.small_vision import vision_model
@@ -101,10 +101,10 @@ def test_errors_are_one_line_and_write_nothing(project: Path, words: list[str], 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Drawn pictures, of which one is larger and one row is of text, and a small Qwen2.5-VL."""
+    """Drawn images, of which one is larger and one row is of text, and a small Qwen2.5-VL."""
     root = tmp_path_factory.mktemp("drawn")
     vision_model(root / "model", "qwen2_5_vl")
-    pictures.write(root, train=4, heldout=1, seed=0)
+    images.write(root, train=4, heldout=1, seed=0)
     shown = sorted((root / "images").glob("*.png"))[0]
     Image.new("RGB", (112, 84)).save(root / "images/large.png")
     answered = {"role": "assistant", "content": "Grey."}
@@ -118,16 +118,16 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_pictures_of_the_rows_are_those_of_the_set(drawn: Path):
+def test_images_of_the_rows_are_those_of_the_set(drawn: Path):
     """A traceback; or a set that is predicted for text of the same length."""
     p = with_flags(load_params(COMMON_PARAMS), [f"model.name={drawn / 'model'}", f"data.source={drawn}/train.jsonl"])
     index = sampled_rows("--data", p).index
-    assert index.pictures is not None and len(index.pictures.patches) == len(index.lengths) == 14
-    assert index.pictures.patches[-1] == 0 and index.pictures.worst[0] == (84, 112)
-    config = read_config(drawn / "model", pictures=True)
-    assumed = most_pictures(index.pictures, config, drawn / "model", p.data)
+    assert index.images is not None and len(index.images.patches) == len(index.lengths) == 14
+    assert index.images.patches[-1] == 0 and index.images.worst[0] == (84, 112)
+    config = read_config(drawn / "model", images=True)
+    assumed = most_images(index.images, config, drawn / "model", p.data)
     assert (assumed.size, assumed.count) == (Size(height=84, width=112), 2)
-    assert assumed.made(config, p.data).row_patches >= index.pictures.patches.max()
+    assert assumed.made(config, p.data).row_patches >= index.images.patches.max()
     with pytest.raises(UserError, match="--lengths: .* has rows with images.* run `lean-finetune plan --data "):
         row_index(str(drawn / "train.jsonl"), p, truncates=True)
 

@@ -1,4 +1,4 @@
-"""`lean-finetune fit --image`: rows with pictures from a config.json, and the largest picture that fits."""
+"""`lean-finetune fit --image`: rows with images from a config.json, and the largest image that fits."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ import pytest
 from lean_finetune.commands.fit import fit
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.pictures.families import Size
-from lean_finetune.data.pictures.processor import PictureProcessor
-from lean_finetune.data.pictures.published_processor import PUBLISHED, published_processor
+from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.data.images.published_processor import PUBLISHED, published_processor
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import largest_image, scaled
@@ -47,7 +47,7 @@ def run_of(model: Path, *flags: str, shorten: bool = False, images: tuple[Size, 
 def test_config_json_alone_gives_the_tokens_and_patches_of_the_model_s_own_processor(models: Path, family: str):
     """Other tokens than in training, since the processor is not downloaded."""
     alone, is_own = published_processor(models / "configs" / family)
-    own = PictureProcessor(models / family)
+    own = ImageProcessor(models / family)
     assert not is_own and published_processor(models / family)[1]
     for size in (Size(300, 500), Size(128, 1000), Size(777, 333)):
         assert alone.patches(size) == own.patches(size)
@@ -57,7 +57,7 @@ def test_config_json_alone_gives_the_tokens_and_patches_of_the_model_s_own_proce
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_json_alone_gives_the_peak_of_the_model_s_own_files(models: Path, family: str):
-    """The tiny tokenizer has other tokens for the text around a picture, so that its row has a length of its own."""
+    """The tiny tokenizer has other tokens for the text around an image, so that its row has a length of its own."""
     one = (Size(280, 280), 1)  # No processor makes it larger.
     peaks = [
         run_of(models / place / family, "bucket.max_tokens=256", images=one).predict().peak.bytes
@@ -84,13 +84,13 @@ def test_a_kernel_that_takes_no_mask_is_refused_before_anything_is_traced(models
         run_of(models / "configs" / "gemma3", "train.attention=flash_attention_2", "hardware.gpu=A100-80GB")
 
 
-def test_pictures_are_part_of_the_row_unless_its_length_is_an_assumption(models: Path):
+def test_images_are_part_of_the_row_unless_its_length_is_an_assumption(models: Path):
     model = models / "configs" / "qwen2_5_vl"
     given, assumed = run_of(model), run_of(model, shorten=True)
     assert given.full_row is not None and given.full_row.tokens == 4 * 7 and given.full_row.patches == 4 * 28
     (shape,) = given.steps[0][1:]
     assert (shape.rows, shape.length) == (2, 256)
-    assert shape.supervised == 2 * (255 - 2 * 28) and shape.pictures == (((112, 196),) * 2,) * 2
+    assert shape.supervised == 2 * (255 - 2 * 28) and shape.images == (((112, 196),) * 2,) * 2
     assert assumed.longest == 312 and assumed.steps[0][-1].rows == 1  # 256 + 2 · 28.
 
 
@@ -101,18 +101,18 @@ def test_limits_of_pixels_and_patches_count_as_in_a_plan(models: Path):
     assert run_of(model, "bucket.max_patches=300").steps[0][-1].rows == 1
     with pytest.raises(UserError, match=r"bucket.max_patches: .* have 224 patches; got 200; raise it"):
         run_of(model, "bucket.max_patches=200")
-    with pytest.raises(UserError, match=r"--image: the pictures of a row must fit in data.max_length; got 9 of 28"):
+    with pytest.raises(UserError, match=r"--image: the images of a row must fit in data.max_length; got 9 of 28"):
         run_of(model, images=(IMAGES[0], 9))
 
 
-def test_every_micro_batch_that_presets_choose_from_has_pictures(models: Path):
+def test_every_micro_batch_that_presets_choose_from_has_images(models: Path):
     """Switches chosen for the text alone."""
     run = run_of(models / "configs" / "qwen2_5_vl", "train.tokens_per_step=1024")
     assert run.full_row is not None
     start = plain_start(run.params, run.config, run.device, "qlora", (), None, run.full_row.assumed)
     runs = [start.run, *(size.run for size in start.sizes)]
     assert [one.steps[-1][-1].rows for one in runs] == [4, 3, 2, 1]
-    assert all(one.steps[-1][-1].pictures == (((112, 196),) * 2,) * one.steps[-1][-1].rows for one in runs)
+    assert all(one.steps[-1][-1].images == (((112, 196),) * 2,) * one.steps[-1][-1].rows for one in runs)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_wrong_option_is_one_line(options: list[str], line: str):
     assert error(invoke(fit, "--model", "llama-3.1-8b", "--gpu", "T4", *options), 2).startswith(line)
 
 
-def test_models_and_objectives_without_pictures_are_refused():
+def test_models_and_objectives_without_images_are_refused():
     model = ["--model", "llama-3.1-8b", "--gpu", "T4", "--image", "64x64"]
     refused = error(invoke(fit, *model))
     assert refused.startswith("--image: rows with images are not offered for llama; choose a model of ")

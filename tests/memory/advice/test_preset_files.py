@@ -33,7 +33,7 @@ def test_a_preset_fits_its_gpu_with_the_documented_peak(name: str, tmp_path: Pat
     device, _ = resolve_gpu(p.hardware.gpu)
     one = GENERATED[name]
     assert p.model.name == one.model and p.data.max_length == one.length
-    run = full_rows_run(p, one.config(), device, pictures=one.pictures())
+    run = full_rows_run(p, one.config(), device, images=one.images())
     peak_bytes, usable_bytes = run.predict().peak.bytes, run.usable_bytes
     assert peak_bytes <= run.fitting_bytes
     for gpu in one.others:

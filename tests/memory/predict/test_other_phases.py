@@ -23,7 +23,7 @@ from lean_finetune.memory.predict.other_phases import (
     other_phases,
     reference_note,
     reference_shape,
-    shape_of_pictures,
+    shape_of_images,
 )
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import Peak
@@ -32,7 +32,7 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.trained_rows import with_rows
-from lean_finetune.plan.row_pictures import RowPictures
+from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -65,16 +65,16 @@ def batch_of(wanted: BatchShape) -> Batch:
     return Batch(input_ids_BT=ids_BT, targets_BT=ids_BT.clone(), supervised_index_N=index_N, packed_rows=None)
 
 
-def test_no_batch_of_heldout_pictures_has_more_patches_than_the_predicted_one():
-    """A large held-out picture, or many small ones beside a long text, for which training has no like."""
+def test_no_batch_of_heldout_images_has_more_patches_than_the_predicted_one():
+    """A large held-out image, or many small ones beside a long text, for which training has no like."""
     generator = np.random.default_rng(0)
     for _ in range(20):
         patches = generator.integers(0, 200, 50).astype(np.int32)
         lengths = (patches // 4 + generator.integers(5, 300, 50)).astype(np.int32)
         sizes = np.stack([np.full(50, 14), 14 * patches], axis=1).astype(np.int32)
-        pictures = RowPictures(sizes=sizes, bounds=np.arange(51), patches=patches, max_pixels=None, min_pixels=None)
-        found = shape_of_pictures(lengths, pictures, 600)
-        predicted = sum(width // 14 for ((_, width),) in found.pictures)
+        images = RowImages(sizes=sizes, bounds=np.arange(51), patches=patches, max_pixels=None, min_pixels=None)
+        found = shape_of_images(lengths, images, 600)
+        predicted = sum(width // 14 for ((_, width),) in found.images)
         assert max(patches[batch].sum() for batch in batch_rows(lengths, range(50), 600)) <= predicted
         assert found.rows * found.length <= max(600, lengths.max())
 

@@ -1,0 +1,230 @@
+"""Images of a row: what the row says about each, and where they stand in its messages. No file is opened."""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cuda_memory.units import counted
+from lean_finetune.data.format.format_base import (
+    IMAGE,
+    IMAGE_COLUMNS,
+    Conversation,
+    Example,
+    GivenImage,
+    Message,
+    RowFault,
+    SourceFormat,
+    is_given,
+    list_or_nothing,
+    parts_of,
+    show,
+)
+from lean_finetune.data.format.messages import not_text
+from lean_finetune.data.format.unread_columns import IGNORE, media_fault
+from lean_finetune.objectives.objective import RowKind
+
+TAG = "<image>"
+"""Text of a message where an image of the row's column stands (LLaMA-Factory, ms-swift)."""
+_PLACE = re.compile(f"{TAG}|{IMAGE}")
+_VALUE_KEYS = ("image", "image_url", "bytes", "base64", "url", "path")
+"""Keys of an object that hold its image."""
+_OTHER_KEYS = ("type", "detail", "mime_type")
+"""Keys that change nothing here: a hosted model's choice of resolution, and the format, which the content shows too."""
+_DATA_URI, _FILE_URI = "data:", "file:"
+_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
+_PATH_CHARACTERS = 4096
+
+
+def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) -> Example:
+    """The example with its images, and an `IMAGE` in its messages for each.
+
+    Raises RowFault if the model takes no images and the row has some, or if its places and images differ in number.
+    """
+    if not source.images:
+        _refuse_images(example, row, source)
+        return example
+    if isinstance(example, Conversation) and source.kind is RowKind.ANSWER:
+        return placed(example, column_images(row))
+    if any(one.image_parts for one in parts_of(example) if isinstance(one, Conversation)) or column_images(row):
+        if source.kind is RowKind.ANSWER:
+            raise RowFault(
+                "a row of plain text cannot have images; write it as a conversation, such as data.format=messages"
+            )
+        raise RowFault(
+            f"train.objective trains {source.kind.text}, which cannot have images; set train.objective=sft, "
+            "or remove the row"
+        )
+    return example
+
+
+def _refuse_images(example: Example, row: Mapping[str, Any], source: SourceFormat) -> None:
+    """Refuse the images of a row for a model of text. `unread_columns` judges columns that data.columns leaves."""
+    for one in parts_of(example):
+        for given in one.image_parts if isinstance(one, Conversation) else ():
+            raise RowFault(f"{given.where} {not_text(given.part)}; only text can be trained")
+    key = IMAGE_COLUMNS[0]
+    if key in source.columns and is_given(row.get(key)):
+        raise RowFault(f"{media_fault(source.column(key))}; remove the row, or {IGNORE}")
+
+
+def placed(example: Conversation, column: list[GivenImage]) -> Conversation:
+    """The conversation with the images of its parts and of its column in their places.
+
+    A part with an image has its own. Other places take those of the column in order. Without any place, the column's
+    stand in front of the first question, as in ms-swift.
+    """
+    parts = example.image_parts
+    if _marks({"messages": example.messages, "tools": example.tools}) > len(parts):
+        raise RowFault("the row has the character U+FDD6, which marks images here; remove it")
+    messages = example.messages
+    # Counting each is several times as fast as searching both.
+    places = len(parts) + sum(message["content"].count(TAG) for message in messages)
+    if not places:
+        return replace(example, messages=in_front(messages, len(column)), images=tuple(column)) if column else example
+    own = [_part_image(one.part, one.where) for one in parts]
+    wanted = places - sum(image is not None for image in own)
+    if wanted != len(column):
+        text_alone = f"; where {TAG} is text, name {IMAGE_COLUMNS[0]!r} in data.ignore_columns: no row then has images"
+        remedy = "" if parts or column else text_alone
+        raise RowFault(
+            f"the row has {counted(wanted, 'place')} for images ({TAG}, or a content part without one) and "
+            f"{counted(len(column), 'image')} in {IMAGE_COLUMNS[0]!r}; give one image for each place{remedy}"
+        )
+    images: list[GivenImage] = []
+    of_parts, of_column = iter(own), iter(column)
+
+    def take(place: re.Match[str]) -> str:
+        image = next(of_parts) if place[0] == IMAGE else None
+        images.append(next(of_column) if image is None else image)
+        return IMAGE
+
+    placed: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        text = _PLACE.sub(take, message["content"])
+        if message["role"] == "assistant" and IMAGE in text:
+            raise RowFault(
+                f"message {number} is an answer with an image ({TAG}, or a content part); the model writes text "
+                "only: move the image into the question, or remove the row"
+            )
+        placed.append({**message, "content": text})
+    return replace(example, messages=placed, images=tuple(images), image_parts=())
+
+
+def in_front(messages: list[Message], images: int) -> list[Message]:
+    """The messages with places for all images in front of the first question."""
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise RowFault(f"the row has images, no {TAG} in its text, and no question to put them in front of; add one")
+    question = {**messages[first], "content": IMAGE * images + messages[first]["content"]}
+    return [*messages[:first], question, *messages[first + 1 :]]
+
+
+def _marks(value: Any) -> int:
+    """How often `IMAGE` is in the strings and keys of a JSON value."""
+    if isinstance(value, str):
+        return value.count(IMAGE)
+    if isinstance(value, dict):
+        return sum(_marks(key) + _marks(item) for key, item in value.items())
+    return sum(map(_marks, value)) if isinstance(value, list) else 0
+
+
+# What a value says about its image.
+
+
+def column_images(row: Mapping[str, Any]) -> list[GivenImage]:
+    """The images of a row's columns, by the names of IMAGE_COLUMNS. Raises RowFault if one of them is unusable."""
+    given = [key for key in IMAGE_COLUMNS if is_given(row.get(key))]
+    if len(given) > 1:
+        raise RowFault(f"{' and '.join(map(repr, given))} both have images; keep one of them")
+    found: list[GivenImage] = []
+    for key in given:
+        value = row[key]
+        if isinstance(value, str) and value.lstrip().startswith("["):  # JSON text, as in a CSV file.
+            value = list_or_nothing(value) or value
+        if isinstance(value, list):
+            found += [given_image(one, f"{key!r} {number}") for number, one in enumerate(value, start=1)]
+        else:
+            found.append(given_image(value, repr(key)))
+    return found
+
+
+def given_image(value: Any, where: str) -> GivenImage:
+    """The image of a path, a data: URI, bytes, or an object with one of them, such as {bytes, path}.
+
+    Raises RowFault, naming `where`, if it is something else, or on the network.
+    """
+    if isinstance(value, dict):
+        image = _part_image(value, where)
+        if image is not None:
+            return image
+    elif isinstance(value, bytes):
+        return GivenImage(path=None, data=value)
+    elif isinstance(value, str) and value:
+        return _of_text(value, where)
+    raise RowFault(f"{where} must be an image's path or bytes, got {show(value)}; change it")
+
+
+def _part_image(part: Mapping[str, Any], where: str) -> GivenImage | None:
+    """The image of an object; None if it has none. Raises RowFault if it has several, or an unknown key."""
+    values = {key: value for key, value in part.items() if is_given(value)}
+    if unknown := [key for key in values if key not in (*_VALUE_KEYS, *_OTHER_KEYS)]:
+        raise RowFault(f"{where} has {unknown[0]!r} in an image, which is not read; remove it")
+    given = [key for key in _VALUE_KEYS if key in values]
+    if given == ["bytes", "path"]:  # As `datasets` writes an image: the path is only the name that it had.
+        image = _of_key("bytes", values["bytes"], where)
+        return replace(image, path=values["path"] if isinstance(values["path"], str) else None)
+    if len(given) > 1:
+        raise RowFault(f"{where} has {' and '.join(map(repr, given))} in an image; keep one of them")
+    return _of_key(given[0], values[given[0]], where) if given else None
+
+
+def _of_key(key: str, value: Any, where: str) -> GivenImage:
+    """The image of a value under one of _VALUE_KEYS."""
+    if key == "bytes" and not isinstance(value, bytes):
+        raise RowFault(f"{where}: 'bytes' of an image must be bytes, got {show(value)}; write 'base64' or 'path'")
+    if key in ("base64", "path", "url") and not isinstance(value, str):
+        raise RowFault(f"{where}: {key!r} of an image must be text, got {show(value)}; change it")
+    if key == "base64" and not value.startswith(_DATA_URI):
+        return GivenImage(path=None, data=_decoded(value, where))
+    return given_image(value, where)
+
+
+def _of_text(text: str, where: str) -> GivenImage:
+    """The image of a path or a URI."""
+    if text[: len(_DATA_URI)].lower() == _DATA_URI:
+        head, comma, content = text.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise RowFault(f"{where} must be a data: URI with base64, got {show(text)}; change it")
+        return GivenImage(path=None, data=_decoded(content, where))
+    if text[: len(_FILE_URI)].lower() == _FILE_URI:
+        text = _path_of_uri(text, where)
+    elif _URL.match(text):
+        raise RowFault(f"{where} is a URL, and images are not fetched: {show(text)}; download it and name the file")
+    if len(text) > _PATH_CHARACTERS:
+        raise RowFault(
+            f"{where} is too long for a path ({len(text):,} characters); write base64 as data:image/png;base64,..."
+        )
+    return GivenImage(path=text, data=None)
+
+
+def _path_of_uri(uri: str, where: str) -> str:
+    """The absolute path of a file: URI of this machine."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # A bracket without its pair, as of an IPv6 address.
+        parts = None
+    if parts is None or parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise RowFault(f"{where} must name a file of this machine as file:///path, got {show(uri)}; change it")
+    return unquote(parts.path)
+
+
+def _decoded(text: str, where: str) -> bytes:
+    """The bytes of base64, with or without line breaks."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowFault(f"{where} is not base64 ({error}); write the image again") from None

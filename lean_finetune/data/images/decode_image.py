@@ -1,0 +1,78 @@
+"""The pixels of an image, as every model gets them: upright, in RGB, with white where it is transparent."""
+
+import warnings
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from lean_finetune.config.field_types import MAX_PIXELS
+from lean_finetune.data.format.format_base import RowFault
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats that are decoded. Pillow has more: EPS runs Ghostscript, and libtiff prints its faults past Python."""
+BAND_PIXELS = 1 << 20
+"""Pixels that are blended at a time, so that blending needs little more memory."""
+WHITE = (255, 255, 255, 255)
+
+# Pillow only warns from MAX_PIXELS to twice as many, and prints it.
+warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+
+
+def decode_image(data: bytes, name: str) -> Image.Image:
+    """The first frame of an image in mode RGB; `name` is for faults.
+
+    The orientation of its EXIF data is applied. Transparent pixels are blended with white, as transformers and Qwen's
+    code do. Channels of 16 bits keep the upper 8.
+
+    Raises RowFault if the content is no image of FORMATS, is damaged or truncated, or has more than MAX_PIXELS,
+    which its header tells before anything is decoded. Decoding so many takes 720 MB, which is less than the rows of a
+    block may take: Pillow has 4 bytes a pixel, and turning needs a copy.
+    """
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise RowFault(_too_large(name))
+            ImageOps.exif_transpose(image, in_place=True)
+            return _to_rgb(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise RowFault(_too_large(name)) from None
+    except UnidentifiedImageError:
+        raise RowFault(f"image {name} {_start(data)}; convert it to one of {', '.join(FORMATS)}") from None
+    except RowFault:
+        raise
+    except MemoryError:
+        raise RowFault(f"image {name} needs more memory than decoding it may take; make it smaller") from None
+    # Each decoder has its own exceptions for hostile bytes: OSError, SyntaxError, ValueError, struct.error, and others.
+    except Exception as error:
+        raise RowFault(f"image {name} is damaged or truncated ({error}); write or download it again") from error
+
+
+def _too_large(name: str) -> str:
+    return f"image {name} has more than {MAX_PIXELS:,} pixels, so it is not decoded; make it smaller"
+
+
+def _start(data: bytes) -> str:
+    """What content that no decoder knows is."""
+    if not data:
+        return "is empty"
+    return f"is damaged, or of no format that is decoded (it starts with {data[:16]!r})"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """A loaded image in mode RGB."""
+    if image.mode.startswith("I;16"):
+        # Pillow keeps the upper 8 bits of 16-bit colour; of 16-bit grey, it would clip.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return _on_white(image) if image.has_transparency_data else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An image with transparency in mode RGB, blended with white to the same values as transformers' code gives."""
+    width, height = image.size
+    opaque, rows = Image.new("RGB", image.size), max(1, BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        opaque.paste(Image.alpha_composite(Image.new("RGBA", band.size, WHITE), band).convert("RGB"), (0, top))
+    return opaque

@@ -1,0 +1,475 @@
+"""The families of models that are trained with images: what each one's processor makes of an image of some size.
+
+transformers' processor is the authority. A family says what its `replace_image_token` reads of a processed image,
+without processing one, and how many patches the vision tower makes of it.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from math import isqrt
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from lean_finetune.config.field_types import MAX_PIXELS
+from lean_finetune.core.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST, FEWEST = "data.image_max_pixels", "data.image_min_pixels"
+
+
+class Size(NamedTuple):
+    """Pixels of an image, which decide how many tokens and patches it has."""
+
+    height: int
+    width: int
+
+
+class ImageFamily(ABC):
+    """Models with one class of processor. A family derives from it and is listed in `FAMILIES`."""
+
+    processor_class: ClassVar[str]
+    """transformers' class."""
+    models: ClassVar[tuple[str, ...]]
+    """Values of model_type in config.json. Others may name the same class."""
+    limits: ClassVar[tuple[str, ...]] = (MOST, FEWEST)
+    """Parameters of an image's pixels that `limit` takes."""
+    drops_zeros: ClassVar[bool] = False
+    """Whether the model leaves out crops whose pixels are all zero. `arguments` returns none."""
+
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
+        """`processor` is transformers', of Pillow's backend; `patch` as of `ImageProcessor`."""
+        self.processor, self.image_processor, self._patch = processor, processor.image_processor, patch
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """Transformers' class of the processor."""
+        from transformers.models.auto.processing_auto import processor_class_from_name
+
+        kind: type = processor_class_from_name(cls.processor_class)
+        return kind
+
+    @property
+    def fill_token(self) -> str:
+        """Each token that the pixels of an image fill; most families use their placeholder."""
+        return str(self.processor.image_token)
+
+    @abstractmethod
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """Set the limits of an image's pixels; None keeps the processor's own, and one of them is given.
+
+        Raises:
+            UserError: the family has no such limit, or they contradict each other.
+        """
+
+    @abstractmethod
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """What `replace_image_token` reads of a processed image of this size.
+
+        Raises:
+            ValueError: the processor refuses such an image.
+        """
+
+    @abstractmethod
+    def patches(self, size: Size) -> int:
+        """Patches of an image of this size in the vision tower.
+
+        Raises:
+            ValueError: the processor refuses such an image.
+        """
+
+    def patches_of(self, height: int, width: int) -> int:
+        """Patches of so many pixels by the config of the tower: most processors do not know its patches."""
+        patch_height, patch_width = self._patch or self._patch_of_class
+        return (height // patch_height) * (width // patch_width)
+
+    @cached_property
+    def _patch_of_class(self) -> tuple[int, int]:
+        """Height and width of a patch where config.json has none."""
+        from transformers import AutoConfig
+
+        size: Any = AutoConfig.for_model(self.models[0]).vision_config.patch_size
+        return tuple(size) if isinstance(size, list | tuple) else (size, size)
+
+    def frame(self, size: Size) -> Size | None:
+        """The size of a processed image, if those of a batch are padded to the largest; else None."""
+        return None
+
+    def arguments(self, images: Sequence["Image"]) -> dict[str, Any]:
+        """The model's arguments for images, as the processor returns them.
+
+        Raises:
+            ValueError: the processor refuses an image.
+        """
+        import torch
+
+        made, _ = self.processor._process_images(list(images), **self._options, return_tensors="np")
+        unused = self.processor.unused_input_names
+        names = [name for name in self.image_processor.model_input_names if name not in unused]
+        # In NumPy's memory: what a loader thread reads ahead must not count in the memory of the step on a CPU.
+        return {name: torch.from_numpy(made[name]) for name in names}
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        """Arguments with which the processor calls its image processor."""
+        return {
+            name: value
+            for name, value in self.processor._merge_kwargs()["images_kwargs"].items()
+            if name != "return_tensors"
+        }
+
+
+def check_limits(name: str, fewest: int, most: int) -> None:
+    """Refuse limits of which the fewest pixels are over the most; `name` is the parameter that was given."""
+    if fewest > most:
+        raise UserError(
+            f"{name}: the fewest pixels must not be over the most; got {fewest} and {most}; change one of them"
+        )
+
+
+def refuse_limits(most: int | None, fewest: int | None, reason: str) -> None:
+    """Refuse a limit that the family lacks."""
+    name, value = (MOST, most) if most is not None else (FEWEST, fewest)
+    if value is not None:
+        raise UserError(f"{name}: cannot be set for this model: {reason}; got {value}; leave it blank")
+
+
+class QwenFamily(ImageFamily):
+    """Qwen's processors: an image keeps its proportions, and the size of the processor counts its pixels."""
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        size = dict(self.image_processor.size or {})
+        low, high = fewest or size["shortest_edge"], most or size["longest_edge"]
+        token = (self.image_processor.patch_size * self.image_processor.merge_size) ** 2
+        if high < token:  # An image has a token at least.
+            raise UserError(f"{MOST}: must hold one token of {token} pixels; got {high}; raise it")
+        check_limits(MOST if most is not None else FEWEST, low, high)
+        limited = {**size, "shortest_edge": low, "longest_edge": high}
+        self.image_processor.size = type(self.image_processor.size)(**limited)
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        import torch
+
+        return {"image_grid_thw": torch.tensor([[1, 1, self.patches(size)]])}  # The text follows from their product.
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        return int(self.image_processor.get_number_of_image_patches(size.height, size.width, {}))
+
+
+class Qwen2VL(QwenFamily):
+    """Qwen2-VL."""
+
+    processor_class, models = "Qwen2VLProcessor", ("qwen2_vl", "qwen2_5_vl")
+
+
+class Qwen25VL(QwenFamily):
+    """Qwen2.5-VL."""
+
+    processor_class, models = "Qwen2_5_VLProcessor", ("qwen2_5_vl",)
+
+
+class Qwen3VL(QwenFamily):
+    """Qwen3-VL, and its mixtures of experts."""
+
+    processor_class, models = "Qwen3VLProcessor", ("qwen3_vl", "qwen3_vl_moe")
+
+
+class Llava(ImageFamily):
+    """LLaVA 1.5: every image is resized and cut to one size."""
+
+    processor_class, models = "LlavaProcessor", ("llava",)
+    limits = ()
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        height, width = self._shape
+        refuse_limits(most, fewest, f"{self.processor_class} makes {width} x {height} pixels of every image")
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        short = self.image_processor.size.shortest_edge
+        if short and short**2 * max(size) / min(size) > MAX_PIXELS:
+            raise ValueError(f"with {short} pixels of its shorter edge it would have over {MAX_PIXELS:,}")
+        return self._blank
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        height, width = self._shape
+        return (height // self.processor.patch_size) * (width // self.processor.patch_size)
+
+    @cached_property
+    def _blank(self) -> dict[str, Any]:
+        """A processed image, as large as any other."""
+        images = self.image_processor
+        if not images.do_center_crop and not (images.do_resize and images.size.height and images.size.width):
+            raise ValueError("do_center_crop is off, so that images of different sizes cannot be in one batch")
+        return ImageFamily.arguments(self, [blank(Size(64, 64))])
+
+    @property
+    def _shape(self) -> Size:
+        """Pixels of every processed image, or of every crop."""
+        return Size(*self._blank["pixel_values"].shape[-2:])
+
+
+class LlavaNext(Llava):
+    """LLaVA-Next: a small form of the image, and crops of a large one, whose size is the best of a list."""
+
+    processor_class, models = "LlavaNextProcessor", ("llava_next",)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        refuse_limits(
+            most, fewest, f"image_grid_pinpoints of {self.processor_class} and of config.json decide the size"
+        )
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        return {"pixel_values": self._blank["pixel_values"][None], "image_sizes": [tuple(size)]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        return self._crops(size) * super().patches(size)
+
+    def _crops(self, size: Size) -> int:
+        """Crops of an image of this size, and its small form."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        height, width = select_best_resolution(tuple(size), self.image_processor.image_grid_pinpoints)
+        return -(-height // self._shape.height) * -(-width // self._shape.width) + 1
+
+    def arguments(self, images: Sequence["Image"]) -> dict[str, Any]:
+        """See the base class. The model also takes all crops in one list, without those that pad images with few."""
+        import torch
+
+        made = super().arguments(images)
+        counts = [self._crops(Size(*size)) for size in made["image_sizes"].tolist()]
+        crops = [image[:count] for image, count in zip(made["pixel_values"].numpy(), counts, strict=True)]
+        return {**made, "pixel_values": torch.from_numpy(np.concatenate(crops))}
+
+
+class Pixtral(ImageFamily):
+    """Pixtral and Mistral Small 3: an image keeps its proportions, and no edge is longer than a limit."""
+
+    processor_class, models = "PixtralProcessor", ("mistral3", "llava")
+    limits = (MOST,)
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """See the base class. Without torchvision, the module of the class imports only with Pillow's functions."""
+        from transformers.models.pixtral import image_processing_pil_pixtral
+        from transformers.utils.import_utils import is_torchvision_available
+
+        if is_torchvision_available():
+            return super().processor_kind()
+        name = "transformers.models.pixtral.image_processing_pixtral"
+        sys.modules[name] = image_processing_pil_pixtral
+        try:
+            kind: type = import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+        finally:
+            del sys.modules[name]
+        return kind
+
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
+        """See the base class."""
+        super().__init__(processor, patch)
+        if not self.image_processor.size.longest_edge:
+            raise ValueError("its size has no longest_edge")
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. The longest edge becomes that of a square with the most pixels."""
+        refuse_limits(None, fewest, f"{self.processor_class} makes no image larger")
+        assert most is not None
+        token = self.processor.patch_size * self.processor.spatial_merge_size
+        if most < token**2:  # An image has a token at least.
+            raise UserError(f"{MOST}: must hold one token of {token**2} pixels; got {most}; raise it")
+        edge = min(isqrt(most), self.image_processor.size.longest_edge)
+        self.image_processor.size = type(self.image_processor.size)(longest_edge=edge)
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        from transformers.image_utils import ChannelDimension
+
+        resized: Any = sys.modules[type(self.processor).__module__].get_resize_output_image_size
+        edge = self.image_processor.size.longest_edge
+        patch_size = self.processor.patch_size * self.processor.spatial_merge_size
+        image = np.broadcast_to(np.uint8(0), (3, *size))
+        found = resized(image, (edge, edge), (patch_size, patch_size), ChannelDimension.FIRST)
+        if not all(found):
+            raise ValueError(f"resized to {edge} pixels, its shorter edge would have none")
+        if found == (patch_size, patch_size) and self.processor.spatial_merge_size > 1:
+            raise ValueError("of one token, at which the code of Mistral 3 in transformers fails")
+        return {"image_sizes": [found]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        height, width = self.frame(size)
+        return (height // self.processor.patch_size) * (width // self.processor.patch_size)
+
+    def frame(self, size: Size) -> Size:
+        """See the base class."""
+        return Size(*self.described(size)["image_sizes"][0])
+
+
+class Gemma3(ImageFamily):
+    """Gemma 3: every image is resized to one square, and has the same number of tokens, which see each other."""
+
+    processor_class, models = "Gemma3Processor", ("gemma3",)
+    limits = ()
+
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
+        """See the base class."""
+        super().__init__(processor, patch)
+        if self.image_processor.do_pan_and_scan or self._options.get("do_pan_and_scan"):
+            raise ValueError("do_pan_and_scan, which cuts images into crops, was not tried: set it to false there")
+
+    @property
+    def fill_token(self) -> str:
+        """See the base class: the placeholder stands in front of the image's tokens."""
+        return str(self.processor.tokenizer.image_token)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class."""
+        height, width = self.image_processor.size.height, self.image_processor.size.width
+        refuse_limits(most, fewest, f"{self.processor_class} makes {width} x {height} pixels of every image")
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        return {"num_crops": [0]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        return self.patches_of(self.image_processor.size.height, self.image_processor.size.width)
+
+
+class InternVL(ImageFamily):
+    """InternVL: crops of one size, and a small form of the image if it has several."""
+
+    processor_class, models = "InternVLProcessor", ("internvl",)
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. They limit the number of crops."""
+        crop = self._crop.height * self._crop.width
+        low = self.image_processor.min_patches if fewest is None else -(-fewest // crop)
+        high = self.image_processor.max_patches if most is None else most // crop
+        if not high:
+            raise UserError(f"{MOST}: must hold one crop of {crop} pixels; got {most}; raise it")
+        check_limits(MOST if most is not None else FEWEST, low * crop, high * crop)
+        self.image_processor.min_patches, self.image_processor.max_patches = low, high
+
+    @property
+    def _crop(self) -> Size:
+        """Pixels of a crop."""
+        return Size(self.image_processor.size.height, self.image_processor.size.width)
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        count = self.image_processor.get_number_of_image_patches(size.height, size.width, self._options)
+        return {"num_patches": [count]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        return int(self.described(size)["num_patches"][0]) * self.patches_of(*self._crop)
+
+
+class Idefics3(ImageFamily):
+    """Idefics 3 and the first SmolVLM: crops of one size, and a small form of the image."""
+
+    processor_class, models = "Idefics3Processor", ("idefics3",)
+    limits = (MOST,)
+    drops_zeros = True
+
+    def __init__(self, processor: Any, patch: Sequence[int] | None):
+        """See the base class."""
+        super().__init__(processor, patch)
+        longest, crop = self.image_processor.size["longest_edge"], self._crop
+        # transformers would count other crops than it makes.
+        if self.image_processor.do_image_splitting and longest % crop:
+            raise ValueError(f"its longest edge of {longest} pixels is no multiple of a crop's, {crop}")
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. The longest edge becomes a number of crops."""
+        crop = self._crop
+        refuse_limits(None, fewest, f"{self.processor_class} gives every image the same longest edge")
+        assert most is not None
+        if most < crop**2:
+            raise UserError(f"{MOST}: must hold one crop of {crop**2} pixels; got {most}; raise it")
+        edge = min(isqrt(most) // crop * crop, self.image_processor.size["longest_edge"])
+        self.image_processor.size = type(self.image_processor.size)(longest_edge=edge)
+
+    @property
+    def _crop(self) -> int:
+        """Pixels of an edge of a crop."""
+        return int(self.image_processor.max_image_size["longest_edge"])
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        _, rows, columns = self.image_processor.get_number_of_image_patches(size.height, size.width, self._options)
+        return {"rows": [[rows]], "cols": [[columns]]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class."""
+        found = self.described(size)
+        return int(found["rows"][0][0] * found["cols"][0][0] + 1) * self.patches_of(self._crop, self._crop)
+
+    def arguments(self, images: Sequence["Image"]) -> dict[str, Any]:
+        """See the base class. All crops have one size, so that a mask of their pixels says nothing."""
+        made = super().arguments(images)
+        if bool(made["pixel_attention_mask"].all()):
+            del made["pixel_attention_mask"]
+        return made
+
+
+class SmolVLM(Idefics3):
+    """SmolVLM 2."""
+
+    processor_class, models = "SmolVLMProcessor", ("smolvlm",)
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """See the base class. For videos it asks for a package that writes numbers in words, and for a processor."""
+        kind: Any = super().processor_kind()
+        module: Any = sys.modules[kind.__module__]
+        module.num2words = module.num2words or _no_videos
+
+        class OfImages(kind):
+            # transformers reads the names of these arguments.
+            def __init__(
+                self,
+                image_processor: Any,
+                tokenizer: Any,
+                video_processor: Any = None,
+                image_seq_len: int = 169,
+                chat_template: str | None = None,
+            ):
+                super().__init__(image_processor, tokenizer, video_processor, image_seq_len, chat_template)
+
+        OfImages.__name__, OfImages.__module__ = kind.__name__, kind.__module__
+        return OfImages
+
+
+def _no_videos(number: int) -> str:
+    raise NotImplementedError("videos are not trained")
+
+
+FAMILIES: tuple[type[ImageFamily], ...] = (
+    *(Qwen25VL, Qwen2VL, Qwen3VL),
+    *(Llava, LlavaNext, Pixtral, Gemma3, InternVL, SmolVLM, Idefics3),
+)
+"""Families that are trained with images. Of those with the same models, the first is for files that name none."""
+MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))
+"""Values of model_type of these families."""
+
+
+def blank(size: Size) -> "Image":
+    """A black image."""
+    from PIL import Image
+
+    return Image.new("RGB", (size.width, size.height))

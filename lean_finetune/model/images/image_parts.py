@@ -1,0 +1,179 @@
+"""The parts of a multimodal model beside its decoder and head, and a model that keeps those for images."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lean_finetune.config.schema import Train
+from lean_finetune.core.errors import UserError
+from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.pinning.adapter_files import LORA
+
+PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
+"""Names of what turns the output of a vision tower into the decoder's inputs."""
+ImagePart = Literal["vision", "projector", "unread"]
+"""The tower, the projector, and layers of the tower that the projector does not read."""
+
+
+def parts_beside_text(model: PreTrainedModel) -> Iterator[tuple[Any, str, str, Any]]:
+    """The parts that text never reaches: (owner, name there, full name, module or parameter), outermost ones alone."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is not None and head in decoder.modules():  # Refused by `refuse_other_heads`.
+        return
+    ends = [part for part in (decoder, head) if part is not None]
+    names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+    on_path = {"", *(name[: match.start()] for name in names for match in re.finditer(r"\.", name))}
+    for path in sorted(on_path):
+        owner = model.get_submodule(path)
+        others: list[tuple[str, Any]] = [*owner.named_children(), *owner.named_parameters(recurse=False)]
+        for name, part in others:
+            full_name = f"{path}.{name}".removeprefix(".")
+            if full_name not in names and full_name not in on_path:
+                yield owner, name, full_name, part
+
+
+class WithImages:
+    """Mixed into the class of a multimodal model: it keeps its parts for images.
+
+    Those that are not trained stay in evaluation mode.
+    """
+
+    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        model: Any = self
+        self.vision_parts = tuple(name for _, _, name, _ in parts_beside_text(model))
+        """Names of the parts beside decoder and head."""
+        self.frozen_parts: tuple[nn.Module, ...] = ()
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of the decoder, and of the parts for images that are trained."""
+        super().train(mode)  # type: ignore[misc]
+        for part in self.frozen_parts:
+            part.eval()
+        return self
+
+
+def vision_parts(model: nn.Module) -> tuple[str, ...]:
+    """Names of a model's parts for images; empty for a model of text."""
+    return getattr(model, "vision_parts", ())
+
+
+def image_parts(model: PreTrainedModel) -> dict[str, ImagePart]:
+    """The part of each parameter and module of a model's parts for images, by name."""
+    beside = vision_parts(model)
+    if not beside:
+        return {}
+    unread = _unread_parts(model)
+    named = [name for name, _ in (*model.named_parameters(), *model.named_modules()) if name.startswith(beside)]
+    return {
+        name: "unread" if f"{name}.".startswith(unread) else "projector" if PROJECTOR.search(name) else "vision"
+        for name in named
+    }
+
+
+def part_mode(part: ImagePart | None, train: Train) -> str | None:
+    """How a part is trained: frozen, lora or full; None of what is in no part for images."""
+    modes = {"vision": train.vision, "projector": train.projector, "unread": "frozen"}
+    return None if part is None else modes[part]
+
+
+def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
+    """Names of the parameters and modules of a model's parts for images that are not trained."""
+    return [name for name, part in image_parts(model).items() if part_mode(part, train) == "frozen"]
+
+
+def copied_modules(model: PreTrainedModel, train: Train) -> list[str]:
+    """Names of the outermost modules that are trained in full beside adapters: peft trains copies of them.
+
+    A parameter that is in no module of the projector, such as LLaVA-Next's `image_newline`, stays frozen.
+    """
+    if not train.adapted or train.projector != "full":
+        return []
+    parts = image_parts(model)
+    # peft copies no list of modules.
+    modules = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
+    inside = {name for name in modules if parts.get(name) == "projector"}
+    return [name for name in modules if name in inside and not _parents(name) & inside]
+
+
+def _parents(name: str) -> set[str]:
+    return {name[: match.start()] for match in re.finditer(r"\.", name)}
+
+
+def _unread_parts(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names, each with a dot behind it, of the tower's parts that follow the last layer that the projector reads.
+
+    They get no gradient. LLaVA reads the layer before the last.
+    """
+    read = getattr(model.config, "vision_feature_layer", None)
+    if read is None:
+        return ()
+    count: int = model.config.vision_config.num_hidden_layers
+    last = max(layer if layer >= 0 else count + 1 + layer for layer in ([read] if isinstance(read, int) else read))
+    tower = {name: part for name, part in model.named_modules() if name.startswith(vision_parts(model))}
+    layers = [name for name, part in tower.items() if isinstance(part, nn.ModuleList) and len(part) == count]
+    after = [f"{name}.{number}." for name in layers for number in range(last, count)]
+    return (*after, *(f"{name}." for name in tower if name.endswith((".post_layernorm", ".head"))))
+
+
+def unadapted_layers(model: PreTrainedModel, train: Train) -> set[str]:
+    """Names of the layers in a model's parts for images that get no adapter."""
+    parameters, parts = {name for name, _ in model.named_parameters()}, image_parts(model)
+    layers = {n.rpartition(".")[0] for n, part in parts.items() if n in parameters and part_mode(part, train) != "lora"}
+    return {name for name in layers if name.startswith(vision_parts(model))}  # A part may be a parameter alone.
+
+
+def refuse_unadapted(adapted: nn.Module, train: Train) -> None:
+    """Refuse adapters of the tower or the projector where none of its layers has one.
+
+    Raises:
+        UserError: naming the parameter.
+    """
+    trained = [name for name, one in adapted.named_parameters() if one.requires_grad and part_of_images(name)]
+    for part, mode, is_projector in (("vision", train.vision, False), ("projector", train.projector, True)):
+        if mode == "lora" and not any((PROJECTOR.search(name) is not None) == is_projector for name in trained):
+            raise UserError(
+                f"train.{part}: adapts no layer: the model has no linear layer there that train.lora.targets names; "
+                "got lora; set it to frozen, or change train.lora.targets"
+            )
+
+
+def adapted_parts(tensors: Iterable[str]) -> dict[str, str]:
+    """train.vision and train.projector of an adapter with these tensors."""
+    modes = {"vision": "frozen", "projector": "frozen"}
+    for name in filter(part_of_images, tensors):
+        modes["projector" if PROJECTOR.search(name) else "vision"] = "lora" if LORA in name else "full"
+    return modes
+
+
+def freeze_images(model: PreTrainedModel, train: Train) -> None:
+    """Freeze the parts for images that are not trained (train.vision, train.projector).
+
+    They stay in evaluation mode. A frozen tower keeps nothing for backward.
+
+    Call it before adapters are added: they are in no frozen part.
+    """
+    if not vision_parts(model):
+        return
+    frozen = set(frozen_names(model, train))
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    modules = dict(model.named_modules())
+    trained = {name for name, _ in model.named_parameters() if name.startswith(vision_parts(model))} - frozen
+    complete = {
+        name: module
+        for name, module in modules.items()
+        if name in frozen and not any(other.startswith(f"{name}.") for other in trained)
+    }
+    outermost = [module for name, module in complete.items() if name.rpartition(".")[0] not in complete]
+    for module in outermost if train.vision == "frozen" else ():  # A frozen projector passes gradients to the tower.
+        # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
+        # a frozen tower would keep all its activations.
+        module.forward = torch.no_grad()(module.forward)
+    owner: Any = model
+    owner.frozen_parts = tuple(outermost)

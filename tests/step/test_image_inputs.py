@@ -1,0 +1,273 @@
+"""What a batch gives a model for its images, against transformers' own processor and model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from lean_finetune.core.errors import UserError
+from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.processor import ImageProcessor, image_family
+from lean_finetune.model.load_model import load_model
+from lean_finetune.model.model_config import read_config
+from lean_finetune.plan.row_images import RowImages
+from lean_finetune.step.batches import collate
+from lean_finetune.step.image_inputs import ImageInputs, read_image_inputs
+from lean_finetune.step.loss import summed_loss
+from tests.small_model import CPU, spec_of
+from tests.small_vision import FAMILIES, vision_model
+
+TEXT = "Is this {image} larger than {image}? No."
+SIZES = [(100, 200), (60, 60)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_model(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+
+
+def photo(height: int, width: int, seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def crops_of(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels without the crops of zeros with which some processors pad rows and images."""
+    if pixels.dim() < 4:
+        return pixels
+    crops = pixels.flatten(0, -4)
+    return crops[crops.flatten(1).any(1)]
+
+
+def patches_of(family: str, made: dict[str, torch.Tensor]) -> int:
+    """Patches of processed images."""
+    pixels = made["pixel_values"]
+    if pixels.dim() == 2:
+        return len(pixels)
+    sizes = made["image_sizes"].tolist() if family in PADDED else [pixels.shape[-2:]] * len(crops_of(pixels))
+    edge = EDGES[family]
+    return sum((height // edge) * (width // edge) for height, width in sizes)
+
+
+def patches_embedded(model: torch.nn.Module) -> list[int]:
+    """Grows by the patches of each call of the tower's embedding, which is a convolution."""
+    found: list[int] = []
+    [embedding] = [one for one in model.modules() if isinstance(one, torch.nn.Conv2d | torch.nn.Conv3d)]
+    embedding.register_forward_hook(lambda layer, given, out: found.append(out.numel() // out.shape[1]))
+    return found
+
+
+EDGES = dict.fromkeys(FAMILIES, 14) | {"internvl": 7, "smolvlm": 8, "idefics3": 8, "gemma3": 7}
+"""Pixels of an edge of a patch."""
+PADDED = ("pixtral", "mistral3")
+"""Families that pad images to the largest of a batch."""
+GRID = [(height, width) for height in (1, 28, 31, 100, 999) for width in (3, 60, 333, 1500)]
+
+
+def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
+    """A crop that is not counted would leave an image token without pixels, or pixels without a token."""
+    processor = ImageProcessor(model)
+    family = processor._family
+    usual = [Size(28, 28), Size(100, 200), Size(999, 60), Size(1500, 1200)]
+    for size in usual if model.name.startswith("qwen") else [*usual, *(Size(*size) for size in GRID)]:
+        image = Image.new("RGB", (size.width, size.height), "white")
+        try:
+            made, [text] = processor._processor._process_images([image], **family._options, return_tensors="pt")
+            if model.name == "mistral3" and text.count(processor.image_token) == 1:  # Its model fails.
+                raise ValueError
+        except ValueError:
+            with pytest.raises(RowFault, match="the image processor refuses"):
+                processor.expansion(size)
+            continue
+        assert processor.patches(size) == patches_of(model.name, made), size
+        assert processor.expansion(size) == text, size
+        assert processor.tokens(size) >= text.count(processor.image_token), size
+        arguments = processor.arguments([[image]])
+        assert torch.equal(crops_of(arguments["pixel_values"]), crops_of(made["pixel_values"])), size
+
+
+def test_losses_and_gradients_equal_those_of_transformers_called_directly(model):
+    """Another token, position or pixel, or a mask that shows a padding token."""
+    config, processor = read_config(model, images=True), ImageProcessor(model)
+    theirs = processor._processor
+    inputs, words = ImageInputs(processor, config), AutoTokenizer.from_pretrained(model)
+    images = [[photo(*size, seed=n) for n, size in enumerate(SIZES)], [photo(90, 120, seed=7)], []]
+    texts = [TEXT, "What is {image}? A heron.", "Who is there? Nobody."]
+    rows = []
+    for text, shown in zip(texts, images, strict=True):
+        for image in shown:
+            text = text.replace("{image}", processor.expansion(Size(image.height, image.width)), 1)
+        ids = np.array(words(text, add_special_tokens=False).input_ids, np.int32)
+        rows.append((ids, np.array([[len(ids) - 4, len(ids)]])))
+    longest = max(len(ids) for ids, _ in rows)
+    batch = collate(rows, longest + 3, 0)
+    made = inputs.tensors(batch.input_ids_BT, images)
+    router = "trained" if model.name.endswith("moe") else "frozen"
+    spec = spec_of(method="full", vision="full", projector="full", router=router, loss_chunk=4)
+    ours = load_model(model, spec, CPU, images=True)
+    embedded = patches_embedded(ours)
+    loss = summed_loss(ours, type(batch)(**{**vars(batch), "images": made}), 4)
+    loss.backward()
+    if model.name not in PADDED:
+        every = [Size(image.height, image.width) for shown in images for image in shown]
+        assert sum(embedded) == sum(map(processor.patches, every))
+
+    given = theirs(
+        text=[text.replace("{image}", processor.image_token) for text in texts],
+        images=images if model.name in ("smolvlm", "gemma3") else [image for shown in images for image in shown],
+        **{"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False},
+    )
+    assert torch.equal(given["input_ids"], batch.input_ids_BT[:, :longest])
+    assert torch.equal(crops_of(given["pixel_values"]), crops_of(made["pixel_values"]))
+    for name in ("image_grid_thw", "image_sizes"):
+        assert (name in made) == (name in given) and (name not in made or torch.equal(made[name], given[name]))
+    direct = AutoModelForMultimodalLM.from_pretrained(model, dtype=torch.float32)
+    targets_BT = batch.targets_BT[:, :longest]
+    expected = torch.nn.functional.cross_entropy(
+        direct(**given).logits.flatten(0, 1), targets_BT.flatten(), reduction="sum"
+    )
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    wanted = dict(direct.named_parameters())
+    assert sum(parameter.grad is not None for parameter in ours.parameters()) > 30
+    for name, parameter in ours.named_parameters():
+        gradient = wanted[name].grad
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+LIMITED = {
+    "mistral3": (140 * 70, 70 * 70, 25),
+    "pixtral": (140 * 70, 70 * 70, 25),
+    "internvl": (4 * 28 * 28, 4 * 28 * 28, 5 * 16),
+    "smolvlm": (5 * 32 * 32, 4 * 32 * 32, 5 * 16),
+    "idefics3": (5 * 32 * 32, 4 * 32 * 32, 5 * 16),
+}
+"""Most pixels, pixels of a large square image then, and its patches."""
+
+
+def test_the_most_pixels_limit_an_image_or_are_refused_by_the_name_of_what_decides(model):
+    """A limit without effect, or one that the model does not know."""
+    if model.name.startswith("qwen"):
+        return
+    size = Size(1500, 1500)
+    if model.name not in LIMITED:
+        with pytest.raises(UserError, match="data.image_max_pixels: cannot be set for this model: .*; leave it blank"):
+            ImageProcessor(model, max_pixels=10_000)
+        return
+    most, pixels, patches = LIMITED[model.name]
+    limited, free = ImageProcessor(model, max_pixels=most), ImageProcessor(model)
+    if model.name in PADDED:
+        frame = limited.frame(size)
+        # Up to a token more on each edge.
+        assert frame is not None and pixels <= frame.height * frame.width < most + 2 * 28 * 140
+    else:
+        assert limited.patches(size) == patches
+    assert limited.patches(size) < free.patches(size)
+    made = limited.arguments([[Image.new("RGB", (size.width, size.height), "white")]])
+    assert limited.patches(size) == patches_of(model.name, made)
+    if model.name == "internvl":
+        assert ImageProcessor(model, min_pixels=pixels).patches(Size(28, 28)) == patches
+        return
+    with pytest.raises(UserError, match="data.image_min_pixels: cannot be set for this model"):
+        ImageProcessor(model, min_pixels=10_000)
+
+
+def test_a_limit_below_one_token_or_crop_is_refused(model):
+    """Every image would have more pixels than the limit."""
+    if model.name in ("llava", "llava_next", "gemma3"):
+        return
+    for fewest in {None, 1} if model.name.startswith("qwen") else {None}:
+        with pytest.raises(UserError, match=r"^data\.image_max_pixels: must hold one (token|crop) of .*; got 195; "):
+            ImageProcessor(model, max_pixels=195, min_pixels=fewest)
+
+
+def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
+    """Transformers fails at it in the first forward pass."""
+    config = read_config(model, images=True)
+    none = np.zeros((0, 2), np.int32)
+    images = RowImages(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
+    assert read_image_inputs(model, config, images) is not None
+    right, config.image_token_id = config.image_token_id, 7
+    message = f"^model.name: image_token_id in config.json must be the tokenizer's id of .*, {right}; got 7; download"
+    with pytest.raises(UserError, match=message):
+        read_image_inputs(model, config, images)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: [content], "preprocessor_config.json must be a JSON object; got list"),
+        (lambda content: {**content, "patch_size": "14"}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
+        (lambda content: {**content, "patch_size": 0}, "the Qwen2_5_VLProcessor in .* cannot be read \\("),
+    ],
+)
+def test_a_damaged_file_of_the_processor_is_refused_in_one_line(tmp_path, change, message):
+    directory = vision_model(tmp_path, "qwen2_5_vl")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=f"^model.name: .*{message}.*; download or save it again$"):
+        ImageProcessor(directory)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "config.json"])
+def test_broken_json_of_a_model_is_not_said_to_be_made_by_a_stage(tmp_path, name):
+    """`delete it and run dvc repro`: the model would be broken for good."""
+    directory = vision_model(tmp_path, "qwen2_5_vl")
+    (directory / name).write_text('{"size": ')
+    with pytest.raises(UserError, match=f"^model.name: {directory / name} is not JSON .*; download or save it again$"):
+        image_family(directory)
+
+
+def test_the_processor_is_the_one_that_the_files_name(tmp_path):
+    """Pixtral in transformers' form has the type of LLaVA."""
+    directory = vision_model(tmp_path, "pixtral")
+    family = image_family(directory)
+    assert family is not None and family.processor_class == "PixtralProcessor"
+    (directory / "processor_config.json").unlink()
+    family = image_family(directory)
+    assert family is not None and family.processor_class == "LlavaProcessor"
+
+
+def test_a_longest_edge_that_transformers_counts_wrongly_is_refused(tmp_path):
+    directory = vision_model(tmp_path, "smolvlm")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "size": {"longest_edge": 120}}))
+    with pytest.raises(UserError, match="its longest edge of 120 pixels is no multiple of a crop's, 32"):
+        ImageProcessor(directory)
+
+
+def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
+    """Qwen3.5 names the processor of Qwen3-VL."""
+    directory = vision_model(tmp_path, "qwen3_vl")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5"}))
+    assert image_family(directory) is None
+    with pytest.raises(UserError, match="model.name: .* has no processor of images that is supported"):
+        ImageProcessor(directory)
+
+
+def test_a_model_of_text_takes_no_images(tiny_dir):
+    with pytest.raises(UserError, match="model.name: rows with images are not offered for llama; choose a model of"):
+        read_config(tiny_dir, images=True)
+
+
+def test_crops_of_pan_and_scan_are_refused(tmp_path):
+    """Each crop would have tokens that a row lacks."""
+    directory = vision_model(tmp_path, "gemma3")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_pan_and_scan": True}))
+    with pytest.raises(UserError, match="model.name: the Gemma3Processor in .* cannot be read .do_pan_and_scan"):
+        ImageProcessor(directory)
+
+
+def test_limits_of_a_square_image_are_refused(tmp_path):
+    with pytest.raises(
+        UserError, match="data.image_max_pixels: cannot be set for this model: Gemma3Processor makes 56"
+    ):
+        ImageProcessor(vision_model(tmp_path, "gemma3"), max_pixels=1000)
