@@ -1,21 +1,38 @@
 """The command `lean-finetune`, which works in any directory without a pipeline."""
 
+from collections import UserDict
+from importlib import import_module
 from typing import Any
 
 import click
 
 from cuda_memory.errors import one_line_usage_errors
-from cuda_memory.snapshot import snapshot
-from lean_finetune.commands.chat import chat
-from lean_finetune.commands.choose.plan import plan
-from lean_finetune.commands.doctor import doctor
-from lean_finetune.commands.explain import explain
-from lean_finetune.commands.export import export
-from lean_finetune.commands.fit import fit
-from lean_finetune.commands.generate import generate
-from lean_finetune.commands.init import init
-from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.core.stage_command import one_line_after_signals
+
+COMMANDS = {
+    "init": "lean_finetune.commands.init:init",
+    "fit": "lean_finetune.commands.fit:fit",
+    "plan": "lean_finetune.commands.choose.plan:plan",
+    "import": "lean_finetune.commands.preset:import_config",
+    "preset": "lean_finetune.commands.preset:preset",
+    "doctor": "lean_finetune.commands.doctor:doctor",
+    "chat": "lean_finetune.commands.chat:chat",
+    "generate": "lean_finetune.commands.generate:generate",
+    "export": "lean_finetune.commands.export:export",
+    "explain": "lean_finetune.commands.explain:explain",
+    "snapshot": "cuda_memory.snapshot:snapshot",
+}
+"""Where each command is: the module, and its name there."""
+
+
+class LazyCommands(UserDict[str, Any]):
+    """Commands by name. Each is imported when it is asked for, so that a run reads only its own command."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        """The command of a name."""
+        module, _, attribute = self.data[name].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
 
 
 class CommandGroup(click.Group):
@@ -41,7 +58,7 @@ class CommandGroup(click.Group):
             return super().resolve_command(ctx, args)
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, commands=LazyCommands(COMMANDS))
 @click.version_option(package_name="lean-finetune", prog_name="lean-finetune")
 def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result.
@@ -53,9 +70,6 @@ def main() -> None:
     Exit codes: 0 done, 1 an error, 2 a wrong command line, 3 the run does not fit, 128 + n signal n.
     """
 
-
-for command in (init, fit, plan, import_config, preset, doctor, chat, generate, export, explain, snapshot):
-    main.add_command(command)
 
 if __name__ == "__main__":
     main()

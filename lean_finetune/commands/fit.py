@@ -15,8 +15,6 @@ import click
 
 from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
-from lean_finetune.commands.convert.conversions import Converted
-from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit_apply import apply_offer, check_target
 from lean_finetune.commands.fit_images import Images, asked_images
 from lean_finetune.commands.row_lengths import row_index
@@ -31,6 +29,7 @@ from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
 
 if TYPE_CHECKING:
+    from lean_finetune.commands.convert.conversions import Converted
     from lean_finetune.memory.advice.length_staircase import Staircase
     from lean_finetune.memory.advice.plan_memory import PlanMemory
     from lean_finetune.memory.advice.run import Run
@@ -110,16 +109,13 @@ def fit(
     values = {"model.name": model, "hardware.gpu": gpu, "train.method": method, "train.precision": precision}
     asked = _asked_run(values, gpus, length, sets, params, config, applies=offer is not None)
     p, flags, converted = asked.params, asked.flags, asked.converted
-    if p.bucket.max_tokens > MOST_TOKENS:
-        raise UsageFault(
-            f"bucket.max_tokens: must be at most {MOST_TOKENS} for a prediction; got {p.bucket.max_tokens}; lower the "
-            "micro-batch"
-        )
     images = asked_images(image, images_per_row, lengths, None if converted is None else converted.image)
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-        from lean_finetune.commands.fit_tool import tool_json, tool_lines
+
+        if converted is not None:
+            from lean_finetune.commands.fit_tool import tool_json, tool_lines
 
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
@@ -127,11 +123,9 @@ def fit(
         p, sets, lengths, images, shorten=shorten, usual=asked.usual and converted is None
     )
     if verdict_alone:
-        if as_json:
-            click.echo(json.dumps(verdict_json(run, prediction, memory), indent=2))
-        else:
-            click.echo(f"verdict {verdict_text(run, prediction, memory)}")
-        _end(run, prediction, memory)
+        figures = (run, prediction, memory)
+        click.echo(json.dumps(verdict_json(*figures), indent=2) if as_json else f"verdict {verdict_text(*figures)}")
+        _end(*figures)
     if offer is not None:
         for text in _applied(run, prediction, memory, offer, asked.file, flags):
             click.echo(text)
@@ -171,7 +165,7 @@ class _Asked:
     """Overrides of the command line."""
     of_config: list[str]
     """Overrides of another tool's configuration."""
-    converted: Converted | None
+    converted: "Converted | None"
     usual: bool
     """The parameters are those of a usual run."""
 
@@ -187,7 +181,11 @@ def _asked_run(
     applies: bool,
 ) -> _Asked:
     """The parameters of a command line; `values` are options by parameter, None where they are not given."""
-    converted = None if config is None else read_config_of_tool(config, gpus or 1, with_data=False)
+    converted = None
+    if config is not None:  # Here: most runs read no other tool's file.
+        from lean_finetune.commands.convert.read_config import read_config_of_tool
+
+        converted = read_config_of_tool(config, gpus or 1, with_data=False)
     model = values["model.name"]
     usual = params is None and (model is not None or converted is not None or not PARAMS_FILE.exists())
     if applies:
@@ -210,6 +208,11 @@ def _asked_run(
         p = with_flags(p, [*of_config, *flags, f"run.progress={json.dumps(sys.stderr.isatty())}"])
         if p.hardware.gpu.strip().lower() != "auto":
             named_gpu(p.hardware.gpu)
+    if p.bucket.max_tokens > MOST_TOKENS:
+        raise UsageFault(
+            f"bucket.max_tokens: must be at most {MOST_TOKENS} for a prediction; got {p.bucket.max_tokens}; lower the "
+            "micro-batch"
+        )
     return _Asked(params=p, file=file, flags=flags, of_config=of_config, converted=converted, usual=usual)
 
 
@@ -248,7 +251,7 @@ def _applied(
     yield from apply_offer(file, offer, offers_of(run, prediction, memory), flags)
 
 
-def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: Converted) -> "Run":
+def _converted_run(run: "Run", p: Params, flags: Sequence[str], converted: "Converted") -> "Run":
     """The run of another configuration of the same model and device, with the options of the command line."""
     from lean_finetune.memory.advice.full_rows import remade
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuda_memory.units import (
     COLUMNS,
@@ -20,7 +20,6 @@ from cuda_memory.units import (
 from lean_finetune.commands.fit_images import image_lines, images_json, largest_line
 from lean_finetune.commands.fit_tiers import dying_lines, staircase_lines, tier_lines
 from lean_finetune.config.rules import SWITCHED_OFF
-from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy
@@ -40,6 +39,9 @@ from lean_finetune.memory.predict.other_phases import loading_note
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.model.files.quantized_checkpoint import format_text
 
+if TYPE_CHECKING:
+    from lean_finetune.memory.advice.length_staircase import Staircase
+
 LARGEST_PARTS = 5
 
 
@@ -52,7 +54,7 @@ def fit_lines(
     option: str,
     *,
     of_tool: bool = False,
-    stairs: Staircase | None = None,
+    stairs: "Staircase | None" = None,
 ) -> Iterator[str]:
     """The lines of the answer, each as soon as it is known: the verdict first.
 

@@ -1,15 +1,18 @@
 """Reserved and process memory in the answer of `lean-finetune fit`: tiers, first step, staircase."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from cuda_memory.gpus import Device
 from cuda_memory.units import LABEL_WIDTH, bar_line, counted, labelled, readable_size
-from lean_finetune.memory.advice.length_staircase import Staircase
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.verdict import OFFLOADED, describe, dying_first_step, offloaded_first_step
 from lean_finetune.memory.predict.first_step import FirstStep
 from lean_finetune.memory.predict.peak import Prediction
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.advice.length_staircase import Staircase
 
 SEGMENTS = {"expandable": "expandable", "native": "fixed"}
 MOST_STAIRS = 10
@@ -69,7 +72,7 @@ def _tier_line(label: str, own: str, other: str) -> str:
     return f"{label:<{LABEL_WIDTH + 2}}{own:<28}{other}"
 
 
-def staircase_lines(stairs: Staircase) -> Iterator[str]:
+def staircase_lines(stairs: "Staircase") -> Iterator[str]:
     """Reserved memory by optimizer step: each new maximum of fixed segments, when they settle, and in which order."""
     yield labelled("staircase", f"reserved with fixed segments, {stairs.played} played")
     rises = stairs.stairs("native")
