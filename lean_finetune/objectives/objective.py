@@ -79,7 +79,7 @@ class StepTotals:
 class Objective(ABC):
     """A loss of preferences.
 
-    To add one, write a subclass in a module of its own, and name it in `registry._ALL`. A row, or pair of rows, has a
+    To add one, write a subclass in `registry.py`, and name it in `_ALL` there. A row, or pair of rows, has a
     loss of its own, given figures of the whole step. So any division of a step into micro-batches gives the same
     gradients.
     """

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.kto import Kto
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.registry import OBJECTIVES, Kto
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures

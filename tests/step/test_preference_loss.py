@@ -14,9 +14,8 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.ipo import Ipo
 from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
-from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.registry import OBJECTIVES, Ipo
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.preference_loss import FIGURES, PreferenceLoss, StepPreferences, known_figures
