@@ -2,8 +2,8 @@
 
 A small Llama of random weights is fully fine-tuned in fp32 on generated pairs, or labelled rows, of equal length, in
 the same order and with as many of them in each optimizer step. Both sides take turns. TRL runs the reference in every
-step of DPO, IPO and KTO, ours in a stage before. Peak memory is that of PyTorch's allocator in a separate run. ORPO is
-left out: TRL's also trains the prompt.
+step of DPO, IPO and KTO, ours in a stage before. Peak memory is that of PyTorch's allocator in a separate run. TRL's
+ORPO also trains the prompt, so its prompts are one token, which no position predicts: then both train the answer alone.
 """
 
 import csv
@@ -29,13 +29,15 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.token_rows import TokenRows
 
-COMPARED = ("dpo", "ipo", "kto", "cpo", "simpo")
+COMPARED = ("dpo", "ipo", "kto", "cpo", "simpo", "orpo")
 STEPS, QUICK_STEPS = 20, 3
 ROUNDS, QUICK_ROUNDS = 3, 1
 ROWS_OF_STEP = 8
-PROMPT_TOKENS, ANSWER_TOKENS = 16, 48
+ROW_TOKENS = 64
+PROMPT_TOKENS = {"orpo": 1}
+USUAL_PROMPT_TOKENS = 16
 LR = 1e-5
-BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "cpo": 0.1, "simpo": 2.0}
+BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "cpo": 0.1, "simpo": 2.0, "orpo": 0.1}
 LOSS_LIMIT = 1e-5
 SPEED_LIMIT = 1.0
 WARM_UP_STEPS = 2
@@ -96,15 +98,15 @@ def prepare(objective: str, steps: int) -> Path:
     save_model(directory / "model")
     labelled = objective == "kto"
     with (directory / "rows.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in generated(ROWS_OF_STEP * steps, labelled=labelled))
+        file.writelines(json.dumps(row) + "\n" for row in generated(objective, ROWS_OF_STEP * steps))
     sides = 1 if labelled else 2
     values = {
         "model.name": "model",
         "data.source": "rows.jsonl",
-        "data.max_length": 2 * (PROMPT_TOKENS + ANSWER_TOKENS),
+        "data.max_length": 2 * ROW_TOKENS,
         "data.heldout_fraction": 0.0,
-        "bucket.max_tokens": ROWS_OF_STEP * sides * 2 * (PROMPT_TOKENS + ANSWER_TOKENS),
-        "train.tokens_per_step": ROWS_OF_STEP * sides * (PROMPT_TOKENS + ANSWER_TOKENS),
+        "bucket.max_tokens": ROWS_OF_STEP * sides * 2 * ROW_TOKENS,
+        "train.tokens_per_step": ROWS_OF_STEP * sides * ROW_TOKENS,
         "train.objective": objective,
         "train.preference.beta": BETA[objective],
         "train.method": "full",
@@ -128,8 +130,9 @@ def prepare(objective: str, steps: int) -> Path:
     return directory
 
 
-def generated(count: int, *, labelled: bool) -> Iterator[dict[str, Any]]:
-    """Rows whose prompts and answers have the same number of tokens each."""
+def generated(objective: str, count: int) -> Iterator[dict[str, Any]]:
+    """Rows of an objective whose prompts and answers have the same number of tokens each."""
+    prompt_tokens = PROMPT_TOKENS.get(objective, USUAL_PROMPT_TOKENS)
     rng = np.random.default_rng(SEED)
     language, tokenizer = english(rng), AutoTokenizer.from_pretrained(TOKENIZER)
 
@@ -143,9 +146,9 @@ def generated(count: int, *, labelled: bool) -> Iterator[dict[str, Any]]:
                     return found
 
     for number in range(count):
-        prompt = f"{text(PROMPT_TOKENS - 1)}\n"
-        first, second = (text(ANSWER_TOKENS - 1, prompt) for _ in range(2))
-        if labelled:
+        prompt = f"{text(prompt_tokens - 1)}\n" if prompt_tokens > 1 else "\n"
+        first, second = (text(ROW_TOKENS - prompt_tokens - 1, prompt) for _ in range(2))
+        if objective == "kto":
             yield {"prompt": prompt, "completion": first, "label": bool(number % 2)}
         else:
             yield {"prompt": prompt, "chosen": first, "rejected": second}

@@ -33,6 +33,10 @@ def trainer_of(objective):
         from trl import KTOConfig, KTOTrainer
 
         return KTOTrainer, KTOConfig, {}
+    if objective == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer, ORPOConfig, {}
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     loss = {"loss_type": "simpo", "simpo_gamma": 1.0, "cpo_alpha": 0.0} if objective == "simpo" else {}
@@ -113,7 +117,7 @@ def main() -> None:
         **case["arguments"],
     }
     data = load_dataset("json", data_files=rows, split="train", cache_dir=out)
-    if case["objective"] in ("cpo", "simpo"):
+    if case["objective"] in ("cpo", "simpo", "orpo"):
         data = data.map(older_columns, remove_columns=data.column_names)
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     meter = CpuMeter()

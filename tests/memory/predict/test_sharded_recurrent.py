@@ -1,0 +1,37 @@
+"""Packed rows of hybrids on several GPUs: predictions per GPU compared with what real processes count."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lean_finetune.model.recurrent.packed_layers import FAMILIES
+from tests.distributed.group import Group, group_of
+from tests.memory.predict.test_sharded import check
+from tests.model.recurrent.test_packed_layers import saved
+from tests.step.common import slow
+
+pytestmark = pytest.mark.multiprocess
+
+CASES = [(*case, False) for case in product(sorted(FAMILIES), ("ddp", "zero3"), ("full", "lora"))]
+RECOMPUTED = [("qwen3_next", mode, method, True) for mode, method in product(("ddp", "zero3"), ("full", "qlora"))]
+FAST = ("qwen3_5_text", "zero3", "lora", False)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    """Two processes."""
+    with group_of(2) as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "method", "recomputed"),
+    [case if case == FAST else slow(*case) for case in (*CASES, *RECOMPUTED)],
+)
+def test_packed_hybrids_are_predicted_as_processes_count_them(
+    tmp_path: Path, pair: Group, family: str, mode: str, method: str, recomputed: bool
+):
+    """Bands of the delta rule or states of Mamba beside gathered weights, traced with another allocation order."""
+    check(pair, 2, saved(family, tmp_path), mode, "joined", method=method, grad_ckpt=recomputed)
