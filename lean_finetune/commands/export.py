@@ -71,8 +71,7 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     from lean_finetune.core.atomic_files import atomic_directory
     from lean_finetune.model.merge_adapters import refuse_merge, write_merged
     from lean_finetune.model.precision import BASE_WEIGHTS
-    from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS
-    from lean_finetune.pinning.config_file import ADAPTER_CONFIG
+    from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from lean_finetune.pinning.locate import TOKENIZER_FILES
 
     modelfile_text = None

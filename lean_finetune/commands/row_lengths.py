@@ -181,7 +181,7 @@ def lengths_of(
     """
     from lean_finetune.data.read.source_blocks import file_names
     from lean_finetune.data.shards.tokenize_job import prepare_job
-    from lean_finetune.pinning.model_source import read_stop_ids
+    from lean_finetune.pinning.model_files import read_stop_ids
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
     engine, kind = p.run.tokenizer_engine, p.train.row_kind

@@ -27,7 +27,8 @@ from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
-from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, adapter_tensors
+from lean_finetune.pinning.adapter_files import adapter_tensors
+from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
 from lean_finetune.step.batches import Batch, with_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.image_inputs import ImageTensors

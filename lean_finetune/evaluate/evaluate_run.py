@@ -31,8 +31,7 @@ from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.objectives.objective import PairObjective, RowKind
-from lean_finetune.pinning.adapter_source import verify_adapter
-from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
+from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.reference_table import identity, read_table

@@ -22,9 +22,8 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.precision import autocast, resolved
 from lean_finetune.model.trained_rows import add_rows
-from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_files
+from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_head, token_losses
 from lean_finetune.step.reference_table import LOGITS_CHUNK, ROWS_OF_LONGEST, SPLITS, identity, write_table

@@ -47,8 +47,7 @@ from lean_finetune.model.images.image_parts import PROJECTOR, copied_modules, re
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
-from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 READ_DIRECTLY = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),

@@ -17,8 +17,8 @@ from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, m
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.images.image_config import are_of_images, part_of_images
 from lean_finetune.model.trained_rows import saved_token_ids
-from lean_finetune.pinning.adapter_files import ADAPTER_WEIGHTS, LORA, adapter_tensors, fault, read_adapter
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG
+from lean_finetune.pinning.adapter_files import LORA, adapter_tensors, fault, read_adapter
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 T = TypeVar("T")
 MERGE_FIRST = "merge it into its base with peft, and name the result in model.name"

@@ -39,7 +39,7 @@ from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_m
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
 from lean_finetune.pinning.adapter_files import LORA
 from lean_finetune.pinning.config_file import CONFIG_FILE
-from lean_finetune.pinning.model_source import INDEX
+from lean_finetune.pinning.model_files import INDEX
 
 STACKED_WHILE_LOADING = ([MergeModulelist], [MergeModulelist, Concatenate])
 """What transformers does with the tensors of one expert each: stack them, and join gate and up along their outputs."""

@@ -9,10 +9,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NotAnObject, read_object
 from lean_finetune.pinning.hub import HUB_ID
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LORA = ".lora_"
 """In the name of an adapter's tensor, after that of its layer; a trained copy of a layer has the layer's own names."""
 AGAIN = "download or save it again"

@@ -115,6 +115,8 @@ def glob_base(source: str) -> str:
 # Read a model's config.json and bound what it asks for, before transformers builds anything from it.
 
 CONFIG_FILE, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 IS_ADAPTER = "is an adapter without a model"
 NAME_BASE = "name its base model, or merge the two first: peft's merge_and_unload, then save_pretrained"
 MOST_VALUES = 100_000

@@ -12,13 +12,14 @@ from lean_finetune.core.atomic_files import file_digest, find_source, read_json,
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import (
     ADAPTER_CONFIG,
+    ADAPTER_FILES,
     CONFIG_FILE,
     FileKind,
     file_kind,
     glob_base,
     refuse_adapter,
 )
-from lean_finetune.pinning.hub import HUB_ID, cached_file, download
+from lean_finetune.pinning.hub import HUB_ID, cached_file, download, list_files
 
 MAX_SOURCES = 8
 """Sources that a description names; the lock has all of them."""
@@ -276,6 +277,16 @@ def verify_files(directory: Path, files: Mapping[str, str], parameter: str = "mo
     return FileVersions(versions)
 
 
+def verify_adapter(model_lock: Mapping[str, Any], directory: Path | None) -> FileVersions:
+    """Compare the files of the pinned adapter with their hashes; none if there is no adapter.
+
+    Raises ModelFault if a file is missing or changed.
+    """
+    if directory is None:
+        return NO_FILES
+    return verify_files(directory, model_lock["adapter"]["files"], "model.adapter")
+
+
 def example_names() -> list[str]:
     """The names of the shipped configurations."""
     return sorted(path.name for path in EXAMPLE_CONFIGS.iterdir())
@@ -323,3 +334,27 @@ def find_tokenizer(name: str, revision: str | None = None) -> Path:
             "tokenizer, or give --length or --lengths instead of rows"
         )
     return directory
+
+
+def find_adapter(name: str, revision: str | None) -> Path:
+    """The directory of an adapter that is not pinned; of one on the hub, its files are downloaded.
+
+    Raises UserError if there is none, or the hub cannot be reached.
+    """
+    directory = find_source(name)
+    if directory.is_dir():
+        return directory
+    found = adapter_on_hub(name, revision)
+    return download("model.adapter", name, "model", found["revision"], list(found["files"]))
+
+
+def adapter_on_hub(name: str, revision: str | None) -> dict[str, Any]:
+    """The commit of an adapter on the hub, and the hashes of its files."""
+    if not HUB_ID.fullmatch(name):
+        raise UserError(f"model.adapter: must be an existing directory, or a hub id org/name; got {name!r}; check it")
+    commit, everything = list_files("model.adapter", name, "model", revision)
+    if missing := [file for file in ADAPTER_FILES if file not in everything]:
+        pickles = [file for file in everything if file.endswith(".bin")]
+        found = f" (only {pickles[0]}, a pickle, which can run code)" if pickles else ""
+        raise UserError(f"model.adapter: {name} at {commit[:12]} has no {missing[0]}{found}; name a LoRA adapter")
+    return {"revision": commit, "files": {file: everything[file][1] for file in ADAPTER_FILES}}

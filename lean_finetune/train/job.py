@@ -28,13 +28,13 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import chunk_tokens, read_config
 from lean_finetune.model.trained_rows import with_token_ids
-from lean_finetune.pinning.adapter_source import verify_adapter
 from lean_finetune.pinning.locate import (
     NO_FILES,
     FileVersions,
     ModelFault,
     adapter_directory,
     model_directory,
+    verify_adapter,
     verify_files,
 )
 from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps

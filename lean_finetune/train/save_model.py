@@ -28,7 +28,7 @@ from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
-from lean_finetune.pinning.model_source import WEIGHTS
+from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.parallel_model import ParallelModel
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers import initialization as init
 
 from lean_finetune.model.files.safetensors_files import TensorSpec, write_tensors
-from lean_finetune.pinning.model_source import INDEX
+from lean_finetune.pinning.model_files import INDEX
 
 BLOCK_VALUES = 2**20
 """Random values that repeat in every weight: drawing them all would take longer than the test."""

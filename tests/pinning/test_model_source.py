@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import model_directory, tokenizer_directory, verify_files
-from lean_finetune.pinning.model_source import read_stop_ids, shard_names
+from lean_finetune.pinning.model_files import read_stop_ids, shard_names
 from stages.pin import main
 from tests.processes import run_bounded
 from tests.workspace import error, invoke, lay_out

@@ -13,7 +13,7 @@ from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.pinning.locate import verify_files
-from lean_finetune.pinning.model_source import WEIGHTS
+from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.row_checks import refuse_other_ranks
 from lean_finetune.train import loop

@@ -13,7 +13,7 @@ from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.pinning import adapter_files
 from lean_finetune.pinning.adapter_files import AGAIN
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object
-from lean_finetune.pinning.model_source import shard_names
+from lean_finetune.pinning.model_files import shard_names
 
 PARAMETER = re.compile(r"^(model\.name|model\.adapter|--model): ")
 CONTENT_ADDRESS = re.compile(r"[0-9a-f]{30,64}")

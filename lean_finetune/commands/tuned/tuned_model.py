@@ -47,7 +47,7 @@ from lean_finetune.pinning.adapter_files import adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
-from lean_finetune.pinning.model_source import CONFIG_FILES, INDEX, shard_names
+from lean_finetune.pinning.model_files import CONFIG_FILES, INDEX, shard_names
 
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
 """How an adapter's base is stored, by bits."""

@@ -24,9 +24,8 @@ from lean_finetune.model.images.image_config import with_images
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.pinning.adapter_source import find_adapter
-from lean_finetune.pinning.locate import find_model, find_tokenizer
-from lean_finetune.pinning.model_source import trained_ids
+from lean_finetune.pinning.locate import find_adapter, find_model, find_tokenizer
+from lean_finetune.pinning.model_files import trained_ids
 from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_unsupported

@@ -18,7 +18,7 @@ from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, give_back_memory, model_tensors
 from lean_finetune.model.images.image_config import VISION_PARTS, takes_images
-from lean_finetune.pinning.model_source import INDEX
+from lean_finetune.pinning.model_files import INDEX
 
 # Quantised weights in a model's files, read one at a time in 16 bits: MXFP4, FP8, and bitsandbytes in 4 and 8 bits.
 #

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lean_finetune.core import progress
 from lean_finetune.core.systems import malloc_function
 from lean_finetune.pinning.config_file import MOST_INDEX_BYTES, json_object
-from lean_finetune.pinning.model_source import INDEX, WEIGHTS, check_weights, shard_names
+from lean_finetune.pinning.model_files import INDEX, WEIGHTS, check_weights, shard_names
 
 # In the order of safetensors' own writer: widest first, so that each tensor is aligned.
 DTYPES: Mapping[str, torch.dtype] = {

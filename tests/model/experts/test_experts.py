@@ -29,7 +29,7 @@ from lean_finetune.model.experts.grouped_matmul import packing_of, unpack_expert
 from lean_finetune.model.files.safetensors_files import model_tensors
 from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
 from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merged
-from lean_finetune.pinning.model_source import WEIGHTS
+from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter

@@ -18,7 +18,7 @@ from lean_finetune.model.files.safetensors_files import (
     write_tensors,
 )
 from lean_finetune.model.load_model import load_base
-from lean_finetune.pinning.model_source import INDEX, WEIGHTS, shard_names
+from lean_finetune.pinning.model_files import INDEX, WEIGHTS, shard_names
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.small_model import CPU, spec_of
 
