@@ -9,7 +9,7 @@ from typing import Any
 from cuda_memory.units import labelled, readable_size
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.commands.fit_tiers import first_step_lines
+from lean_finetune.commands.fit_text import first_step_lines
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.as_tool import best_key, predict_as_tool
 from lean_finetune.memory.advice.run import Run

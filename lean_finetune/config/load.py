@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 
 from lean_finetune.config.data_schema import SOURCE_FORMS, SOURCE_KEYS, Source
 from lean_finetune.config.other_tools import our_names, why_ignored
-from lean_finetune.config.preference_rules import PREFERENCE_RULES
 from lean_finetune.config.rule import check_rules
 from lean_finetune.config.rules import (
     ACTIVATION_RULES,
@@ -21,7 +20,7 @@ from lean_finetune.config.rules import (
     check_sources,
 )
 from lean_finetune.config.schema import Params
-from lean_finetune.config.train_rules import TRAIN_RULES
+from lean_finetune.config.train_rules import PREFERENCE_RULES, TRAIN_RULES
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_yaml
 

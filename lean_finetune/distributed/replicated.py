@@ -5,7 +5,6 @@ than PyTorch's DDP, whose buckets exist for the whole run, in addition to the gr
 a gradient exists once, and none exists in forward.
 """
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +20,14 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.model.images.image_config import part_of_images
-from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, ShardSlice, named_trained
+from lean_finetune.step.parallel_model import (
+    NamedParameters,
+    ParallelModel,
+    ShardSlice,
+    assign_owners,
+    layer_of,
+    named_trained,
+)
 
 PACKED_BYTES = 2**20
 """A layer's gradients up to this size share a bucket: at 50 GB/s, 1 MiB takes about as long as the launch."""
@@ -80,25 +86,6 @@ class ReplicatedModel(ParallelModel):
         # Of all tensors: the optimizer has freed the gradients of its own ones alone.
         for _, parameter in self._trained:
             parameter.grad = None
-
-
-def assign_owners(sizes: list[int], count: int) -> list[int]:
-    """The process that updates each tensor: largest first, each to the process with the least so far.
-
-    Owners get complete tensors. So the update equals a single process's update bit for bit, even if an optimizer scales
-    by blocks (8 bits) or by rows and columns (Adafactor). Raises UserError for fewer tensors than processes.
-    """
-    if len(sizes) < count:
-        raise UserError(
-            f"train.sharding: zero1 gives each GPU whole tensors to update; got {len(sizes)} trained tensors for "
-            f"{count} GPUs; use ddp"
-        )
-    load = [0] * count
-    owners = [0] * len(sizes)
-    for tensor in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        owner = min(range(count), key=lambda process: (load[process], process))
-        owners[tensor], load[owner] = owner, load[owner] + sizes[tensor]
-    return owners
 
 
 class GradientReducer:
@@ -199,9 +186,3 @@ def gradient_buckets(trained: NamedParameters) -> Iterator[NamedParameters]:
             else:
                 small.setdefault(parameter.dtype, []).append((name, parameter))
         yield from small.values()
-
-
-def layer_of(name: str) -> str:
-    """The part of a parameter's name up to its layer's number; empty for parameters outside of layers."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else ""

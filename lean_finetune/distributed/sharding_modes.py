@@ -1,6 +1,6 @@
 """Load a model and share its weights among the GPUs of a run (train.sharding)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lean_finetune.config.field_types import SPLIT_WEIGHTS, Method
+from lean_finetune.config.field_types import SPLIT_WEIGHTS
 from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
@@ -24,20 +24,7 @@ from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.parallel_model import ParallelModel
-
-READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
-"""Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
-
-
-def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, node: int = 0) -> int:
-    """RAM that the `processes` of a node need, without margins.
-
-    `of_process` is what one needs after `imports`, for `loading` (rank 0 reads weights for all where it can) and for
-    `training`, which begins once loading is over.
-    """
-    readers = processes if method in READ_BY_EVERY_PROCESS else int(node == 0)
-    return processes * of_process["imports"] + max(readers * of_process["loading"], processes * of_process["training"])
+from lean_finetune.step.parallel_model import READ_BY_EVERY_PROCESS, ParallelModel
 
 
 def division(train: Train, gpus: int, stage_layers: Sequence[int] | None) -> str:

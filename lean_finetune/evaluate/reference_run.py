@@ -25,8 +25,9 @@ from lean_finetune.model.trained_rows import add_rows
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.step.batches import collate
+from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST
 from lean_finetune.step.loss import check_head, token_losses
-from lean_finetune.step.reference_table import LOGITS_CHUNK, ROWS_OF_LONGEST, SPLITS, identity, write_table
+from lean_finetune.step.reference_table import SPLITS, identity, write_table
 from lean_finetune.step.token_rows import Split, TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 

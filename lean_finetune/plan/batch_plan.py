@@ -466,3 +466,8 @@ def _front(figures: np.ndarray, numbers: np.ndarray) -> list[int]:
         other = (left > best).any(axis=1)
         numbers, left = numbers[other], left[other]
     return front
+
+
+def longest_row(plan: Plan, lengths: np.ndarray) -> int:
+    """Tokens of the longest row: with its padding, unless rows are packed."""
+    return int(lengths[plan.rows].max() if plan.flat else plan.length.max())

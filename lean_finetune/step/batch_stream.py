@@ -9,11 +9,8 @@ from itertools import chain, islice
 
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.bucketed import split_micro_batches
-from lean_finetune.step.batches import Batch, TokenPart, read_batch
+from lean_finetune.step.batches import BATCHES_AHEAD, Batch, TokenPart, read_batch
 from lean_finetune.step.token_rows import TokenRows
-
-BATCHES_AHEAD = 2
-"""Batches in flight per thread: one in the making and one ready. Each takes about 100 bytes of RAM per token."""
 
 
 def load(

@@ -21,6 +21,9 @@ from lean_finetune.step.token_rows import TokenRows
 IGNORED = -100
 """Target of a position without a loss; torch's cross-entropy skips this value."""
 
+BATCHES_AHEAD = 2
+"""Batches in flight per thread of the loader: one in the making and one ready. Each takes about 100 bytes of RAM per
+token."""
 RowTokens = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
 

@@ -1,13 +1,20 @@
-"""Limits on the memory of an evaluation: section `evaluate` of params.yaml; a blank takes the value of training."""
+"""How much stages evaluate and reference compute at once, which limits their memory."""
 
 from dataclasses import dataclass
 
 from lean_finetune.config.schema import Params
 
+LOGITS_CHUNK = 128
+"""Tokens whose logits exist at a time in stage reference. Fixed, like the rows of a batch there, so that no memory
+switch reruns the stage."""
+ROWS_OF_LONGEST = 2
+"""A batch of stage reference has as many padded tokens as two of the longest rows: what the longest pair takes in
+training, which also stores its activations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationLimits:
-    """How much an evaluation computes at once."""
+    """How much an evaluation computes at once, by section `evaluate` of params.yaml."""
 
     max_tokens: int
     """Padded tokens of a batch: rows for the loss, or prompts with their longest answers."""

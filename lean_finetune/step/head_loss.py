@@ -7,11 +7,13 @@ Shapes: M positions of a micro-batch, N of them trained, C of these in a chunk, 
 vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,6 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
-
-from lean_finetune.step.chunk_loop import in_parts
 
 BLOCK_BYTES = 2**24
 """Output in 16 bits is converted to fp32 in blocks of this size."""
@@ -323,3 +323,34 @@ def logit_cap(config: PretrainedConfig) -> float | None:
     """The soft cap of a model's logits; None for most."""
     text = config.get_text_config()
     return next((cap for name in LOGIT_CAPS if (cap := _declared(text, name)) is not None), None)
+
+
+# Work on parts of tensors, one after another. A trace of memory skips most of the parts: they are alike.
+
+Result = TypeVar("Result")
+"""A tensor, or None."""
+Parts = Sequence[tuple[torch.Tensor, ...]]
+Loop = Callable[[Callable[..., Any], Parts], list[Any]]
+
+
+def run_all(work: Callable[..., Result], parts: Parts) -> list[Result]:
+    """The results of all parts, in order."""
+    return [work(*part) for part in parts]
+
+
+_loop: ContextVar[Loop] = ContextVar("loop", default=run_all)
+
+
+def in_parts(work: Callable[..., Result], parts: Parts) -> list[Result]:
+    """The results of `work` on the tensors of each part, in order. `work` keeps no memory but its result."""
+    return _loop.get()(work, parts)
+
+
+@contextmanager
+def looping_by(loop: Loop) -> Iterator[None]:
+    """A context in which `loop` runs the work on the parts."""
+    token = _loop.set(loop)
+    try:
+        yield
+    finally:
+        _loop.reset(token)

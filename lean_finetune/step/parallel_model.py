@@ -1,6 +1,7 @@
 """How the processes of a training step share the model."""
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,14 +10,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
+from lean_finetune.config.field_types import Method
 from lean_finetune.config.parallel_layout import ParallelLayout
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.step.batches import Batch
 
 Result = TypeVar("Result")
+
+READ_BY_EVERY_PROCESS: tuple[Method, ...] = ("int8_lora",)
+"""Methods whose weights every process reads: 8-bit layers keep values outside of parameters and buffers."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -168,3 +175,51 @@ class OtherStage(nn.Module):
 def named_trained(model: nn.Module) -> NamedParameters:
     """The parameters that receive gradients, each once, in the model's order."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def assign_owners(sizes: list[int], count: int) -> list[int]:
+    """The process that updates each tensor: largest first, each to the process with the least so far.
+
+    Owners get complete tensors. So the update equals a single process's update bit for bit, even if an optimizer scales
+    by blocks (8 bits) or by rows and columns (Adafactor). Raises UserError for fewer tensors than processes.
+    """
+    if len(sizes) < count:
+        raise UserError(
+            f"train.sharding: zero1 gives each GPU whole tensors to update; got {len(sizes)} trained tensors for "
+            f"{count} GPUs; use ddp"
+        )
+    load = [0] * count
+    owners = [0] * len(sizes)
+    for tensor in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        owner = min(range(count), key=lambda process: (load[process], process))
+        owners[tensor], load[owner] = owner, load[owner] + sizes[tensor]
+    return owners
+
+
+def layer_of(name: str) -> str:
+    """The part of a parameter's name up to its layer's number; empty for parameters outside of layers."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+def fullest_owner(trained: Sequence[torch.Tensor], gpus: int) -> tuple[int, list[int]]:
+    """zero1's rank that owns most, and the owner of each tensor."""
+    sizes = [parameter.numel() for parameter in trained]
+    owners = assign_owners(sizes, gpus)
+    sizes_of = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(gpus)]
+    return sizes_of.index(max(sizes_of)), owners
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def host_bytes(of_process: Mapping[str, int], method: Method, processes: int, node: int = 0) -> int:
+    """RAM that the `processes` of a node need, without margins.
+
+    `of_process` is what one needs after `imports`, for `loading` (rank 0 reads weights for all where it can) and for
+    `training`, which begins once loading is over.
+    """
+    readers = processes if method in READ_BY_EVERY_PROCESS else int(node == 0)
+    return processes * of_process["imports"] + max(readers * of_process["loading"], processes * of_process["training"])

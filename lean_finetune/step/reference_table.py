@@ -15,11 +15,6 @@ from lean_finetune.plan.batch_plan import open_batches, read_column
 from lean_finetune.step.token_rows import Split
 
 SCHEMA = pa.schema([pa.field("logp", pa.float32(), nullable=False)])
-LOGITS_CHUNK = 128
-"""Tokens whose logits exist at a time. Fixed, like the rows of a batch, so that no memory switch reruns the stage."""
-ROWS_OF_LONGEST = 2
-"""A batch has as many padded tokens as two of the longest rows: what the longest pair takes in training, which also
-stores its activations."""
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 

@@ -20,8 +20,7 @@ from lean_finetune.config.schema import Params, Train
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
-from lean_finetune.distributed.sharding_modes import division, host_bytes
-from lean_finetune.memory.predict.traced_step import longest_row
+from lean_finetune.distributed.sharding_modes import division
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
@@ -37,13 +36,13 @@ from lean_finetune.pinning.locate import (
     verify_adapter,
     verify_files,
 )
-from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective, worst_steps
+from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.parallel_model import ParallelModel, host_bytes
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.run_optimizer import paging_note
 from lean_finetune.step.token_rows import TokenRows

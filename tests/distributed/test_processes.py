@@ -5,8 +5,7 @@ import torch
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World, check_size
-from lean_finetune.distributed.replicated import assign_owners
-from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.parallel_model import ParallelModel, assign_owners
 
 
 def test_processes_that_do_not_match_the_plan_are_refused(monkeypatch: pytest.MonkeyPatch):

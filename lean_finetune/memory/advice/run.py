@@ -29,13 +29,7 @@ from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
-from lean_finetune.memory.predict.traced_step import (
-    TracedModel,
-    TracedSteps,
-    longest_row,
-    steps_in_flight,
-    traced_steps,
-)
+from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
@@ -59,7 +53,7 @@ from lean_finetune.pinning.locate import (
     config_directory,
     tokenizer_directory,
 )
-from lean_finetune.plan.batch_plan import Plan, read_plan, refuse_other_objective
+from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens

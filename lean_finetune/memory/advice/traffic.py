@@ -12,7 +12,6 @@ from cuda_memory.gpus import GIGA
 from cuda_memory.units import readable_size
 from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
 from lean_finetune.config.rules import GATHERED_LAYERS
-from lean_finetune.distributed.replicated import layer_of
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.step_cost import (
     DURATION_RANGE,
@@ -25,6 +24,7 @@ from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, WEIGHTS
 from lean_finetune.model.attention.kernels import key_copies
 from lean_finetune.model.model_config import largest_head_size, layer_settings, ties_embedding
 from lean_finetune.model.precision import autocast_dtype, base_dtype
+from lean_finetune.step.parallel_model import layer_of
 
 
 @dataclass(frozen=True, kw_only=True)

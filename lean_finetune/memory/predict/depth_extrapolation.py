@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import _get_sequence_nr
 from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.trace.fake_distributed import for_fewer_layers
 from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
 from lean_finetune.memory.trace.origin_trace import NO_SEQUENCE
+from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.parallel_model import OtherStage
+from lean_finetune.step.parallel_model import OtherStage, fullest_owner, named_trained
 from lean_finetune.step.pipeline_parts import decoder_layers
 
 Signature = tuple[Any, ...]
@@ -133,6 +135,22 @@ def _describe(layer: nn.Module) -> dict[str, Any]:
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{path}.{name}"] = value
     return found
+
+
+def for_fewer_layers(setting: Setting, config: PretrainedConfig) -> Setting:
+    """The setting for traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
+
+    Raises:
+        UserError: there are fewer tensors than GPUs.
+    """
+    if setting.mode != "zero1":
+        return setting
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config, setting.train, torch.device("cpu"))
+        trained = [parameter for _, parameter in named_trained(model)]
+    rank, owners = fullest_owner(trained, setting.gpus)
+    mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
+    return replace(setting, local_shapes=tuple((parameter.shape, parameter.dtype) for parameter in mine))
 
 
 def shallow_models(model: TracedModel, repetition: Repetition) -> list[TracedModel]:

@@ -26,9 +26,9 @@ from lean_finetune.memory.predict.traced_step import CPU, Trace, TracedModel, ne
 from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
 from lean_finetune.memory.trace.cuda_kernels import without_launches
-from lean_finetune.memory.trace.fake_distributed import local, shared
 from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
+from lean_finetune.memory.trace.registered_state import shared
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
@@ -37,7 +37,7 @@ from lean_finetune.plan.row_images import Sizes
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import causal_lm
-from lean_finetune.step.parallel_model import ParallelModel, named_trained
+from lean_finetune.step.parallel_model import ParallelModel, local, named_trained
 
 KV_CACHE = "kv_cache"
 """Category of the KV cache."""

@@ -61,9 +61,8 @@ from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
 from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import Batch, BatchShape
-from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST, EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
-from lean_finetune.step.reference_table import LOGITS_CHUNK, ROWS_OF_LONGEST
 
 FILE = "weight_files"
 """Category of a weight as read from its file, until it is converted."""

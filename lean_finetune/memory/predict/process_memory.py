@@ -11,8 +11,6 @@ from transformers import PretrainedConfig
 
 from cuda_memory.gpus import Device, Figure
 from cuda_memory.units import MIB, readable_size
-from lean_finetune.distributed.replicated import assign_owners, layer_of
-from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.predict.state_formulas import (
     IN_RAM,
     ModelShapes,
@@ -33,9 +31,10 @@ from lean_finetune.memory.trace.cuda_kernels import CUBLAS_HANDLES, target_of
 from lean_finetune.memory.trace.memory_trace import OPTIMIZER, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.precision import adapter_dtype, base_dtype
-from lean_finetune.step.batch_stream import BATCHES_AHEAD
+from lean_finetune.step.batches import BATCHES_AHEAD
 from lean_finetune.step.offload.disk_weights import BLOCK_BYTES
 from lean_finetune.step.offload.master_weights import STAGING_BYTES
+from lean_finetune.step.parallel_model import assign_owners, host_bytes, layer_of
 
 ON_HOST = "host_optimizer"
 """Category of optimizer state and weights in host memory (train.offload)."""

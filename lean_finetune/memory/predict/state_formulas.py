@@ -13,7 +13,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
-from lean_finetune.distributed.tensor_shards import divided_shapes
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
@@ -249,7 +248,11 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
         UserError: tensor parallelism cannot shard the model so.
     """
     model = meta_model(config)
-    parts = divided_shapes(model, tensor_parallel) if tensor_parallel > 1 else {}
+    parts: Mapping[int, tuple[int, ...]] = {}
+    if tensor_parallel > 1:  # Here: one GPU needs no code of several.
+        from lean_finetune.distributed.tensor_shards import divided_shapes
+
+        parts = divided_shapes(model, tensor_parallel)
     head = model.get_output_embeddings()
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     layers = [layer for _, layer in named]

@@ -16,11 +16,11 @@ from lean_finetune.memory.predict.state_formulas import kept_book_bytes
 from lean_finetune.memory.trace.alike_parts import part_loop, skip_alike_layers, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
-from lean_finetune.memory.trace.fake_distributed import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
 from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode, known_lists
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
+from lean_finetune.memory.trace.registered_state import register_rng_states, register_state, shared
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model
@@ -102,11 +102,6 @@ def steps_in_flight(plan: Plan, lengths: np.ndarray, stages: int, **kinds: Any) 
 def _contains(shapes: tuple[BatchShape, ...], part: tuple[BatchShape, ...]) -> bool:
     """Whether micro-batches of the shapes of `part` follow each other in `shapes`."""
     return any(shapes[start : start + len(part)] == part for start in range(len(shapes)))
-
-
-def longest_row(plan: Plan, lengths: np.ndarray) -> int:
-    """Tokens of the longest row: with its padding, unless rows are packed."""
-    return int(lengths[plan.rows].max() if plan.flat else plan.length.max())
 
 
 def only(steps: TracedSteps, step: int, number: int) -> TracedSteps:

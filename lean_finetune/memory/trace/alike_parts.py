@@ -1,8 +1,8 @@
 """Skip work on parts that are alike: the trace repeats the events of one that ran.
 
-The loss works on a micro-batch in hundreds of parts (`step.chunk_loop`). The first two parts of one size run. If both
-allocate and free the same, so do the next ones, and their events are appended without running any operation. The last
-one of this size runs again, as a check. So events, origins and peaks are those of running every part.
+The loss works on a micro-batch in hundreds of parts (`head_loss.in_parts`). The first two parts of one size run. If
+both allocate and free the same, so do the next ones, and their events are appended without running any operation. The
+last one of this size runs again, as a check. So events, origins and peaks are those of running every part.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
-from lean_finetune.step.chunk_loop import Parts, looping_by, run_all
+from lean_finetune.step.head_loss import Parts, looping_by, run_all
 
 KNOWN_VALUE = "known_value"
 """Attribute of a fake tensor with its values, if they are known."""

@@ -1,8 +1,7 @@
-"""Simulate one process of a run on several GPUs on fake tensors, and register its state."""
+"""Simulate one process of a run on several GPUs on fake tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -10,34 +9,27 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PretrainedConfig
 
-from lean_finetune.config.schema import Train
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
-from lean_finetune.distributed.replicated import assign_owners
 from lean_finetune.distributed.sharding_modes import make_exchange, make_parallel
 from lean_finetune.memory.trace.memory_trace import (
-    ACTIVATIONS,
-    ADAPTERS,
     GRADIENTS,
-    OPTIMIZER,
-    QUANTISATION_STATE,
     SHARDING,
-    WEIGHTS,
     MemoryTrace,
 )
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import fake_model
-from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, named_trained
-from lean_finetune.step.run_optimizer import device_state
+from lean_finetune.step.parallel_model import (
+    NamedParameters,
+    ParallelModel,
+    fullest_owner,
+    local,
+    named_trained,
+)
 
 # Simulate one process of a run on several GPUs (DDP, ZeRO-1, FSDP2, a pipeline) on fake tensors, in a fake group.
 #
@@ -55,27 +47,9 @@ GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
 """FSDP2's functions that gather a layer; it reduces gradients by `foreach_reduce`."""
 
 
-def for_fewer_layers(setting: Setting, config: PretrainedConfig) -> Setting:
-    """The setting for traces of this model with fewer layers: zero1 assigns tensors by the sizes of all layers.
-
-    Raises:
-        UserError: there are fewer tensors than GPUs.
-    """
-    if setting.mode != "zero1":
-        return setting
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(config, setting.train, torch.device("cpu"))
-        trained = [parameter for _, parameter in named_trained(model)]
-    rank, owners = _fullest_owner(trained, setting.gpus)
-    mine = (parameter for parameter, owner in zip(trained, owners, strict=True) if owner == rank)
-    return replace(setting, local_shapes=tuple((parameter.shape, parameter.dtype) for parameter in mine))
-
-
 @contextmanager
-def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch.device) -> Iterator[ParallelModel]:
-    """Distribute the model, as the process with the highest memory use sees it.
-
-    Call under an active FakeTensorMode, before anything is registered.
+def fake_group(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch.device) -> Iterator[ParallelModel]:
+    """Share the model among the processes of a fake group, as the process with the highest memory use sees it.
 
     Args:
         model: on fake tensors.
@@ -86,10 +60,7 @@ def shared(model: nn.Module, setting: Setting, trace: MemoryTrace, device: torch
     Raises:
         UserError: the GPUs cannot share the model so.
     """
-    if not setting.distributed:
-        yield ParallelModel(model)
-        return
-    # Gives collectives their shape functions; slow to import, and one GPU needs none.
+    # Gives collectives their shape functions; slow to import.
     from torch.distributed._tools import fake_collectives  # noqa: F401
 
     world = _fullest(model, setting)
@@ -114,16 +85,8 @@ def _fullest(model: nn.Module, setting: Setting) -> World:
     """The rank with the highest memory use: 0 gets the larger part of uneven shards; in zero1, the largest owner."""
     rank, gpus = setting.stage or 0, setting.gpus
     if setting.mode == "zero1" and setting.local_shapes is None:
-        rank, _ = _fullest_owner([parameter for _, parameter in named_trained(model)], gpus)
+        rank, _ = fullest_owner([parameter for _, parameter in named_trained(model)], gpus)
     return World(rank=rank, size=gpus, local_rank=rank, local_size=gpus)
-
-
-def _fullest_owner(trained: Sequence[torch.Tensor], gpus: int) -> tuple[int, list[int]]:
-    """zero1's rank that owns most, and the owner of each tensor."""
-    sizes = [parameter.numel() for parameter in trained]
-    owners = assign_owners(sizes, gpus)
-    sizes_of = [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(gpus)]
-    return sizes_of.index(max(sizes_of)), owners
 
 
 class _ShallowOwner(replicated.ReplicatedModel):
@@ -262,67 +225,3 @@ def _acting_on_host(trace: MemoryTrace, after_gradient: Callable[..., Any]) -> C
             action()
 
     return lambda parallel, parameter, action: after_gradient(parallel, parameter, partial(on_host, action))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# Register memory with a trace, by category, that exists before the first step or that no operation allocates.
-
-FP32 = torch.float32
-
-
-def register_state(
-    trace: MemoryTrace,
-    parallel: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    train: Train,
-    *,
-    cuda: bool,
-    weights_on_host: bool = False,
-) -> None:
-    """Register weights, adapters and optimizer state; gradients when backward creates them.
-
-    `weights_on_host`: sharded parameters and their update are in host memory.
-    """
-    model = parallel.model
-    trained = [parameter for _, parameter in named_trained(model)]
-    if weights_on_host:
-        trace.ignore(local(tensor) for tensor in model.parameters() if isinstance(tensor, DTensor))
-    trace.register([local(tensor) for tensor in (*model.parameters(), *model.buffers())], WEIGHTS)
-    trace.register(quantisation_tensors(model), QUANTISATION_STATE)
-    if weights_on_host:  # So are their gradients and update.
-        return
-    if train.method != "full":
-        trace.register([local(tensor) for tensor in trained], ADAPTERS)
-        if train.lora.changes_frozen_weights and not cuda:  # In host memory, which counts only on a CPU.
-            start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
-            trace.register_bytes(start, ADAPTERS)
-    trace.register(device_state(optimizer, train.optimizer, cuda=cuda), OPTIMIZER)
-
-    def register_gradient(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        trace.register([local(parameter.grad)], GRADIENTS)
-
-    for parameter in trained:
-        if not isinstance(parameter, DTensor):  # FSDP's gradients are registered in its reduction.
-            parameter.register_post_accumulate_grad_hook(register_gradient)
-
-
-@contextmanager
-def register_rng_states(trace: MemoryTrace, *, cuda: bool) -> Iterator[None]:
-    """Count the random generator's states that checkpointing saves for dropout: 5 KB per layer, in host memory."""
-    get = torch.get_rng_state
-
-    def counted() -> torch.Tensor:
-        state = get()
-        trace.register([state], ACTIVATIONS)
-        return state
-
-    torch.get_rng_state = get if cuda else counted
-    try:
-        yield
-    finally:
-        torch.get_rng_state = get

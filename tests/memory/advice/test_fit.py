@@ -13,8 +13,7 @@ import pytest
 from cuda_memory.units import COLUMNS, LABEL_WIDTH, MIB, labelled
 from lean_finetune.commands import fit_text
 from lean_finetune.commands.fit import fit, gpu_flags
-from lean_finetune.commands.fit_text import fit_lines
-from lean_finetune.commands.fit_tiers import dying_lines, tier_lines
+from lean_finetune.commands.fit_text import dying_lines, fit_lines, tier_lines
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.plan_memory import PlanMemory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lean_finetune.commands.fit_tiers import staircase_lines
+from lean_finetune.commands.fit_text import staircase_lines
 from lean_finetune.commands.row_lengths import of_quantiles
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError

@@ -15,7 +15,7 @@ from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import host_lines
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
-from lean_finetune.memory.trace import fake_distributed
+from lean_finetune.memory.trace import registered_state
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
@@ -152,7 +152,7 @@ def test_prediction_holds_for_device_and_host_together(small_llama, changes, mon
         yield from device_state(optimizer.inner, name, cuda=False)
 
     monkeypatch.setattr(MemoryTrace, "on_host", lambda trace: nullcontext())
-    monkeypatch.setattr(fake_distributed, "device_state", all_state)
+    monkeypatch.setattr(registered_state, "device_state", all_state)
     together = predict(TracedModel(config, setting, CPU_TARGET), PADDED_STEPS).by_phase["forward"]
     assert together.bytes - apart.bytes == host_bytes
     with without_onednn():

@@ -8,9 +8,9 @@ import torch
 
 from cuda_memory.gpus import CONTEXTS, GPUS
 from cuda_memory.units import GIB, MIB
-from lean_finetune.distributed.sharding_modes import host_bytes
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.process_memory import IMPORTS_BYTES, as_json, host_shortage, on_device, on_host
+from lean_finetune.step.parallel_model import host_bytes
 from tests.memory.common import LLAMA_3_1_70B, llama, setting_of
 from tests.memory.ranks import shared_setting
 from tests.processes import run_bounded

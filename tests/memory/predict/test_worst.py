@@ -7,9 +7,16 @@ from transformers import MistralConfig
 from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
-from lean_finetune.memory.predict.traced_step import TracedModel, halved, longest_row, traced_steps
+from lean_finetune.memory.predict.traced_step import TracedModel, halved, traced_steps
 from lean_finetune.model.model_config import read_config
-from lean_finetune.plan.batch_plan import MicroBatch, Plan, memory_figures, worst_micro_batches, worst_steps
+from lean_finetune.plan.batch_plan import (
+    MicroBatch,
+    Plan,
+    longest_row,
+    memory_figures,
+    worst_micro_batches,
+    worst_steps,
+)
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.step.batches import BatchShape
 from tests.memory.common import CPU_TARGET, joined, micro_batch, plan_of, setting_of, shape

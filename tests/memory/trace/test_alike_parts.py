@@ -19,7 +19,7 @@ from lean_finetune.memory.trace.alike_parts import PartsDiffer, part_loop, skipp
 from lean_finetune.memory.trace.gradients_alone import FIRST, first_left_out, leaves_gradients_alone
 from lean_finetune.memory.trace.memory_trace import MemoryTrace, OpRules
 from lean_finetune.step import head_loss
-from lean_finetune.step.chunk_loop import in_parts
+from lean_finetune.step.head_loss import in_parts
 from lean_finetune.step.parallel_model import ParallelModel
 from tests.memory.common import CPU_TARGET, gpu_target, llama, setting_of, shape
 
