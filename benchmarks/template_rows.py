@@ -6,7 +6,8 @@ from typing import Any
 
 import orjson
 
-from lean_finetune.data.format.format_base import Conversation, RowFault, SourceFormat, detect_format
+from lean_finetune.core.errors import RowFault
+from lean_finetune.data.format.format_base import Conversation, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 
 TOOLS = [

@@ -201,7 +201,7 @@ class ChatSession:
 
     def _prompt(self, line: str) -> list[int] | None:
         """The prompt for a new line, without the oldest turns that are too much; None if the line alone is too long."""
-        from lean_finetune.data.format.format_base import RowFault
+        from lean_finetune.core.errors import RowFault
 
         turns = [*self._turns, {"role": "user", "content": line}]
         while True:

@@ -28,3 +28,10 @@ def shortened(text: str, most: int = LONGEST_VALUE) -> str:
 def one_line(text: str) -> str:
     """A text as one line of at most LONGEST_LINE characters, escaped."""
     return shortened(escaped(" ".join(text[: 2 * LONGEST_LINE].split())), LONGEST_LINE)
+
+
+class RowFault(Exception):
+    """A row that cannot be used: the rule and the remedy, as one line. The caller adds file and line."""
+
+    def __init__(self, rule: str):
+        super().__init__(one_line(rule))

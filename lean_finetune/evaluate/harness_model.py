@@ -13,8 +13,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.step.batches import Batch

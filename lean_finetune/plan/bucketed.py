@@ -1,49 +1,6 @@
 """Split the rows of a step into micro-batches: by length, packed, or split between GPUs."""
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 import numpy as np
-
-from cuda_memory.units import round_up
-from lean_finetune.plan.batch_plan import MicroBatch
-
-
-def split_micro_batches(
-    micro_batches: Iterable[MicroBatch], max_tokens: int, lengths: np.ndarray, supervised: np.ndarray
-) -> list[MicroBatch]:
-    """Halve micro-batches until each has at most `max_tokens` padded tokens or a single row, or pair of rows.
-
-    Rows keep their order. Halves of a padded micro-batch keep its length; halves of packed rows have no padding.
-    `lengths` and `supervised` are the tokens and trained tokens of every training row.
-    """
-    found: list[MicroBatch] = []
-    for one in micro_batches:
-        if one.padded_tokens <= max_tokens or len(one.rows) < 2 * one.kind.unit:
-            found.append(one)
-        else:
-            found += split_micro_batches(_halves(one, lengths, supervised), max_tokens, lengths, supervised)
-    return found
-
-
-def _halves(one: MicroBatch, lengths: np.ndarray, supervised: np.ndarray) -> list[MicroBatch]:
-    """Two micro-batches with the rows of one; packed rows are split in the middle of their tokens."""
-    middle = (len(one.rows) + 1) // 2
-    if one.flat:
-        tokens = np.cumsum(lengths[one.rows])
-        middle = min(int(np.searchsorted(tokens, tokens[-1] / 2)) + 1, len(one.rows) - 1)
-    middle = min(round_up(middle, one.kind.unit), len(one.rows) - one.kind.unit)
-    return [
-        replace(
-            one,
-            rows=one.rows[half],
-            length=int(lengths[one.rows[half]].sum()) if one.flat else one.length,
-            supervised=int(supervised[one.rows[half]].sum()),
-            images=one.images[half],
-        )
-        for half in (slice(middle), slice(middle, None))
-    ]
-
 
 # Mode packed: join a step's rows without padding into as few micro-batches as possible, evenly filled.
 #

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.data.images.index_columns import FRAMES, IMAGE_SIZES, PATCHES
+from lean_finetune.data.images.image_files import FRAMES, IMAGE_SIZES, PATCHES
 
 IMAGE_TYPES = {IMAGE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),), FRAMES: (pa.list_(pa.int32()),)}
 

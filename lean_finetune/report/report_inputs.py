@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_store import ImageFiles
+from lean_finetune.data.images.image_files import ImageFiles
 from lean_finetune.step.token_rows import TokenRows
 
 SAMPLED_ROWS = 4

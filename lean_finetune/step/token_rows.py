@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_store import ImageFiles
-from lean_finetune.data.images.index_columns import IMAGE_HASHES
+from lean_finetune.data.images.image_files import IMAGE_HASHES, ImageFiles
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import open_batches, read_column, refuse_other_rows
 from lean_finetune.plan.optimizer_steps import read_images

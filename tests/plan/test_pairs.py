@@ -8,10 +8,10 @@ import pytest
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import read_plan, write_plan
-from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings
+from lean_finetune.step.batch_stream import split_micro_batches
 
 PAIR, LABELLED = RowKind.PAIR, RowKind.LABELLED
 BUCKET = MicroBatchSettings(

@@ -9,11 +9,11 @@ import pytest
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, memory_figures
-from lean_finetune.plan.bucketed import split_micro_batches
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_images import RowImages
+from lean_finetune.step.batch_stream import split_micro_batches
 from lean_finetune.step.batches import BatchShape
 
 ROWS = 40

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.plan.bucketed import split_micro_batches
+from lean_finetune.step.batch_stream import split_micro_batches
 
 LENGTHS = np.array([90, 80, 70, 60, 31, 20, 10, 5], np.int32)
 SUPERVISED = np.arange(11, 19, dtype=np.int32)

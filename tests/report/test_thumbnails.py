@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lean_finetune.data.images.image_store import IMAGES, ImageFiles, image_file
+from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
 from lean_finetune.report.thumbnails import EDGE_PIXELS, MOST, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs

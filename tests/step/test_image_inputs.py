@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.model.load_model import load_model

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.tuned.tuned_files import named_by_option
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.chat.tokenizer_files import compile_own_template, has_template
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.encode.tokenizer_engine import load_engine
-from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.evaluate.generate import special_ids
 
 TEMPLATE_DATE = "2024-07-26"

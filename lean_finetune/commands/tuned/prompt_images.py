@@ -9,19 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lean_finetune.commands.tuned.tuned_files import named_by_option
-from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.errors import RowFault, UsageFault, UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
-from lean_finetune.data.format.format_base import (
-    IMAGE_COLUMNS,
-    Conversation,
-    GivenImage,
-    ImagePart,
-    Message,
-    RowFault,
-)
+from lean_finetune.data.format.format_base import IMAGE_COLUMNS, Conversation, GivenImage, ImagePart, Message
 from lean_finetune.data.format.messages import IMAGE_PARTS, read_content
 from lean_finetune.data.format.row_images import column_images, given_image, in_front, placed
-from lean_finetune.data.images.image_store import IMAGES, ImageFiles, ImageStore, StoredImage
+from lean_finetune.data.images.image_files import IMAGES, ImageFiles
+from lean_finetune.data.images.image_store import ImageStore, StoredImage
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.data.shards.fill_images import RowImages
 from lean_finetune.memory.trace.known_values import KnownImages

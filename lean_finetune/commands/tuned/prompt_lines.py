@@ -9,8 +9,8 @@ from cuda_memory.units import counted
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.prompt_images import TEXT_ALONE, PromptImages, conversation_of
 from lean_finetune.commands.tuned.tuned_model import TunedModel
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import GivenImage, Message, RowFault
+from lean_finetune.core.errors import RowFault, UserError
+from lean_finetune.data.format.format_base import GivenImage, Message
 from lean_finetune.data.format.row_images import column_images
 from lean_finetune.data.images.image_store import StoredImage
 from lean_finetune.data.read.decode_rows import parse_line

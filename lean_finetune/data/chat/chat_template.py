@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS, TurnFinder, in_its_form
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, rendering, work_limits
 from lean_finetune.data.chat.control_tokens import TextSegment, any_of, segments_of_spans, split_segments
@@ -30,7 +30,7 @@ from lean_finetune.data.chat.template_probes import (
     thoughts,
 )
 from lean_finetune.data.chat.tokenizer_files import read_template
-from lean_finetune.data.format.format_base import Conversation, EmptyAnswer, Message, RowFault
+from lean_finetune.data.format.format_base import Conversation, EmptyAnswer, Message
 
 DIRECTORY = Path(__file__).parent / "templates"
 FAMILIES = {

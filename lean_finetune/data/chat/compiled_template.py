@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.core.errors import RowFault, UserError, one_line
 from lean_finetune.data.chat.control_tokens import (
     NOT_OF_TEMPLATES,
     TRAINED_END,
@@ -24,7 +24,7 @@ from lean_finetune.data.chat.control_tokens import (
     WRITES_MARKS,
     split_at_marks,
 )
-from lean_finetune.data.format.format_base import IMAGE, Conversation, Message, RowFault
+from lean_finetune.data.format.format_base import IMAGE, Conversation, Message
 from lean_finetune.data.read.worker_memory import limited_memory_growth
 
 # Limits on what a chat template may use: memory, the time of a processor, the size of integers.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault
 
 # Four of the noncharacters that Unicode reserves for internal use.
 TRAINED_START = "\ufdd0"

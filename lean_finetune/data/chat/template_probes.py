@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS
 from lean_finetune.data.chat.compiled_template import CompiledTemplate, rendering
 from lean_finetune.data.chat.control_tokens import THINK_TAGS, TextSegment, split_segments
-from lean_finetune.data.format.format_base import Conversation, Message, RowFault
+from lean_finetune.data.format.format_base import Conversation, Message
 
 OPEN, CLOSE = THINK_TAGS
 # Some models' generation prompt has the tag that opens the block.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.read.row_block import MAX_DEPTH
 from lean_finetune.objectives.objective import RowKind
 
@@ -25,13 +25,6 @@ IMAGE = "\ufdd6"
 """The character in a message's text where an image stands: a noncharacter, which Unicode reserves for internal use."""
 IMAGE_COLUMNS = ("images", "image")
 """Columns of a row's images. data.columns can name another one for the first."""
-
-
-class RowFault(Exception):
-    """A row that cannot be used: the rule and the remedy, as one line. The caller adds file and line."""
-
-    def __init__(self, rule: str):
-        super().__init__(one_line(rule))
 
 
 class EmptyAnswer(RowFault):

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     KTO_LABELS,
     Conversation,
     Example,
     Labelled,
     PlainText,
-    RowFault,
     RowFormat,
     show,
 )

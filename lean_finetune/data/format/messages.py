@@ -5,16 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lean_finetune.data.format.format_base import (
-    IMAGE,
-    ROLES,
-    ImagePart,
-    Message,
-    RowFault,
-    is_given,
-    parse_json,
-    show,
-)
+from lean_finetune.core.errors import RowFault
+from lean_finetune.data.format.format_base import IMAGE, ROLES, ImagePart, Message, is_given, parse_json, show
 from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
 
 CALL = "tool_call"

@@ -6,11 +6,11 @@ from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
 
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     Conversation,
     Pair,
     PlainText,
-    RowFault,
     RowFormat,
     list_of,
     register,

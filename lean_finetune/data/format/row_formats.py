@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     Conversation,
     Example,
     Message,
     PlainText,
-    RowFault,
     RowFormat,
     SourceFormat,
     is_given,

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cuda_memory.units import counted
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     IMAGE,
     IMAGE_COLUMNS,
@@ -16,7 +17,6 @@ from lean_finetune.data.format.format_base import (
     Example,
     GivenImage,
     Message,
-    RowFault,
     SourceFormat,
     is_given,
     list_or_nothing,

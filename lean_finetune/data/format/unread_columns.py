@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cuda_memory.units import counted
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     KTO_LABELS,
     PREFERENCE_KEYS,
     Message,
-    RowFault,
     SourceFormat,
     is_given,
     list_or_nothing,

@@ -1,86 +1,123 @@
-"""The content of a row's image, from the row itself or from a file beside it."""
+"""The images of data/tokens: their files, named by the hash of their content, and their pixels."""
 
-import os
-import stat
+import hashlib
+import warnings
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 
-from lean_finetune.core.atomic_files import find_source
-from lean_finetune.data.format.format_base import GivenImage, RowFault
-from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
-from lean_finetune.pinning.locate import DataFile
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from lean_finetune.config.field_types import MAX_PIXELS
+from lean_finetune.core.errors import RowFault, UserError
+
+IMAGES = "images"
+"""The directory of the images in data/tokens."""
+IMAGE_HASHES = "images"
+"""Column of the shards: the sha256 of each image of a row."""
+IMAGE_SIZES, PATCHES, FRAMES = "image_sizes", "patches", "frames"
+"""Columns of the index: height and width in pixels of each image of a row, one after the other; patches of all; the
+largest height and width of its processed images, if those of a batch are padded to the largest, else nothing."""
+LIMITS = ("image_max_pixels", "image_min_pixels")
+"""Metadata of the index: the limits with which images are resized, as in section `data`."""
 
 
-def image_directory(file: DataFile) -> Path | None:
-    """The directory to which the images of a file's rows are relative; None for a file on the hub, which has none.
-
-    A temporary experiment runs in a copy without what git ignores, such as images: they are in the user's checkout.
-    """
-    if file.path is None or file.repo_id:
-        return None
-    return file.path.parent if Path(file.name).is_absolute() else find_source(str(Path(file.name).parent))
+def image_file(root: Path, digest: bytes) -> Path:
+    """The file of an image below `root`."""
+    name = digest.hex()
+    return root / name[:2] / name
 
 
-def read_image(given: GivenImage, directory: Path | None) -> bytes:
-    """The content of an image; `directory` is that of its row's file (`image_directory`).
+class ImageFiles:
+    """The images of published tokens."""
 
-    Raises RowFault as `image_path`, or if the file is missing, not readable, not a regular one, or has more than
-    MAX_IMAGE_BYTES.
-    """
-    if given.data is not None:
-        data = given.data
-    else:
-        path = image_path(given, directory)
+    def __init__(self, tokens: Path):
+        """`tokens` is the directory data/tokens."""
+        self._root = tokens / IMAGES
+
+    def open(self, digest: bytes) -> Image.Image:
+        """An image in RGB. Raises UserError if its file is missing or damaged."""
+        path = image_file(self._root, digest)
         try:
-            # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                    raise RowFault(f"image {given.path} is no regular file; copy it into one")
-                data = stream.read(MAX_IMAGE_BYTES + 1)
+            data = path.read_bytes()
         except OSError as error:
-            raise RowFault(
-                f"image {path} cannot be read ({error.strerror}); correct its path, or put it there"
-            ) from None
-    if len(data) > MAX_IMAGE_BYTES:
-        raise RowFault(f"image {image_name(given)} has more than {MAX_IMAGE_BYTES >> 20} MiB; make it smaller")
-    return data
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from None
+        if hashlib.sha256(data).digest() != digest:
+            raise UserError(f"{path}: its content is another one than its name says; {self._remedy}")
+        return decode_image(data, path.name)
+
+    @cached_property
+    def _remedy(self) -> str:
+        return f"delete {self._root.parent} and run `dvc repro`"
 
 
-def image_path(given: GivenImage, directory: Path | None) -> Path:
-    """The file of an image that its row names by path.
+# The pixels of an image, as every model gets them: upright, in RGB, with white where it is transparent.
 
-    Raises RowFault if a relative path leaves `directory`, by `..` or by a link, and for any path if there is none. An
-    absolute one is the choice of whoever wrote the rows on this machine.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats that are decoded. Pillow has more: EPS runs Ghostscript, and libtiff prints its faults past Python."""
+BAND_PIXELS = 1 << 20
+"""Pixels that are blended at a time, so that blending needs little more memory."""
+WHITE = (255, 255, 255, 255)
+
+# Pillow only warns from MAX_PIXELS to twice as many, and prints it.
+warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+
+
+def decode_image(data: bytes, name: str) -> Image.Image:
+    """The first frame of an image in mode RGB; `name` is for faults.
+
+    The orientation of its EXIF data is applied. Transparent pixels are blended with white, as transformers and Qwen's
+    code do. Channels of 16 bits keep the upper 8.
+
+    Raises RowFault if the content is no image of FORMATS, is damaged or truncated, or has more than MAX_PIXELS,
+    which its header tells before anything is decoded. Decoding so many takes 720 MB, which is less than the rows of a
+    block may take: Pillow has 4 bytes a pixel, and turning needs a copy.
     """
-    assert given.path is not None, "an image has a path, or its content"
-    if "\0" in given.path or not _is_file_name(given.path):
-        raise RowFault(f"image {given.path!r} has a NUL or a lone surrogate in its path; correct it")
-    if given.path.startswith("~"):
-        raise RowFault(f"image {given.path}: ~ is not expanded; write the full path")
-    if directory is None:
-        raise RowFault(
-            f"image {given.path} is named by a row on the hub, where only images within rows are read; download "
-            "the data set, and name its files"
-        )
-    if os.path.isabs(given.path):
-        return Path(given.path)
-    # realpath, unlike resolve, accepts loops of links; opening the file then reports them.
-    inside = os.path.realpath(directory)
-    if not os.path.realpath(os.path.join(inside, given.path)).startswith(os.path.join(inside, "")):
-        raise RowFault(
-            f"image {given.path} is outside of {directory}, the directory of its row's file; write its absolute "
-            "path, or copy it there"
-        )
-    return directory / given.path
-
-
-def _is_file_name(path: str) -> bool:
     try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-    return True
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise RowFault(_too_large(name))
+            ImageOps.exif_transpose(image, in_place=True)
+            return _to_rgb(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise RowFault(_too_large(name)) from None
+    except UnidentifiedImageError:
+        raise RowFault(f"image {name} {_start(data)}; convert it to one of {', '.join(FORMATS)}") from None
+    except RowFault:
+        raise
+    except MemoryError:
+        raise RowFault(f"image {name} needs more memory than decoding it may take; make it smaller") from None
+    # Each decoder has its own exceptions for hostile bytes: OSError, SyntaxError, ValueError, struct.error, and others.
+    except Exception as error:
+        raise RowFault(f"image {name} is damaged or truncated ({error}); write or download it again") from error
 
 
-def image_name(given: GivenImage) -> str:
-    """How messages call an image."""
-    return given.path or "in the row"
+def _too_large(name: str) -> str:
+    return f"image {name} has more than {MAX_PIXELS:,} pixels, so it is not decoded; make it smaller"
+
+
+def _start(data: bytes) -> str:
+    """What content that no decoder knows is."""
+    if not data:
+        return "is empty"
+    return f"is damaged, or of no format that is decoded (it starts with {data[:16]!r})"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """A loaded image in mode RGB."""
+    if image.mode.startswith("I;16"):
+        # Pillow keeps the upper 8 bits of 16-bit colour; of 16-bit grey, it would clip.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return _on_white(image) if image.has_transparency_data else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """An image with transparency in mode RGB, blended with white to the same values as transformers' code gives."""
+    width, height = image.size
+    opaque, rows = Image.new("RGB", image.size), max(1, BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        opaque.paste(Image.alpha_composite(Image.new("RGBA", band.size, WHITE), band).convert("RGB"), (0, top))
+    return opaque

@@ -1,23 +1,19 @@
-"""The images of tokens: one file each, named by the hash of its content."""
+"""Store the images of rows: each is read from its row or from a file beside it, and kept once by its content."""
 
 import hashlib
 import os
-from functools import cached_property
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
-
-from lean_finetune.core.atomic_files import sync
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import GivenImage, RowFault
-from lean_finetune.data.images.decode_image import decode_image
+from lean_finetune.core.atomic_files import find_source, sync
+from lean_finetune.core.errors import RowFault
+from lean_finetune.data.format.format_base import GivenImage
 from lean_finetune.data.images.families import Size
-from lean_finetune.data.images.image_files import image_name, read_image
+from lean_finetune.data.images.image_files import decode_image, image_file
 from lean_finetune.data.images.processor import ImageProcessor
-
-IMAGES = "images"
-"""The directory of the images in data/tokens."""
+from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
+from lean_finetune.pinning.locate import DataFile
 
 
 class StoredImage(NamedTuple):
@@ -70,30 +66,80 @@ class ImageStore:
         aside.replace(path)
 
 
-def image_file(root: Path, digest: bytes) -> Path:
-    """The file of an image below `root`."""
-    name = digest.hex()
-    return root / name[:2] / name
+# The content of a row's image.
 
 
-class ImageFiles:
-    """The images of published tokens."""
+def image_directory(file: DataFile) -> Path | None:
+    """The directory to which the images of a file's rows are relative; None for a file on the hub, which has none.
 
-    def __init__(self, tokens: Path):
-        """`tokens` is the directory data/tokens."""
-        self._root = tokens / IMAGES
+    A temporary experiment runs in a copy without what git ignores, such as images: they are in the user's checkout.
+    """
+    if file.path is None or file.repo_id:
+        return None
+    return file.path.parent if Path(file.name).is_absolute() else find_source(str(Path(file.name).parent))
 
-    def open(self, digest: bytes) -> Image.Image:
-        """An image in RGB. Raises UserError if its file is missing or damaged."""
-        path = image_file(self._root, digest)
+
+def read_image(given: GivenImage, directory: Path | None) -> bytes:
+    """The content of an image; `directory` is that of its row's file (`image_directory`).
+
+    Raises RowFault as `image_path`, or if the file is missing, not readable, not a regular one, or has more than
+    MAX_IMAGE_BYTES.
+    """
+    if given.data is not None:
+        data = given.data
+    else:
+        path = image_path(given, directory)
         try:
-            data = path.read_bytes()
+            # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                    raise RowFault(f"image {given.path} is no regular file; copy it into one")
+                data = stream.read(MAX_IMAGE_BYTES + 1)
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from None
-        if hashlib.sha256(data).digest() != digest:
-            raise UserError(f"{path}: its content is another one than its name says; {self._remedy}")
-        return decode_image(data, path.name)
+            raise RowFault(
+                f"image {path} cannot be read ({error.strerror}); correct its path, or put it there"
+            ) from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise RowFault(f"image {image_name(given)} has more than {MAX_IMAGE_BYTES >> 20} MiB; make it smaller")
+    return data
 
-    @cached_property
-    def _remedy(self) -> str:
-        return f"delete {self._root.parent} and run `dvc repro`"
+
+def image_path(given: GivenImage, directory: Path | None) -> Path:
+    """The file of an image that its row names by path.
+
+    Raises RowFault if a relative path leaves `directory`, by `..` or by a link, and for any path if there is none. An
+    absolute one is the choice of whoever wrote the rows on this machine.
+    """
+    assert given.path is not None, "an image has a path, or its content"
+    if "\0" in given.path or not _is_file_name(given.path):
+        raise RowFault(f"image {given.path!r} has a NUL or a lone surrogate in its path; correct it")
+    if given.path.startswith("~"):
+        raise RowFault(f"image {given.path}: ~ is not expanded; write the full path")
+    if directory is None:
+        raise RowFault(
+            f"image {given.path} is named by a row on the hub, where only images within rows are read; download "
+            "the data set, and name its files"
+        )
+    if os.path.isabs(given.path):
+        return Path(given.path)
+    # realpath, unlike resolve, accepts loops of links; opening the file then reports them.
+    inside = os.path.realpath(directory)
+    if not os.path.realpath(os.path.join(inside, given.path)).startswith(os.path.join(inside, "")):
+        raise RowFault(
+            f"image {given.path} is outside of {directory}, the directory of its row's file; write its absolute "
+            "path, or copy it there"
+        )
+    return directory / given.path
+
+
+def _is_file_name(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def image_name(given: GivenImage) -> str:
+    """How messages call an image."""
+    return given.path or "in the row"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.atomic_files import write_json
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import FAMILIES, MODELS, ImageFamily, Size
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object, vision_patch
 

@@ -6,8 +6,8 @@ from typing import Protocol
 import pyarrow as pa
 
 from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES
 from lean_finetune.data.images.image_store import StoredImage
-from lean_finetune.data.images.index_columns import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES
 
 HASHES = pa.field(IMAGE_HASHES, pa.list_(pa.binary(32)), nullable=False)
 INDEX_FIELDS = (

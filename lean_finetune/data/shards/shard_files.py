@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
 from lean_finetune.data.encode.row_tokenizer import Chunks
-from lean_finetune.data.images.image_store import IMAGES, image_file
-from lean_finetune.data.images.index_columns import IMAGE_HASHES
+from lean_finetune.data.images.image_files import IMAGE_HASHES, IMAGES, image_file
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.image_columns import HASHES, INDEX_FIELDS, RowImagesOf, hashes, with_images

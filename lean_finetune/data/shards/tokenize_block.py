@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.core.errors import RowFault, UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, limit_met, work_limits
 from lean_finetune.data.chat.control_tokens import TextSegment
@@ -21,7 +21,6 @@ from lean_finetune.data.format.format_base import (
     Labelled,
     Pair,
     PlainText,
-    RowFault,
     SourceFormat,
     is_heldout,
     parts_of,

@@ -10,14 +10,13 @@ from typing import Any
 
 from lean_finetune.config.data_schema import Data
 from lean_finetune.core.atomic_files import sha256_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate
 from lean_finetune.data.encode.tokenizer_engine import choose_engine
 from lean_finetune.data.format.format_base import (
     AUTO,
     IMAGE_COLUMNS,
     Conversation,
-    RowFault,
     SourceFormat,
     check_columns,
     check_kind,
@@ -27,7 +26,7 @@ from lean_finetune.data.format.format_base import (
 from lean_finetune.data.format.messages import ROLES_KEY
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import MEANINGFUL, unread_columns, without
-from lean_finetune.data.images.image_files import image_directory
+from lean_finetune.data.images.image_store import image_directory
 from lean_finetune.data.images.processor import image_family
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks

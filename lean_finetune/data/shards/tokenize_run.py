@@ -27,7 +27,7 @@ from lean_finetune.core.atomic_files import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.images.image_store import IMAGES
+from lean_finetune.data.images.image_files import IMAGES
 from lean_finetune.data.images.named_images import refuse_changed_images
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks

@@ -11,9 +11,8 @@ from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB, round_up
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.config.schema import Bucket
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.format.format_base import RowFault
 from lean_finetune.data.images.families import Size
 from lean_finetune.memory.advice.full_rows import full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run

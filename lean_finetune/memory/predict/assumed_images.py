@@ -7,8 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from lean_finetune.config.data_schema import Data
-from lean_finetune.core.errors import UserError
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import TOKENIZER_FILES, published_processor

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.format_base import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation
 from tests.data.common import DATE, encode_one, row_tokenizer
 from tests.data.families import chat, trained, turn
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat import chat_template as bundled_templates
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_bundled
 from lean_finetune.data.chat.compiled_template import CompiledTemplate
 from lean_finetune.data.chat.control_tokens import TextSegment
-from lean_finetune.data.format.format_base import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation
 from tests.data.common import DATE, conversation, decoder, encode_one, row_tokenizer
 from tests.data.families import (
     ASK,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.core.atomic_files import read_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat import compiled_template
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template, read_bundled
-from lean_finetune.data.format.format_base import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation
 from lean_finetune.data.shards import tokenize_block
 from tests.data.common import DATE, chat_row, decoder, read_tokens
 from tests.data.families import ASK, TURNS, chat, trained

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 import lean_finetune.data.format.pair_formats  # noqa: F401 - registers its formats
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import (
     Conversation,
     Labelled,
     PlainText,
-    RowFault,
     SourceFormat,
     check_kind,
     detect_format,

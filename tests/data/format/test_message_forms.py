@@ -2,9 +2,9 @@
 
 import pytest
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
-from lean_finetune.data.format.format_base import Conversation, RowFault
+from lean_finetune.data.format.format_base import Conversation
 from tests.data.common import DATE
 from tests.data.families import ASK, OWN_BLOCK, TURNS, chat, trained, turn
 

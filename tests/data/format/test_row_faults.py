@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_finetune.data.format.format_base import RowFault
+from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.row_formats import parse_row
 from tests.data.common import ANSWER, USER, call, messages, shape_of, turns
 

@@ -10,12 +10,11 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.config.field_types import Format
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import (
     FORMATS,
     Conversation,
     PlainText,
-    RowFault,
     RowFormat,
     check_columns,
     detect_format,

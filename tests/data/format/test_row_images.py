@@ -9,13 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its formats
 from lean_finetune.data.format.format_base import (
     IMAGE,
     Conversation,
     GivenImage,
-    RowFault,
     SourceFormat,
     check_columns,
     detect_format,

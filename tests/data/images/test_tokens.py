@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from lean_finetune.data.format.format_base import SourceFormat
-from lean_finetune.data.images.image_store import image_file
+from lean_finetune.data.images.image_files import image_file
 from lean_finetune.data.shards.shard_files import BlockTokens
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.data.shards.tokenize_job import token_inputs
