@@ -121,8 +121,12 @@ def test_the_best_weights_are_those_of_a_run_that_ended_there(small_llama: Path,
     ]
 
 
+SLOW = [(1, "loss"), (4, "loss"), (5, "loss"), (3, "accuracy")]
+
+
 @pytest.mark.parametrize(
-    ("fail_after", "best_by"), [(1, "loss"), (2, "loss"), (4, "loss"), (5, "loss"), (3, "accuracy"), (5, "accuracy")]
+    ("fail_after", "best_by"),
+    [(2, "loss"), (5, "accuracy"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_an_interrupted_run_keeps_the_same_weights(small_llama: Path, tmp_path: Path, fail_after: int, best_by: str):
     """A choice that a resumed run has forgotten, before the best step, at it, after it, and after the last one."""

@@ -47,7 +47,7 @@ def test_a_roomy_gpu_gets_no_switch_and_whole_steps():
     assert (found["train.grad_ckpt"], found["bucket.max_tokens"]) == ("false", "4096")
 
 
-@pytest.mark.parametrize("mib", [80, 70])
+@pytest.mark.parametrize("mib", [80, pytest.param(70, marks=pytest.mark.slow)])
 def test_no_traced_set_that_fits_is_faster(mib: int):
     """A search that stops at the first set that fits, or that trusts a bound which is none."""
     chosen = chosen_on(mib, "lora")

@@ -55,7 +55,7 @@ CASES: dict[str, Any] = {
     "offloaded activations": (llama, PADDED, {"method": "lora", "grad_ckpt": True, "offload_activations": "cpu"}),
     "zero3": (llama, PADDED, {"method": "lora", "precision": "bf16", "sharding": "zero3", "gpus": 2}),
 }
-FAST = ("qlora, recomputed, clipped", "full, packed, chunked loss", "lora, two kinds of layers")
+FAST = ("qlora, recomputed, clipped", "full, packed, chunked loss")
 
 
 def model_of(case: str) -> tuple[TracedModel, TracedSteps]:
