@@ -29,7 +29,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.experts.experts_forward import Llama4, experts_option
+from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, Llama4
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.images.full_masks import full_or_mask
 from lean_finetune.model.images.image_config import takes_images
@@ -183,7 +183,7 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
         UserError: transformers cannot build a model from these values, or does not support `options`.
     """
     kind, own_config = causal_kind(config)
-    options = {**experts_option(kind), **options}
+    options = {**EXPERTS_OPTION, **options}
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
             model: PreTrainedModel = kind._from_config(own_config, **options)

@@ -34,7 +34,7 @@ from lean_finetune.model.empty_model import (
     refuse_other_heads,
     start_score,
 )
-from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
+from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
 from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
@@ -128,7 +128,7 @@ def load_base(
                 config=own_config,
                 dtype=base_dtype(weights),
                 attn_implementation=attention or training_attention(config),
-                **experts_option(kind),
+                **EXPERTS_OPTION,
                 device_map={"": device},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # Refused below, by name.

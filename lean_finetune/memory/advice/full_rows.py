@@ -130,8 +130,8 @@ def _refuse_images(p: Params, config: PretrainedConfig) -> None:
     """Refuse rows with images for a model or an objective that does not take them."""
     if config.model_type not in MODELS:
         raise UserError(
-            f"--image: rows with images are not offered for {config.model_type}; choose a model of "
-            f"{', '.join(MODELS)}, or leave it out"
+            f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
+            f"{', '.join(MODELS)}"
         )
     if p.train.objective != "sft":
         raise UserError(

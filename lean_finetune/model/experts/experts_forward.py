@@ -172,10 +172,9 @@ def expert_parameters(module: Any) -> tuple[str, str]:
     return UP_PROJECTIONS[0 if module.has_gate else 1], DOWN_PROJECTION
 
 
-def experts_option(kind: type[PreTrainedModel]) -> dict[str, str]:
-    """The option that gives a model of this class our forward of experts; empty if it has none."""
-    return {"experts_implementation": EXPERTS} if kind._can_set_experts_implementation() else {}
-
+EXPERTS_OPTION = {"experts_implementation": EXPERTS}
+"""The option that gives a model our forward of experts, also where they belong to another family inside it (InternVL
+with Qwen3-MoE). Models without experts ignore it."""
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 

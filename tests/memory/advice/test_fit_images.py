@@ -193,4 +193,4 @@ def test_a_wrong_option_is_one_line(options: list[str], line: str):
 def test_models_and_objectives_without_images_are_refused():
     model = ["--model", "llama-3.1-8b", "--gpu", "T4", "--image", "64x64"]
     refused = error(invoke(fit, *model))
-    assert refused.startswith("--image: rows with images are not offered for llama; choose a model of ")
+    assert refused.startswith("model.name: rows with images are not offered for llama; choose a model of ")

@@ -36,6 +36,7 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
 from tests.small_model import CPU, base_of, spec_of
+from tests.small_vision import vision_model
 
 LLAMA_4 = "llama4_text"
 """Its router weighs the inputs of experts, and its own code runs all of them."""
@@ -80,6 +81,18 @@ def test_a_saved_adapter_loads_in_peft_with_equal_logits(family, experts, saved,
     trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
     assert not any("gate.weight" in name or "router" in name for name in trained)
     assert any("experts" in name for name in trained) == (experts == "all")
+
+
+@pytest.mark.parametrize("method", ["qlora", pytest.param("int8_lora", marks=pytest.mark.slow)])
+def test_packed_experts_of_another_family_inside_a_model_of_images_compute(method, tmp_path):
+    """InternVL with Qwen3-MoE: transformers' own code of experts fails at packed weights."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    directory = vision_model(tmp_path, "internvl", model_type="qwen3_moe", **sizes)
+    packed, plain = (load_model(directory, spec_of(method=one), CPU) for one in (method, "lora"))
+    found, exact = (model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss for model in (packed, plain))
+    assert len(list(expert_modules(packed))) > 1
+    assert found.item() == pytest.approx(exact.item(), rel=0.01)
+    found.backward()
 
 
 @pytest.mark.parametrize("method", ["qlora", "int8_lora"])
