@@ -224,12 +224,13 @@ def _predicted(
     `shorten`: the longest row decides data.max_length, up to the model's positions. `usual` as for `_length_flags`.
     """
     from lean_finetune.memory.advice.full_rows import fit_run
-    from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
     from lean_finetune.memory.advice.verdict import predict_tiers
 
     if lengths is None:
         run = fit_run(p, shorten=shorten, images=images)
         return run, *predict_tiers(run), None
+    from lean_finetune.memory.advice.length_staircase import predict_staircase, with_rows
+
     with _usage_faults(True):
         index = row_index(lengths, p, truncates=not shorten)
         if shorten:

@@ -23,6 +23,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import hub_kernels
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nModel
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
@@ -31,7 +32,6 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperMo
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, Llama4
 from lean_finetune.model.files.safetensors_files import FileTensor
-from lean_finetune.model.images.full_masks import full_or_mask
 from lean_finetune.model.images.image_config import takes_images
 from lean_finetune.model.images.image_parts import WithImages, parts_beside_text, vision_parts
 from lean_finetune.model.recurrent.packed_layers import of_packed_rows
@@ -163,6 +163,20 @@ def stored_left_out(model: PreTrainedModel, stored: Mapping[str, FileTensor]) ->
 
 
 # Build models without weights from their config.
+
+
+def full_or_mask(
+    config: PretrainedConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **more: Any
+) -> Any:
+    """Transformers' mask for attention in both directions, as in vision towers; none where nothing is hidden.
+
+    `attention_mask` is (B, T). transformers looks at its values too, but not in a trace, which would then count a mask
+    that does not exist.
+    """
+    if attention_mask is not None and attention_mask.dim() == 2 and bool(attention_mask.all()):
+        attention_mask = None
+    return create_bidirectional_mask(config, inputs_embeds, attention_mask, **more)
+
 
 REPLACED = {
     "mamba_selective_scan": selective_scan,
@@ -367,3 +381,10 @@ def _reason(error: Exception, options: dict[str, object]) -> str:
         return f"its code knows no {error}"
     first = next(iter(str(error).strip().splitlines()), "").partition(". ")[0]
     return first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"
+
+
+def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
+    """A model's list of layers; None unless exactly one list has as many entries as the model has layers."""
+    count = lm.config.get_text_config().num_hidden_layers
+    lists = [m for m in lm.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return lists[0] if len(lists) == 1 else None

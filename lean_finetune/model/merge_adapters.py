@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from lean_finetune.config.schema import BaseWeights
@@ -62,13 +61,6 @@ class ExpertPart:
 def projections(model: PreTrainedModel) -> dict[str, Any]:
     """The projections of all experts by name, with their modules."""
     return {f"{path}.{name}": module for path, module in expert_modules(model) for name in expert_parameters(module)}
-
-
-def stored_by_expert(config: PretrainedConfig) -> bool:
-    """Whether a family's files have a tensor for each expert, which transformers stacks while loading."""
-    conversions = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ()
-    operations = (operation for one in conversions for operation in getattr(one, "operations", ()))
-    return any(isinstance(operation, MergeModulelist) for operation in operations)
 
 
 def expert_parts(keys: Iterable[str], model: PreTrainedModel) -> Mapping[str, ExpertPart]:

@@ -8,19 +8,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.empty_model import decoder_layers
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import OtherStage
-
-
-def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList | None:
-    """A model's list of layers; None unless exactly one list has as many entries as the model has layers."""
-    count = lm.config.get_text_config().num_hidden_layers
-    lists = [m for m in lm.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return lists[0] if len(lists) == 1 else None
 
 
 class Slot(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
-from lean_finetune.report.thumbnails import EDGE_PIXELS, MOST, thumbnails
+from lean_finetune.report.pages import EDGE_PIXELS, MOST_THUMBNAILS, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs
 from tests.workspace import error, invoke
@@ -53,5 +53,5 @@ def test_the_largest_samples_are_below_two_megabytes(tmp_path: Path):
     noise = np.random.default_rng(0).integers(0, 256, (900, 900, 3), dtype=np.uint8)
     hashes = [stored(tmp_path, Image.fromarray(noise))] * 7
     html = thumbnails(ImageFiles(tmp_path), hashes)
-    assert len(shown(html)) == MOST and "and 3 more" in html
+    assert len(shown(html)) == MOST_THUMBNAILS and "and 3 more" in html
     assert 10 * len(html) < 2e6

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
@@ -14,7 +15,6 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import MODELS, Size
 from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.assumed_images import AssumedImages, RowOfImages
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.gradients_alone import first_before
@@ -30,9 +30,12 @@ from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_unsupported
 
+if TYPE_CHECKING:
+    from lean_finetune.memory.predict.assumed_images import AssumedImages, RowOfImages
+
 
 def full_batch(
-    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, images: RowOfImages | None = None
+    bucket: Bucket, length: int, kind: RowKind = RowKind.ANSWER, images: "RowOfImages | None" = None
 ) -> BatchShape:
     """The largest micro-batch of rows of this length, with every token trained except the first of each row.
 
@@ -56,7 +59,7 @@ def full_batch(
     return whole if images is None else _with_images(whole, images, bucket.max_patches)
 
 
-def _with_images(shape: BatchShape, images: RowOfImages, max_patches: int | None) -> BatchShape:
+def _with_images(shape: BatchShape, images: "RowOfImages", max_patches: int | None) -> BatchShape:
     """The micro-batch with images in each row, with fewer rows if they have too many patches."""
     rows = shape.rows
     if max_patches is not None:
@@ -109,6 +112,8 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     if images is not None:
         _refuse_images(p, config)
         config, (size, count) = with_images(config), images
+        from lean_finetune.memory.predict.assumed_images import AssumedImages  # Here: most runs have rows of text.
+
         assumed = AssumedImages(size=size, count=count, directory=directory, beside_text=shorten)
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
@@ -145,7 +150,7 @@ def full_rows_run(
     config: PretrainedConfig,
     device: Device,
     device_reason: str = "",
-    images: AssumedImages | None = None,
+    images: "AssumedImages | None" = None,
 ) -> Run:
     """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from lean_finetune.memory.devices import (
     precision_on,
     resolve_gpu,
 )
-from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.other_phases import load_and_save, stored_dtype
 from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, predict_explained
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
@@ -60,6 +59,9 @@ from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.predict.assumed_images import RowOfImages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +118,7 @@ class Run:
     """Why `gpu` and `precision` were chosen."""
     images: KnownImages | None = None
     """Makes the model's arguments of images; None for rows of text."""
-    full_row: RowOfImages | None = None
+    full_row: "RowOfImages | None" = None
     """The images of each row, if every micro-batch is full of the same rows with images."""
 
     @cached_property

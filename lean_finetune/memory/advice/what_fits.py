@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB, round_up
@@ -20,13 +20,15 @@ from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.switch import Support, flag, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
-from lean_finetune.memory.predict.assumed_images import RowOfImages
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import max_positions, row_loop
 from lean_finetune.model.quantize import method_fault
 from lean_finetune.step.unsupported import refuse_parts
+
+if TYPE_CHECKING:
+    from lean_finetune.memory.predict.assumed_images import RowOfImages
 
 SweepPoint = tuple[tuple[str, ...], int]
 """Overrides for `dvc exp run -S` (none for the run itself), and the predicted peak in bytes."""
@@ -309,7 +311,7 @@ def scaled(size: Size, units: int) -> Size:
     return Size(height=max(1, round(scale * size.height)), width=max(1, round(scale * size.width)))
 
 
-def _most(run: Run, row: RowOfImages) -> tuple[int, str]:
+def _most(run: Run, row: "RowOfImages") -> tuple[int, str]:
     """The most units that are worth trying, and why no more."""
     size, counts = row.assumed.size, range(1, MAX_PIXELS // UNIT_PIXELS + 1)
     most_patches = row.processor.patches(scaled(size, counts[-1]))
@@ -322,7 +324,7 @@ def _most(run: Run, row: RowOfImages) -> tuple[int, str]:
     return stop, f"{own}: a larger one is made smaller, so any fits"
 
 
-def _has_room(run: Run, row: RowOfImages) -> bool:
+def _has_room(run: Run, row: "RowOfImages") -> bool:
     """Whether the images fit in the longest row and in bucket.max_patches."""
     try:
         row.length(run.params.data.max_length, max_positions(run.config))
@@ -331,7 +333,7 @@ def _has_room(run: Run, row: RowOfImages) -> bool:
     return run.bucket.max_patches is None or row.row_patches <= run.bucket.max_patches
 
 
-def _peak_with(run: Run, row: RowOfImages, units: int) -> int:
+def _peak_with(run: Run, row: "RowOfImages", units: int) -> int:
     """The predicted peak with images of so many units."""
     images = replace(row.assumed, size=scaled(row.assumed.size, units))
     try:

@@ -19,12 +19,11 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
 from lean_finetune.memory.trace.origin_trace import NO_SEQUENCE
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.empty_model import meta_model
+from lean_finetune.model.empty_model import decoder_layers, meta_model
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import OtherStage, fullest_owner, named_trained
-from lean_finetune.step.pipeline_parts import decoder_layers
 
 Signature = tuple[Any, ...]
 """Structure of a layer: its modules, their parameters' shapes, and their plain attributes."""

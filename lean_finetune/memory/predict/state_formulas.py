@@ -22,11 +22,11 @@ from lean_finetune.model.experts.experts_forward import (
     expert_parameters,
     is_transposed,
     router_parameters,
+    stored_by_expert,
 )
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.images.image_parts import PROJECTOR, ImagePart, image_parts, part_mode
-from lean_finetune.model.merge_adapters import stored_by_expert
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 

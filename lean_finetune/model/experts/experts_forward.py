@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextModel, Llama4TextMoe
 
@@ -313,3 +315,10 @@ class Llama4:
     def get_decoder(self) -> Llama4TextModel:
         """The decoder that takes token ids."""
         return next(module for module in self.modules() if isinstance(module, Llama4TextModel))  # type: ignore[attr-defined]
+
+
+def stored_by_expert(config: PretrainedConfig) -> bool:
+    """Whether a family's files have a tensor for each expert, which transformers stacks while loading."""
+    conversions = get_checkpoint_conversion_mapping(config.get_text_config().model_type) or ()
+    operations = (operation for one in conversions for operation in getattr(one, "operations", ()))
+    return any(isinstance(operation, MergeModulelist) for operation in operations)
