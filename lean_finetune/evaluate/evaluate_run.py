@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lean_finetune.config.declared_params import declared_part, read_params
-from lean_finetune.config.schema import Params
+from lean_finetune.config.schema import BaseWeights, Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.distributed.processes import uses_cuda
@@ -66,26 +66,7 @@ def run_stage(
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     limits = EvaluationLimits.from_params(p)
     weights = resolved(p, precision_of(p, verdict))
-    names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
-    with_template, date = p.evaluate.apply_chat_template, p.data.template_date
-    if names and with_template == "auto":
-        with_template = read_json(tokens / "meta.json")["chat_template_sha256"] is not None
-    tasks = None
-    if names:
-        manager, found = load_tasks(names)
-        tasks = HarnessTasks(
-            manager=manager,
-            tasks=found,
-            rows=task_rows,
-            tokenizer=tokenizer,
-            template=compile_own_template(tuned, date) if with_template else None,
-            max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
-            limits=limits,
-            weights=weights,
-            pad_id=evaluated.pad_id,
-            eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
-            device=device,
-        )
+    tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
     if not evaluated.loss_rows:
         click.echo(
             "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
@@ -124,6 +105,40 @@ def run_stage(
             write_text(directory / "pairs.jsonl", _json_lines(pair_lines))
         write_json(directory / FIGURES, figures)
     write_json(metrics, {**{name: figures[name] for name in results}, **scores}, sort_keys=False)
+
+
+def _harness_tasks(
+    p: Params,
+    tokens: Path,
+    base: Path,
+    tuned: Path,
+    tokenizer: Tokenizer,
+    evaluated: EvaluationRows,
+    limits: EvaluationLimits,
+    weights: BaseWeights,
+    device: torch.device,
+) -> HarnessTasks | None:
+    """The tasks of evaluate.tasks; None without any."""
+    names, task_rows = p.evaluate.tasks, p.evaluate.task_rows
+    with_template, date = p.evaluate.apply_chat_template, p.data.template_date
+    if not names:
+        return None
+    if with_template == "auto":
+        with_template = read_json(tokens / "meta.json")["chat_template_sha256"] is not None
+    manager, found = load_tasks(names)
+    return HarnessTasks(
+        manager=manager,
+        tasks=found,
+        rows=task_rows,
+        tokenizer=tokenizer,
+        template=compile_own_template(tuned, date) if with_template else None,
+        max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
+        limits=limits,
+        weights=weights,
+        pad_id=evaluated.pad_id,
+        eos_id=evaluated.pad_id if evaluated.eos_id is None else evaluated.eos_id,
+        device=device,
+    )
 
 
 def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:

@@ -23,7 +23,6 @@ from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.data.images.families import MODELS
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
-from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import pad_multiple
 
 if TYPE_CHECKING:
@@ -99,10 +98,9 @@ def plan(
         from lean_finetune.memory.choice.choose import lighter_that_fits
 
     rows: SampledRows | None = None
-    index: RowIndex | None = None
     if lengths is not None:
-        index = row_index(lengths, asked.params, truncates=False)
-        rows = SampledRows(index=index, tokenized=len(index.lengths), total=len(index.lengths))
+        given = row_index(lengths, asked.params, truncates=False)
+        rows = SampledRows(index=given, tokenized=len(given.lengths), total=len(given.lengths))
     elif data is not None or (length is None and asked.file != COMMON_PARAMS):
         rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
     elif length is None and "data.max_length" not in asked.fixed:
