@@ -113,9 +113,7 @@ def fit(
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-
-        if converted is not None:
-            from lean_finetune.commands.fit_tool import tool_json, tool_lines
+        from lean_finetune.commands.fit_tool import tool_json, tool_lines
 
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
