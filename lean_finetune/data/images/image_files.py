@@ -1,6 +1,8 @@
 """The images of data/tokens: their files, named by the hash of their content, and their pixels."""
 
 import hashlib
+import os
+import stat
 import warnings
 from functools import cached_property
 from io import BytesIO
@@ -29,6 +31,13 @@ def image_file(root: Path, digest: bytes) -> Path:
     return root / name[:2] / name
 
 
+def regular_content(path: Path, most: int = -1) -> bytes | None:
+    """The content of a file, up to `most` bytes of it; None if it is no regular file. Raises OSError."""
+    # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
+        return stream.read(most) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else None
+
+
 class ImageFiles:
     """The images of published tokens."""
 
@@ -37,12 +46,14 @@ class ImageFiles:
         self._root = tokens / IMAGES
 
     def open(self, digest: bytes) -> Image.Image:
-        """An image in RGB. Raises UserError if its file is missing or damaged."""
+        """An image in RGB. Raises UserError if its file is missing, damaged or no regular one."""
         path = image_file(self._root, digest)
         try:
-            data = path.read_bytes()
+            data = regular_content(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from None
+        if data is None:
+            raise UserError(f"{path}: is no regular file; {self._remedy}")
         if hashlib.sha256(data).digest() != digest:
             raise UserError(f"{path}: its content is another one than its name says; {self._remedy}")
         return decode_image(data, path.name)

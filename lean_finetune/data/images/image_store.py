@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from lean_finetune.core.atomic_files import find_source, sync
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import GivenImage
 from lean_finetune.data.images.families import Size
-from lean_finetune.data.images.image_files import decode_image, image_file
+from lean_finetune.data.images.image_files import decode_image, image_file, regular_content
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
 from lean_finetune.pinning.locate import DataFile
@@ -90,15 +89,14 @@ def read_image(given: GivenImage, directory: Path | None) -> bytes:
     else:
         path = image_path(given, directory)
         try:
-            # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                    raise RowFault(f"image {given.path} is no regular file; copy it into one")
-                data = stream.read(MAX_IMAGE_BYTES + 1)
+            found = regular_content(path, MAX_IMAGE_BYTES + 1)
         except OSError as error:
             raise RowFault(
                 f"image {path} cannot be read ({error.strerror}); correct its path, or put it there"
             ) from None
+        if found is None:
+            raise RowFault(f"image {given.path} is no regular file; copy it into one")
+        data = found
     if len(data) > MAX_IMAGE_BYTES:
         raise RowFault(f"image {image_name(given)} has more than {MAX_IMAGE_BYTES >> 20} MiB; make it smaller")
     return data

@@ -1,13 +1,17 @@
 """An image is read from the row or from its file, and never from outside of the directory without the user's word."""
 
+import hashlib
 import os
+import socket
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
-from lean_finetune.core.errors import RowFault
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import GivenImage
 from lean_finetune.data.images import image_store
+from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
 from lean_finetune.data.images.image_store import image_directory, read_image
 from lean_finetune.pinning.locate import data_files
 from tests.data.read.common import lock_of, source
@@ -66,10 +70,24 @@ def test_what_is_no_readable_file_is_refused_with_its_path(rows: Path, monkeypat
     assert "cannot be read (File name too long)" in refusal("a" * 300, rows)
     assert "image pipe.png is no regular file" in refusal("pipe.png", rows)
     assert "image /dev/zero is no regular file" in refusal("/dev/zero", rows)
+    with socket.socket(socket.AF_UNIX) as listening, chdir(rows):  # A path of a socket is short.
+        listening.bind("socket.png")
+    assert "cannot be read (No such device or address)" in refusal("socket.png", rows)
     assert "NUL" in refusal("a\0.png", rows) and "surrogate" in refusal("\ud800.png", rows)
     assert "~ is not expanded" in refusal("~/a.png", rows)
     monkeypatch.setattr(image_store, "MAX_IMAGE_BYTES", 5)
     assert "image a.png has more than" in refusal("a.png", rows)
+
+
+def test_stored_images_that_are_no_files_any_more_are_refused(tmp_path):
+    """A pipe in data/tokens/images, at which training waited for ever."""
+    for name, make in {"pipe": os.mkfifo, "zero": lambda path: path.symlink_to("/dev/zero")}.items():
+        digest = hashlib.sha256(name.encode()).digest()
+        path = image_file(tmp_path / IMAGES, digest)
+        path.parent.mkdir(parents=True)
+        make(path)
+        with pytest.raises(UserError, match=f"{path}: is no regular file; delete {tmp_path} and run `dvc repro`"):
+            ImageFiles(tmp_path).open(digest)
 
 
 def test_rows_on_the_hub_name_no_files(rows: Path):
