@@ -159,12 +159,6 @@ TRAIN_RULES = [
     *map(_part_rule, ("vision", "projector")),
     Rule(
         "train.vision",
-        lambda p: p.train.method != "full" and p.train.vision == "full",
-        "peft would hold the tower twice, as it was and as it is trained; got {train.vision} with "
-        "train.method={train.method}; use lora, or frozen",
-    ),
-    Rule(
-        "train.vision",
         lambda p: p.train.vision == "lora" and p.train.method == "int8_lora" and p.train.grad_ckpt,
         "adapters of the tower get no gradient where int8_lora recomputes its layers; got lora; set "
         "train.grad_ckpt=false, or use train.method=qlora",

@@ -156,7 +156,7 @@ def _sharded(
         offload_weights=train.offload == "parameters",
         # Full gradients of all weights would be the largest tensors of all; gradients of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters())
-        or (train.adapted and (bool(train.lora.modules_to_save) or train.projector == "full")),
+        or (train.adapted and (bool(train.lora.modules_to_save) or "full" in (train.vision, train.projector))),
     )
 
 

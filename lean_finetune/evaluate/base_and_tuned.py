@@ -24,6 +24,7 @@ from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.images.image_config import are_of_images
+from lean_finetune.model.images.image_parts import adapted_parts
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
@@ -181,6 +182,8 @@ def _models(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
 
+    An adapter with trained parts for images replaces those of its base, which is loaded on its own then.
+
     `parts` are what the models have beside their language models, as of `load_base`.
     """
     attention = generation_attention(read_config(base))
@@ -188,10 +191,13 @@ def _models(
         for name, directory in zip(MODELS, (base, tuned), strict=True):
             yield name, load_base(directory, weights, device, attention, **parts).eval()
         return
+    replaces_parts = (tuned / ADAPTER_WEIGHTS).is_file() and "full" in adapted_parts(adapter_tensors(tuned)).values()
     if adapter is not None:
         yield "base", load_adapter(load_base(base, weights, device, attention, **parts), adapter, weights).eval()
+    elif replaces_parts:
+        yield "base", load_base(base, weights, device, attention, **parts).eval()
     adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
-    if adapter is None:
+    if adapter is None and not replaces_parts:
         with adapted.disable_adapter():
             yield "base", adapted
     yield "tuned", adapted

@@ -43,7 +43,13 @@ from lean_finetune.model.experts.expert_adapters import (
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.images.image_config import part_of_images
-from lean_finetune.model.images.image_parts import PROJECTOR, copied_modules, refuse_unadapted, unadapted_layers
+from lean_finetune.model.images.image_parts import (
+    PROJECTOR,
+    fully_trained_modules,
+    refuse_unadapted,
+    unadapted_layers,
+)
+from lean_finetune.model.images.trained_parts import forget_originals, train_parts
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -141,12 +147,13 @@ def refuse_modules(model: PreTrainedModel, train: Train) -> None:
     layers, modules = token_layers(model), dict(model.named_modules())
     known = [path.rpartition(".")[2] for path, module in modules.items() if module in layers]
     for name in names:
-        named = [module for path, module in modules.items() if path == name or path.endswith(f".{name}")]
-        if len(named) != 1 or named[0] not in layers:
-            if PROJECTOR.search(name):
+        paths = [path for path in modules if path == name or path.endswith(f".{name}")]
+        if len(paths) != 1 or modules[paths[0]] not in layers:
+            if PROJECTOR.search(name) or any(map(part_of_images, paths)):
+                part = "projector" if PROJECTOR.search(name) else "vision"
                 raise UserError(
                     f"train.lora.modules_to_save: names the embedding and the head alone; got {name}; set "
-                    "train.projector=full instead, which trains a copy of the projector"
+                    f"train.{part}=full instead"
                 )
             kind = "the embedding or the head"
             if train.scores:
@@ -220,7 +227,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         ),
         use_rslora=train.lora.rslora,
         use_dora=train.lora.dora,
-        modules_to_save=[*train.lora.modules_to_save, *copied_modules(model, train)] or None,  # peft appends to it.
+        modules_to_save=[*train.lora.modules_to_save] or None,  # peft appends to the list.
         trainable_token_indices=token_indices(model, train),
         # peft then trains the head of a reward model in full, and saves it with the adapter.
         task_type=SCORES if train.scores else "CAUSAL_LM",
@@ -229,6 +236,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         target_experts(config, model, train.lora.expert_rank)
     if seed is not None:
         torch.manual_seed(seed)
+    trained_parts = fully_trained_modules(model, train)
     try:
         with _without_peft_warnings(), names_as_given():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=seed is None)
@@ -238,6 +246,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
             f"train.lora.targets: must be layers that can have adapters; got {train.lora.targets} "
             f"({reason}); name others of {', '.join(sorted(known))}"
         ) from None
+    train_parts(adapted, trained_parts)
     refuse_unadapted(adapted, train)
     refuse_start(adapted, train)
     multiply_by_rows(adapted)
@@ -264,7 +273,8 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
         if not isinstance(module, ModulesToSaveWrapper):
             continue
         if isinstance(module.original_module, nn.Embedding) or part_of_images(name):
-            # The model expects what it computes in the type of its other weights, which autocast does not give.
+            # The model expects what it computes in the type of its other weights, which autocast does not give. So the
+            # activations between a tower's layers have 16 bits.
             module.modules_to_save[ADAPTER].register_forward_hook(partial(_as_type, dtype=base_dtype(weights)))
     # Autocast would convert peft's fp32 copy of an input back, and save that. Dropout and DoRA compute with the copy.
     layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))
@@ -337,6 +347,8 @@ def _ordered(value: Any) -> Any:
 def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) -> PeftModel:
     """Load a saved adapter onto its base, frozen.
 
+    If it has parts for images that were trained in full, there is no model without the adapter.
+
     Raises:
         UserError: the adapter's files are missing or do not fit the model.
     """
@@ -345,6 +357,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
             config = _without_head(saved_config(directory), model)
             add_rows(model, saved_token_ids(vars(config)))
             adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
+        forget_originals(adapted)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, UserWarning) as error:
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())[:MOST_REASON]

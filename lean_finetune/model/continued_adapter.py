@@ -15,7 +15,7 @@ from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import SCORES, add_adapters, refuse_not_finite
 from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
 from lean_finetune.model.files.safetensors_files import stored_tensors
-from lean_finetune.model.images.image_config import are_of_images, part_of_images
+from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import LORA, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -40,12 +40,12 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
     """
     adapter = read_adapter(directory)
     _refuse_kind(directory, adapter, train)
-    _refuse_projector(directory, adapter, train)
-    _refuse_values(directory, _values_of(adapter, config), train)
+    found = without_other_head(adapter_tensors(directory), config)
+    _refuse_trained_parts(directory, found, train)
+    _refuse_values(directory, _values_of(adapter, found, config), train)
     model = meta_model(config)
     modules = dict(model.named_modules())
     wanted = {name: tuple(tensor.shape) for name, tensor in start_names(_on_meta(model, train), adapter).items()}
-    found = without_other_head(adapter_tensors(directory), config)
     _refuse_layers(
         directory, adapter, train, {_layer(name) for name in found}, {_layer(name) for name in wanted}, modules
     )
@@ -87,14 +87,13 @@ def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> N
         raise fault(path, f"has another rank or scale for {other[0]}", MERGE_FIRST)
 
 
-def _refuse_projector(directory: Path, adapter: Mapping[str, Any], train: Train) -> None:
-    """Refuse an adapter with a trained copy of the projector if the run trains none, and the reverse."""
-    copied = are_of_images(adapter.get("modules_to_save") or ())
-    if copied != (train.projector == "full"):
-        needed = "full" if copied else "lora, or frozen"
-        raise UserError(
-            f"train.projector: must be {needed}, as in model.adapter={directory}; got {train.projector}; change it"
-        )
+def _refuse_trained_parts(directory: Path, tensors: Iterable[str], train: Train) -> None:
+    """Refuse an adapter with a tower or projector that was trained in full, if the run does not so, and the reverse."""
+    for part, mode in adapted_parts(tensors).items():
+        wanted = train.vision if part == "vision" else train.projector
+        if (mode == "full") != (wanted == "full"):
+            needed = "full" if mode == "full" else "lora, or frozen"
+            raise UserError(f"train.{part}: must be {needed}, as in model.adapter={directory}; got {wanted}; change it")
 
 
 def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
@@ -102,13 +101,10 @@ def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
     return [name for name in adapter.get("target_parameters") or () if not name.endswith(".weight")]
 
 
-def _values_of(adapter: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains.
-
-    A trained projector is that of `train.projector`.
-    """
+def _values_of(adapter: Mapping[str, Any], tensors: Iterable[str], config: PretrainedConfig) -> dict[str, Any]:
+    """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains."""
     experts = _expert_targets(adapter)
-    copies = {name for name in adapter.get("modules_to_save") or () if not part_of_images(name)}
+    copies = set(copies_beside_images(adapter, tensors))
     if scoring_class(config) is not None:
         copies -= {*HEADS_OF_SCORES, language_head(config)}
     values: dict[str, Any] = {

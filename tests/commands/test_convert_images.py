@@ -49,6 +49,16 @@ CASES: dict[str, tuple[str, Size, dict[str, Any]]] = {
         Size(768, 768),
         {"train.vision": "frozen", "train.projector": "full", "train.lora.modules_to_save": ["embed_tokens"]},
     ),
+    "a tower that is trained in full with its projector": (
+        LLAMA_FACTORY.replace("org/rows", "mllm_demo") + "additional_target: visual\n",
+        Size(768, 768),
+        {"train.vision": "full", "train.projector": "full", "train.lora.modules_to_save": []},
+    ),
+    "Axolotl, a tower that is trained in full": (
+        PATTERN + "lora_modules_to_save: [model.vision_tower, embed_tokens]\n",
+        Size(768, 1024),
+        {"train.vision": "full", "train.projector": "frozen", "train.lora.modules_to_save": ["embed_tokens"]},
+    ),
     "Axolotl, language model alone": (
         PATTERN,
         Size(768, 1024),
@@ -103,6 +113,13 @@ def test_a_limit_that_the_family_refuses_is_left_out(named: str, tmp_path: Path)
     converted = read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
     assert "data.image_max_pixels" not in converted.values and "image_max_pixels" not in converted.used
     assert any(line.startswith("image_max_pixels=100000: ") for line in converted.differs)
+
+
+def test_a_part_of_the_tower_that_is_trained_in_full_is_all_of_it(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(PATTERN + "lora_modules_to_save: [visual.patch_embed]\n")
+    converted = read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
+    assert converted.values["train.vision"] == "full" and converted.values["train.projector"] == "frozen"
+    assert "visual.patch_embed is a part of the vision tower: all of it is trained here" in converted.differs
 
 
 def test_text_has_no_limit_of_images(tmp_path: Path):

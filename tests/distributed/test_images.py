@@ -21,14 +21,17 @@ TRAINED: dict[str, dict[str, Any]] = {
     "full": {"vision": "full", "projector": "full"},
     "lora": {"vision": "lora", "projector": "lora"},
     "projector": {"projector": "lora"},
-    "copied projector": {"projector": "full"},
+    "full projector": {"projector": "full"},
+    "full tower": {"vision": "full"},
 }
 SWITCHES: list[tuple[str, str, bool]] = [
     *product(("full",), ("frozen", "full"), (False,)),
     *product(("lora", "qlora"), ("frozen", "lora"), (False, True)),
     ("lora", "projector", False),
-    ("lora", "copied projector", False),
-    ("qlora", "copied projector", True),
+    ("lora", "full projector", False),
+    ("qlora", "full projector", True),
+    ("lora", "full", False),
+    ("qlora", "full tower", True),
 ]
 """Method, what of the tower is trained, and whether layers are recomputed."""
 TURNS = (2, 1, 2, 1, 1, 1)

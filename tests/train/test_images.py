@@ -39,7 +39,10 @@ from tests.train.interrupted import finish, in_parts
 from tests.workspace import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAST = [("mistral3", "lora"), ("gemma3", "full")]
+FAST = [("mistral3", "lora", "lora"), ("gemma3", "full", "full")]
+MODES = [("lora", "lora"), ("lora", "full"), ("full", "frozen"), ("full", "lora"), ("full", "full")]
+"""train.vision and train.projector."""
+FULL_PARTS = {"vision": "full", "projector": "full"}
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +69,17 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(workspace, tmp_path, cha
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
 @pytest.mark.parametrize(
-    ("family", "projector"),
+    ("family", "vision", "projector"),
     [
-        pytest.param(family, mode, marks=() if (family, mode) in FAST else pytest.mark.slow)
+        pytest.param(family, *modes, marks=() if (family, *modes) in FAST else pytest.mark.slow)
         for family in FAMILIES
-        for mode in ("lora", "full")
+        for modes in MODES
     ],
 )
-def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family, projector):
+def test_each_family_goes_from_rows_to_a_model_in_plain_transformers(tmp_path, family, vision, projector):
     """Rows whose tokens the model takes for others, a run that a kill changes, a tower whose adapters are lost."""
     root = image_workspace(tmp_path, family)
-    changes = adapted_parts(family, {"method": "lora", "vision": "lora", "projector": projector})
+    changes = adapted_parts(family, {"method": "lora", "vision": vision, "projector": projector})
     job = job_of(root, **changes)
     finish(job).check_equal(in_parts(job, tmp_path / "checkpoints", [2]))
     check_plain_copies(root, tmp_path / "adapter", changes)
@@ -90,10 +93,10 @@ OF_STAGES: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gemma3", "smolvlm"])
-def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family):
+@pytest.mark.parametrize(("family", "vision"), [("qwen3_vl_moe", "lora"), ("gemma3", "full"), ("smolvlm", "lora")])
+def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family, vision):
     """A plan, a prediction or an answer that no job of a test asks for."""
-    root = image_workspace(tmp_path, family, **OF_STAGES)
+    root = image_workspace(tmp_path, family, **{**OF_STAGES, "train__vision": vision})
     monkeypatch.chdir(root)
     monkeypatch.delenv("DVC_STAGE", raising=False)
     for stage in (bucket, estimate, train, evaluate):
@@ -116,6 +119,9 @@ def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family):
         ({"method": "lora", "projector": "lora"}, "merger"),
         ({"method": "lora", "projector": "full"}, "merger"),
         ({"method": "qlora", "projector": "full", "vision": "lora"}, "blocks merger"),
+        ({"method": "lora", "vision": "full"}, "blocks patch_embed"),
+        ({"method": "qlora", "projector": "lora", "vision": "full", "grad_ckpt": True}, "blocks merger patch_embed"),
+        ({"method": "int8_lora", **FULL_PARTS, "grad_ckpt": True}, "blocks merger patch_embed"),
     ],
     ids=str,
 )
@@ -192,7 +198,7 @@ def shuffled(model: Any, parts: str) -> Any:
 
 
 def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> None:
-    """Adapters of a tower give the same logits in plain peft and merged in plain transformers."""
+    """A tower that is trained beside adapters gives the same logits in plain peft and merged in plain transformers."""
     base, spec = root / "model", spec_of(**changes)
     model = shuffled(load_model(base, spec, CPU, images=True), r"\.(visual|vision_\w+)\.")
     adapter.mkdir()
@@ -200,11 +206,11 @@ def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> No
     expected = logits_of(model, root)
     config = read_config(base, images=True)
     refuse_other_adapter(adapter, spec, config)
-    copied = spec.projector == "full"
-    with pytest.raises(
-        UserError, match=f"train.projector: must be {'full' if copied else 'lora, or frozen'}, as in mo"
-    ):
-        refuse_other_adapter(adapter, spec_of(**{**changes, "projector": "lora" if copied else "full"}), config)
+    for part in ("vision", "projector"):
+        full = getattr(spec, part) == "full"
+        needed, other = ("full", "lora") if full else ("lora, or frozen", "full")
+        with pytest.raises(UserError, match=f"train.{part}: must be {needed}, as in mo"):
+            refuse_other_adapter(adapter, spec_of(**{**changes, part: other}), config)
     torch.testing.assert_close(logits_of(load_model(base, spec, CPU, adapter=adapter, images=True), root), expected)
     assert (expected - logits_of(plain(base), root)).abs().max() > 1e-3
     torch.testing.assert_close(logits_of(PeftModel.from_pretrained(plain(base), adapter), root), expected)

@@ -32,6 +32,9 @@ NAMES: tuple[tuple[str, type[ImageFamily]], ...] = (
     (r"(?i)smolvlm|idefics3", Idefics3),
 )
 """Parts of names of models and templates whose images have sizes of their own, not limits of both kinds."""
+WITH_PROJECTOR = "visual"
+"""The tower of Qwen's models, whose projector is a part of it."""
+WHOLE_TOWERS = (WITH_PROJECTOR, "vision_tower", "vision_model", "vision_encoder")
 AUDIO = re.compile(r"(?i)voxtral|audio|speech")
 
 
@@ -77,10 +80,7 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
         else:
             trained = not facts.get("freeze_parts") and (full or part in converted.adapted_parts)
         values[f"train.{part}"] = ("full" if full else "lora") if trained else "frozen"
-    copies = values.get("train.lora.modules_to_save") or []
-    if projectors := [name for name in copies if [*adapted_parts([name])] == ["projector"]]:
-        values["train.projector"] = "full"
-        values["train.lora.modules_to_save"] = [name for name in copies if name not in projectors]
+    _train_copied_parts(converted)
     converted.image = _size(facts, values, path)
     _drop_limits(facts, converted)
     size = converted.image
@@ -89,6 +89,22 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
         f"--image and --images-per-row of `fit` set others; train.vision={values['train.vision']}, "
         f"train.projector={values['train.projector']}"
     )
+
+
+def _train_copied_parts(converted: Converted) -> None:
+    """Train the tower and the projector in full where they are named as modules of which copies are trained."""
+    values = converted.values
+    for name in values.get("train.lora.modules_to_save") or []:
+        parts = {*adapted_parts([name])}
+        last = name.rpartition(".")[2]
+        if "vision" in parts and last not in WHOLE_TOWERS:
+            converted.differs.append(f"{name} is a part of the vision tower: all of it is trained here")
+        if last == WITH_PROJECTOR:
+            parts.add("projector")
+        values.update({f"train.{part}": "full" for part in parts})
+        if parts:
+            others = [other for other in values["train.lora.modules_to_save"] if other != name]
+            values["train.lora.modules_to_save"] = others
 
 
 def _drop_limits(facts: Mapping[str, Any], converted: Converted) -> None:

@@ -32,13 +32,8 @@ from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
-from lean_finetune.model.images.image_config import (
-    are_of_images,
-    part_of_images,
-    takes_images,
-    with_images,
-)
-from lean_finetune.model.images.image_parts import adapted_parts
+from lean_finetune.model.images.image_config import are_of_images, takes_images, with_images
+from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
@@ -139,7 +134,7 @@ class TunedModel:
                 "targets": _adapted_names(tensors, adapter) or [ALL_LINEAR],
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
-                "modules_to_save": [n for n in adapter.get("modules_to_save") or () if not part_of_images(n)],
+                "modules_to_save": copies_beside_images(adapter, tensors),
                 "trainable_tokens": saved_token_ids(adapter),
                 "experts": "all" if experts else "none",
                 "expert_rank": next(iter(experts.values())) if experts else 1,

@@ -78,7 +78,9 @@ def with_method(method: Method) -> Values:
 
 
 def _frozen_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """A frozen vision tower, which saves no activations, then a frozen projector too."""
+    """Adapters of a tower that is trained in full; a frozen one, which saves no activations; a frozen projector too."""
+    if setting.train.vision == "full" and setting.train.adapted:
+        yield {"train.vision": "lora"}
     if setting.train.vision != "frozen":
         yield {"train.vision": "frozen"}
     if setting.train.projector != "frozen":

@@ -32,6 +32,7 @@ from lean_finetune.memory.predict.state_formulas import (
     model_shapes,
     state_bytes,
     state_lines,
+    trained_parts,
     weight_lines,
 )
 from lean_finetune.memory.predict.traced_step import TracedModel
@@ -114,7 +115,7 @@ def load_peak(
     if train.adapted:
         moments.append(peak_of({WEIGHTS: placed, LOADING: _new_rows_bytes(shapes, train, config)}))
         started = {category: size for category, size in states.items() if category != OPTIMIZER}
-        moments.append(peak_of({**started, LOADING: _copied_bytes(shapes, train)}))
+        moments.append(peak_of({**started, LOADING: _converting_bytes(shapes, train)}))
     return highest(moments)
 
 
@@ -130,11 +131,20 @@ def _new_rows_bytes(shapes: ModelShapes, train: Train, config: PretrainedConfig)
     return max(temporary)
 
 
-def _copied_bytes(shapes: ModelShapes, train: Train) -> int:
-    """Temporary bytes of a trained copy of a module: peft makes it in the type of the base, then it is converted."""
-    if base_dtype(train) == adapter_dtype(train):
+def _converting_bytes(shapes: ModelShapes, train: Train) -> int:
+    """Most bytes beside the final state while weights that are trained in full are converted, one by one.
+
+    They are in the type of the base before, and in that of adapters then.
+    """
+    before, after = base_dtype(train).itemsize, adapter_dtype(train).itemsize
+    if before == after:
         return 0
-    return max((one.values for one in copied_weights(shapes, train)), default=0) * base_dtype(train).itemsize
+    names = {one.name for one in (*copied_weights(shapes, train), *trained_parts(shapes, train))}
+    most = later = 0
+    for parameter in reversed([one for one in shapes.parameters if one.name in names]):
+        most = max(most, parameter.values * before - later)
+        later += parameter.values * (after - before)
+    return most
 
 
 def _unpacking_bytes(parameter: ParameterShape, config: PretrainedConfig) -> int:
@@ -266,9 +276,16 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
 
 
-def shape_of_images(lengths: np.ndarray, images: RowImages, max_tokens: int) -> BatchShape:
-    """The batch of held-out rows of `lengths` tokens that can have most patches within a budget of padded tokens."""
+def shape_of_images(
+    lengths: np.ndarray, images: RowImages, max_tokens: int, max_patches: int | None = None
+) -> BatchShape:
+    """The batch of held-out rows of `lengths` tokens that can have most patches within a budget of padded tokens.
+
+    With `max_patches`, other rows may fill a batch up to them where equal ones do not: these have up to a row more.
+    """
     at_once = np.maximum(1, max_tokens // lengths)
+    if max_patches is not None:
+        at_once = np.minimum(at_once, -(-max_patches // np.maximum(1, images.patches)))
     row = images.fullest(at_once)
     rows, length = at_once.item(row), lengths.item(row)
     sizes = (images.of(row),) * rows

@@ -26,7 +26,8 @@ from lean_finetune.model.experts.experts_forward import (
 )
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
-from lean_finetune.model.images.image_parts import PROJECTOR, ImagePart, image_parts, part_mode
+from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.model.images.image_parts import ImagePart, image_parts, part_mode
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 
@@ -303,14 +304,18 @@ def state_lines(
     train, masters = setting.train, setting.train.master_weights
     if setting.train.offload == "parameters":
         return tuple(line for line in (*_quantisation_lines(shapes, train), _buffers(shapes)) if line.tensor_bytes)
-    lines = weight_lines(shapes, train)
+    trained_alone = {parameter.name for parameter in trained_parts(shapes, train)}
+    frozen = tuple(parameter for parameter in shapes.parameters if parameter.name not in trained_alone)
+    lines = weight_lines(replace(shapes, parameters=frozen), train)
     if book := kept_book_bytes(setting, cuda=cuda):
         lines.append(StateLine.of(QUANTISATION_STATE, "the code book that those of scales are copies of", (book,)))
     trained = trained_tensors(shapes, train) if trained is None else trained
     updated = updated_tensors(trained, masters=masters)
     if train.method != "full":
         kind = "DoRA" if train.lora.dora else "LoRA"
+        parts = {"vision": train.vision, "projector": train.projector}
         copies = f" and copies of {', '.join(train.lora.modules_to_save)}" if train.lora.modules_to_save else ""
+        copies += "".join(f" and the {part} part" for part, mode in parts.items() if mode == "full")
         copies += f" and rows of {len(train.lora.trainable_tokens)} tokens" if train.lora.trainable_tokens else ""
         lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}{copies}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
@@ -346,7 +351,7 @@ def trained_tensors(shapes: ModelShapes, train: Train) -> list[Trained]:
         rows = [(p.name, (len(train.lora.trainable_tokens), *p.shape[1:])) for p in shapes.parameters if p.of_tokens]
         added = [
             *_adapter_shapes(shapes, train),
-            *((p.name, p.shape) for p in copied_weights(shapes, train)),
+            *((p.name, p.shape) for p in (*copied_weights(shapes, train), *trained_parts(shapes, train))),
             *(rows if train.lora.trainable_tokens else []),
         ]
         return [Trained(name=name, shape=shape, value_bytes=size) for name, shape in added]
@@ -442,15 +447,18 @@ def _adapter_shapes(shapes: ModelShapes, train: Train) -> Iterator[tuple[str, tu
 
 
 def copied_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
-    """Weights of which copies are trained.
-
-    They are those of train.lora.modules_to_save, the head of a reward model, and a projector that is trained in full.
-    """
+    """Weights of which copies are trained: those of train.lora.modules_to_save, and the head of a reward model."""
     names = (*train.lora.modules_to_save, *((SCORE,) if train.scores else ()))
     for parameter in shapes.parameters:
         layer = parameter.name.rpartition(".")[0]
-        in_projector = part_mode(parameter.part, train) == "full" and PROJECTOR.search(layer)
-        if in_projector or any(layer == name or layer.endswith(f".{name}") for name in names):
+        if any(layer == name or layer.endswith(f".{name}") for name in names):
+            yield parameter
+
+
+def trained_parts(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
+    """Weights of parts for images that are trained themselves beside adapters, in the type of these."""
+    for parameter in shapes.parameters if train.adapted else ():
+        if part_mode(parameter.part, train) == "full" and part_of_images(parameter.name.rpartition(".")[0]):
             yield parameter
 
 

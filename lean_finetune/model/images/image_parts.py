@@ -1,7 +1,7 @@
 """The parts of a multimodal model beside its decoder and head, and a model that keeps those for images."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -86,18 +86,22 @@ def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
     return [name for name, part in image_parts(model).items() if part_mode(part, train) == "frozen"]
 
 
-def copied_modules(model: PreTrainedModel, train: Train) -> list[str]:
-    """Names of the outermost modules that are trained in full beside adapters: peft trains copies of them.
+def fully_trained_modules(model: PreTrainedModel, train: Train) -> list[str]:
+    """Names of the modules of parts for images that are trained in full beside adapters.
 
-    A parameter that is in no module of the projector, such as LLaVA-Next's `image_newline`, stays frozen.
+    They are the outermost ones without a list of layers, which peft cannot wrap; so each layer of a tower is one.
+    A parameter that is in no module of these parts, such as LLaVA-Next's `image_newline`, stays frozen.
     """
-    if not train.adapted or train.projector != "full":
+    if not train.adapted:
         return []
-    parts = image_parts(model)
-    # peft copies no list of modules.
-    modules = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
-    inside = {name for name in modules if parts.get(name) == "projector"}
-    return [name for name in modules if name in inside and not _parents(name) & inside]
+    trained = {name for name, part in image_parts(model).items() if part_mode(part, train) == "full"}
+    modules = {name: module for name, module in model.named_modules() if name in trained}
+    whole = {name for name, module in modules.items() if [*module.parameters()] and not _has_list(module)}
+    return [name for name in modules if name in whole and not _parents(name) & whole]
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
 def _parents(name: str) -> set[str]:
@@ -148,6 +152,12 @@ def adapted_parts(tensors: Iterable[str]) -> dict[str, str]:
     for name in filter(part_of_images, tensors):
         modes["projector" if PROJECTOR.search(name) else "vision"] = "lora" if LORA in name else "full"
     return modes
+
+
+def copies_beside_images(adapter: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """`modules_to_save` of an adapter with these tensors, without the tower and the projector."""
+    of_images = [f".{name}" for name in filter(part_of_images, tensors)]
+    return [one for one in adapter.get("modules_to_save") or () if not any(f".{one}." in name for name in of_images)]
 
 
 def freeze_images(model: PreTrainedModel, train: Train) -> None:

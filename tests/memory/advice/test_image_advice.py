@@ -60,6 +60,9 @@ def test_trained_parts_are_offered_frozen(model: Path):
     run = run_of(model, "train.vision=lora", "train.projector=lora")
     found = [candidate.flags for candidate in Space(run, Costs(run)).of_effect(OTHER_WEIGHTS)]
     assert ("train.vision=frozen",) in found and ("train.vision=frozen", "train.projector=frozen") in found
+    run = run_of(model, "train.method=lora", "train.vision=full")
+    found = [candidate.flags for candidate in Space(run, Costs(run)).of_effect(OTHER_WEIGHTS)]
+    assert ("train.vision=lora",) in found and ("train.vision=frozen",) in found
     swept = [
         flags
         for flags, _ in single_changes(setting_of(method="lora", vision="lora"), Support(cuda=True, native_bf16=True))

@@ -53,6 +53,12 @@ TRAINED: list[dict[str, Any]] = [
     {"method": "lora", "vision": "lora"},
     *({"method": method, "projector": "full", "grad_ckpt": True} for method in ("lora", "qlora", "int8_lora")),
     {"method": "lora", "vision": "lora", "projector": "full"},
+    *(
+        {"method": method, "vision": "full", "projector": projector, "grad_ckpt": projector != "full"}
+        for method in ("lora", "qlora", "int8_lora")
+        for projector in ("frozen", "lora", "full")
+        if (method, projector) != ("int8_lora", "lora")
+    ),
 ]
 SLOW = [
     (family, {"method": method, "grad_ckpt": grad_ckpt})

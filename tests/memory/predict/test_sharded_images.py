@@ -53,7 +53,8 @@ CASES: list[tuple[str, str, str, str, bool]] = [
     *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("frozen", "lora"), (False, True)),
     *product(FAMILIES, ("ddp", "zero3"), ("lora",), ("frozen", "lora"), (True,)),
     *product(FAMILIES, ("ddp", "zero3"), ("full",), ("full",), (False,)),
-    *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("copied projector",), (True,)),
+    *product(("qwen2_5_vl",), MODES, ("lora", "qlora"), ("full projector", "full tower", "full"), (True,)),
+    *product((one for one in FAMILIES if one != "qwen2_5_vl"), ("ddp", "zero3"), ("lora",), ("full",), (True,)),
 ]
 FAST = [("qwen2_5_vl", "zero3", "lora", "lora", True)]
 
