@@ -247,6 +247,10 @@ class Plan:
         """The optimizer steps as a lazy sequence of lists of micro-batches."""
         return StepViews(self)
 
+    def most_patches(self, images: RowImages | None) -> int | None:
+        """Patches of the micro-batch that has most; None without images. `images` are those of all training rows."""
+        return None if images is None else int(sums_between(images.patches[self.rows], self.bounds).max())
+
     def of_rank(self, rank: int) -> "Plan":
         """The plan of one GPU. GPU 0 has rows in every step, and the largest micro-batches."""
         own = np.flatnonzero((self.rank == rank) & (self.sizes > 0))

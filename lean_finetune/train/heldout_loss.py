@@ -1,7 +1,7 @@
 """Compute the held-out loss during training, on a fixed set of rows in batches no larger than training's."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -36,9 +36,13 @@ class HeldoutLosses:
     """The held-out losses of a run: every `train.heldout_every_steps` steps, and after the last one."""
 
     def __init__(self, job: TrainJob, total_steps: int):
-        """Batches have at most as many tokens as the first step's micro-batches, which are the largest by plan."""
+        """Batches have at most as many tokens as the first step's micro-batches, which are the largest by plan.
+
+        They have at most as many patches as the micro-batch that has most, so bucket.max_patches holds for them too.
+        """
         self._job, self._total_steps = job, total_steps
         self._max_tokens = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
+        self._max_patches = job.plan.most_patches(job.rows.images)
 
     def is_due(self, step: int) -> bool:
         """Whether one is computed after this optimizer step."""
@@ -55,6 +59,7 @@ class HeldoutLosses:
             count,
             self._max_tokens,
             job.pad_id,
+            max_patches=self._max_patches,
             pin_memory=job.device.type == "cuda",
             part=job.part,
             kind=job.train.row_kind,
@@ -112,35 +117,51 @@ def heldout_batches(
     max_tokens: int,
     pad_id: int,
     *,
+    max_patches: int | None = None,
     pin_memory: bool = False,
     part: TokenPart | None = None,
     kind: RowKind = RowKind.ANSWER,
     mismatched: bool = False,
 ) -> Iterator[Batch]:
-    """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens.
+    """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens and `max_patches`.
 
-    A row longer than `max_tokens` is a batch by itself. With a `part`, batches have that part of their tokens. Rows
+    A row that has more is a batch by itself. With a `part`, batches have that part of their tokens. Rows
     that stay together count with the longest one's length.
     """
     units = heldout_units(rows, count, kind, mismatched=mismatched)
     lengths = rows.lengths[units].max(1)
     order = np.lexsort((units[:, 0], lengths))
     units, lengths = units[order], lengths[order].tolist()
-    start = 0
-    for end in range(1, len(units) + 1):
-        longest_next = lengths[min(end, len(units) - 1)]
-        if end == len(units) or (end - start + 1) * units.shape[1] * longest_next > max_tokens:
-            chosen, longest = units[start:end].ravel(), lengths[end - 1]
-            batch = rows.gather(chosen)
-            if kind is not RowKind.ANSWER:
-                answers = read_answers(rows, chosen, pin_memory=pin_memory)
-                yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
-            elif part is None:
-                made = collate(batch, longest, pad_id, pin_memory=pin_memory)
-                yield with_images(made, rows, chosen, pin_memory=pin_memory)
-            else:
-                yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
-            start = end
+    patches = None if rows.images is None or max_patches is None else rows.images.patches[units].sum(1).tolist()
+    for start, end in batch_bounds(lengths, max_tokens // units.shape[1], patches, max_patches or 0):
+        chosen, longest = units[start:end].ravel(), lengths[end - 1]
+        batch = rows.gather(chosen)
+        if kind is not RowKind.ANSWER:
+            answers = read_answers(rows, chosen, pin_memory=pin_memory)
+            yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
+        elif part is None:
+            made = collate(batch, longest, pad_id, pin_memory=pin_memory)
+            yield with_images(made, rows, chosen, pin_memory=pin_memory)
+        else:
+            yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
+
+
+def batch_bounds(
+    lengths: Sequence[int], max_tokens: int, patches: Sequence[int] | None = None, max_patches: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Divide rows of ascending `lengths` into batches within both limits, each (first row, row after its last one).
+
+    A row above a limit is a batch by itself. Without `patches`, tokens alone are limited.
+    """
+    start, filled = 0, 0
+    for row, length in enumerate(lengths):
+        own = 0 if patches is None else patches[row]
+        if row > start and ((row - start + 1) * length > max_tokens or filled + own > max_patches):
+            yield start, row
+            start, filled = row, 0
+        filled += own
+    if lengths:
+        yield start, len(lengths)
 
 
 def own_batches(

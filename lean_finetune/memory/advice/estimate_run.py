@@ -143,8 +143,8 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
     if images is not None and model.images is not None:
         if plan.images is None or images.patches.max() > plan.images.patches.max():
             model = replace(model, images=model.images.with_worst(images.worst))
-        for shapes, budget in zip(losses, (in_training, limits.max_tokens), strict=True):
-            shapes.append(shape_of_images(lengths, images, budget))
+        losses[0].append(shape_of_images(lengths, images, in_training, run.planned.plan.most_patches(plan.images)))
+        losses[1].append(shape_of_images(lengths, images, limits.max_tokens))
         if generation:
             generation += (prompts_of_images(lengths, images, limits),)
     around = OtherPhases(

@@ -175,11 +175,8 @@ class Run:
         """Patches of the micro-batch that has most; 0 without images."""
         if self.full_row is not None:
             return self.full_row.row_patches * max(len(shape.images) for step in self.steps for shape in step)
-        of_rows = self.patches_of_rows
-        if of_rows is None or self.planned is None:
-            return 0
-        plan = self.planned.plan
-        return int(max(of_rows[plan.micro_batch(number).rows].sum() for number in range(len(plan))))
+        plan = None if self.planned is None else self.planned.plan
+        return 0 if plan is None else plan.most_patches(plan.images) or 0
 
     @property
     def most_tokens(self) -> int:

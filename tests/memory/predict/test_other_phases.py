@@ -37,6 +37,7 @@ from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.train.heldout_loss import batch_bounds
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY, moved_adapter, save_small_llama, spec_of
@@ -77,6 +78,13 @@ def test_no_batch_of_heldout_images_has_more_patches_than_the_predicted_one():
         predicted = sum(width // 14 for ((_, width),) in found.images)
         assert max(patches[batch].sum() for batch in batch_rows(lengths, range(50), 600)) <= predicted
         assert found.rows * found.length <= max(600, lengths.max())
+        order = np.argsort(lengths)
+        sorted_patches = patches[order].tolist()
+        bounds = [*batch_bounds(lengths[order].tolist(), 600, sorted_patches, 250)]
+        of_batches = [sum(sorted_patches[start:end]) for start, end in bounds]
+        assert max(of_batches) <= 250 and sum(end - start for start, end in bounds) == 50
+        limited = shape_of_images(lengths, images, 600, 250)
+        assert max(of_batches) <= sum(width // 14 for ((_, width),) in limited.images) <= 250 + max(patches)
 
 
 @pytest.mark.parametrize("method", ["full", slow("lora"), "qlora", slow("int8_lora")])
