@@ -45,6 +45,8 @@ from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.images.image_config import part_of_images
 from lean_finetune.model.images.image_parts import (
     PROJECTOR,
+    adapted_parts,
+    copies_beside_images,
     fully_trained_modules,
     refuse_unadapted,
     unadapted_layers,
@@ -53,6 +55,7 @@ from lean_finetune.model.images.trained_parts import forget_originals, train_par
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
+from lean_finetune.pinning.adapter_files import adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 READ_DIRECTLY = {
@@ -236,7 +239,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         target_experts(config, model, train.lora.expert_rank)
     if seed is not None:
         torch.manual_seed(seed)
-    trained_parts = fully_trained_modules(model, train)
+    trained_parts = fully_trained_modules(model, vision=train.vision, projector=train.projector)
     try:
         with _without_peft_warnings(), names_as_given():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=seed is None)
@@ -355,6 +358,8 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     try:
         with _without_peft_warnings(), names_as_given():
             config = _without_head(saved_config(directory), model)
+            if config.modules_to_save:
+                _name_trained_parts(config, model, directory)
             add_rows(model, saved_token_ids(vars(config)))
             adapted = PeftModel.from_pretrained(model, str(directory), config=config, local_files_only=True)
         forget_originals(adapted)
@@ -368,6 +373,14 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, weights)
     return adapted
+
+
+def _name_trained_parts(config: LoraConfig, model: PreTrainedModel, directory: Path) -> None:
+    """Name the modules of trained parts for images as training here does; other tools may name a whole tower."""
+    tensors = adapter_tensors(directory)
+    modules = fully_trained_modules(model, **adapted_parts(tensors))
+    stored = [name for name in modules if any(one.startswith(f"{PEFT_PREFIX}{name}.") for one in tensors)]
+    config.modules_to_save = [*copies_beside_images(vars(config), tensors), *stored] or None
 
 
 def _without_head(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:

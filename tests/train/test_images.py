@@ -151,6 +151,13 @@ def test_a_frozen_tower_keeps_nothing_for_backward(workspace, method):
     assert not found.requires_grad
 
 
+def test_a_tower_in_the_type_of_adapters_returns_that_of_the_base(tmp_path):
+    """SmolVLM converts what its tower returns to the type of the first parameter, and ended with an error in bf16."""
+    root = image_workspace(tmp_path, "smolvlm")
+    job = job_of(root, [[[0, 24]]], method="lora", vision="full", precision="bf16")
+    assert len(finish(replace(job, measured_steps=frozenset())).curves) == 1
+
+
 def test_a_tower_learns_although_the_first_step_has_no_image(workspace):
     """Its adapters, which get no gradient there, were refused as dead."""
     job = job_of(workspace, [[[24, 25]], [[0, 1]]], method="lora", vision="lora")

@@ -86,15 +86,14 @@ def frozen_names(model: PreTrainedModel, train: Train) -> list[str]:
     return [name for name, part in image_parts(model).items() if part_mode(part, train) == "frozen"]
 
 
-def fully_trained_modules(model: PreTrainedModel, train: Train) -> list[str]:
-    """Names of the modules of parts for images that are trained in full beside adapters.
+def fully_trained_modules(model: PreTrainedModel, *, vision: str, projector: str) -> list[str]:
+    """Names of the modules of parts for images that are trained in full beside adapters, by the modes of both parts.
 
     They are the outermost ones without a list of layers, which peft cannot wrap; so each layer of a tower is one.
     A parameter that is in no module of these parts, such as LLaVA-Next's `image_newline`, stays frozen.
     """
-    if not train.adapted:
-        return []
-    trained = {name for name, part in image_parts(model).items() if part_mode(part, train) == "full"}
+    modes = {"vision": vision, "projector": projector}
+    trained = {name for name, part in image_parts(model).items() if modes.get(part) == "full"}
     modules = {name: module for name, module in model.named_modules() if name in trained}
     whole = {name for name, module in modules.items() if [*module.parameters()] and not _has_list(module)}
     return [name for name in modules if name in whole and not _parents(name) & whole]

@@ -1,13 +1,12 @@
 """Parts for images that are trained in full beside adapters: in peft's form, without peft's copy."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from peft import PeftModel
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from lean_finetune.model.adapter_init import ADAPTER
 from lean_finetune.model.images.image_config import part_of_images
 
 
@@ -28,18 +27,35 @@ class TrainedPart(ModulesToSaveWrapper):
         self.original_module = None
 
 
-def train_parts(adapted: PeftModel, names: Iterable[str]) -> None:
+def train_parts(adapted: PeftModel, names: Sequence[str]) -> None:
     """Train modules of the base model in full; peft saves them with the adapter and loads them."""
     base: Any = adapted.get_base_model()
-    config: Any = adapted.peft_config[ADAPTER]
+    config: Any = adapted.active_peft_config
     for name in names:
         owner, _, last = name.rpartition(".")
-        setattr(base.get_submodule(owner), last, TrainedPart(base.get_submodule(name), ADAPTER))
-        config.modules_to_save = [*(config.modules_to_save or ()), name]
+        module = base.get_submodule(name)
+        part = TrainedPart(module, adapted.active_adapter)
+        part.original_module = _of_type(module) if name == names[0] else None
+        setattr(base.get_submodule(owner), last, part)
+    if names:
+        config.modules_to_save = [*(config.modules_to_save or ()), *names]
 
 
 def forget_originals(adapted: PeftModel) -> None:
     """Free the modules that a loaded adapter replaces; without its adapter the model then has no parts for images."""
-    for name, module in adapted.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and part_of_images(name):
-            module.original_module = None
+    named = ((name, module) for name, module in adapted.named_modules() if isinstance(module, ModulesToSaveWrapper))
+    replaced: list[Any] = [module for name, module in named if part_of_images(name)]
+    for number, module in enumerate(replaced):
+        module.original_module = None if number else _of_type(module.original_module)
+
+
+def _of_type(module: nn.Module) -> nn.Module:
+    """A module that computes nothing, whose only parameter has one value in the type of another's.
+
+    The type of its first parameter is that of a model for transformers (`dtype`), to which SmolVLM converts the output
+    of its tower. Trained parts have the type of adapters, and the others expect that of the base.
+    """
+    first = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+    only = nn.Module()
+    only.register_parameter("of_base", nn.Parameter(first.new_zeros(1), requires_grad=False))
+    return only
