@@ -16,7 +16,7 @@ from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind
-from lean_finetune.model.experts.experts_forward import experts_option, prepare_routers
+from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
@@ -42,9 +42,7 @@ def base_model(config: PretrainedConfig, spec: Train, device: torch.device) -> A
     attention = training_attention(config, spec.attention)
     kind, own_config = causal_kind(config)
     with torch.device(device), init.no_init_weights():
-        model = kind._from_config(
-            own_config, dtype=base_dtype(spec), attn_implementation=attention, **experts_option(kind)
-        )
+        model = kind._from_config(own_config, dtype=base_dtype(spec), attn_implementation=attention, **EXPERTS_OPTION)
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -71,3 +71,10 @@ def test_fit_loads_no_compiler(small_llama):
     done = run_bounded([sys.executable, "-c", FIT, str(small_llama)], check=True, cwd=ROOT)
     assert json.loads(done.stdout)["verdict"] == "fits"
     assert json.loads(done.stderr.splitlines()[-1]) == [0, [], True]
+
+
+def test_fit_predicts_the_8_bit_optimizer_of_a_cpu(small_llama, tmp_path):
+    """Its update is compiled on a CPU, and loaded the compiler half-way: an ImportError instead of a verdict."""
+    options = ["--model", str(small_llama), "--gpu", "auto", "--length", "64", "--set", "train.optimizer=adamw_8bit"]
+    done = run_bounded([sys.executable, "-m", "lean_finetune.cli", "fit", *options, "--verdict"], cwd=tmp_path)
+    assert done.stdout.startswith("verdict ") and not done.stderr
