@@ -319,9 +319,9 @@ def state_lines(
         copies += f" and rows of {len(train.lora.trainable_tokens)} tokens" if train.lora.trainable_tokens else ""
         lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}{copies}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
-            lines.append(
-                StateLine.of(ADAPTERS, "adapters at the start, fp32", (t.values * FP32_BYTES for t in trained))
-            )
+            adapted = {parameter.name for parameter in adapted_weights(shapes, train)}
+            first = (t.values * FP32_BYTES for t in trained if t.name in adapted and len(t.shape) == 2)
+            lines.append(StateLine.of(ADAPTERS, "adapters at the start, fp32", first))
     if not setting.train.optimizer_in_backward:
         lines += by_type(GRADIENTS, "one per trained value, {size} bytes", trained)
     if setting.train.offload == "none":

@@ -1,7 +1,7 @@
 """Memory behaviour of a CPU's kernels that fake tensors do not show, and that of this project's operations.
 
-Sources: PyTorch's aten/src/ATen/native/cpu/FlashAttentionKernel.cpp and aten/src/ATen/native/ConvolutionMM2d.cpp,
-bitsandbytes' backends/{cpu,default}/ops.py.
+Sources: PyTorch's aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, aten/src/ATen/native/ConvolutionMM2d.cpp and
+aten/src/ATen/native/layer_norm.cpp, bitsandbytes' backends/{cpu,default}/ops.py.
 """
 
 import math
@@ -60,7 +60,7 @@ def cpu_rules() -> OpRules:
 
 
 def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
-    """Bitsandbytes' CPU kernels that are written in torch operations."""
+    """Layer norms, and bitsandbytes' CPU kernels that are written in torch operations."""
     cpu, default = bnb.backends.cpu.ops, bnb.backends.default.ops
     expansions = {
         "optimizer_update_8bit_blockwise": getattr(cpu, "_optimizer_update_8bit_blockwise_cpu", None),
@@ -68,7 +68,16 @@ def _cpu_expansions() -> dict[Any, Callable[..., Any]]:
         "gemm_4bit": getattr(default, "_gemm_4bit_default_impl", None),
     }
     known = {op: function for name, function in expansions.items() if function for op in operations(name)}
-    return {**known, **int8_expansions(cuda=False)}
+    return {**known, **int8_expansions(cuda=False), aten.native_layer_norm.default: _layer_norm}
+
+
+def _layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, the means and the deviations, which have the weight's type; fake tensors give them the input's."""
+    kept = (*x.shape[: x.dim() - len(shape)], *[1] * len(shape))
+    dtype = x.dtype if weight is None else weight.dtype
+    return x.new_empty(x.shape), x.new_empty(kept, dtype=dtype), x.new_empty(kept, dtype=dtype)
 
 
 def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:

@@ -19,6 +19,7 @@ from lean_finetune.memory.trace.memory_trace import (
 )
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.pinning.adapter_files import LORA
 from lean_finetune.step.parallel_model import ParallelModel, local, named_trained
 from lean_finetune.step.run_optimizer import device_state
 
@@ -64,8 +65,8 @@ def register_state(
     if train.method != "full":
         trace.register([local(tensor) for tensor in trained], ADAPTERS)
         if train.lora.changes_frozen_weights and not cuda:  # In host memory, which counts only on a CPU.
-            start = sum(local(tensor).numel() * FP32.itemsize for tensor in trained)
-            trace.register_bytes(start, ADAPTERS)
+            matrices = [local(one) for name, one in named_trained(model) if LORA in name and one.dim() == 2]
+            trace.register_bytes(sum(one.numel() * FP32.itemsize for one in matrices), ADAPTERS)
     trace.register(device_state(optimizer, train.optimizer, cuda=cuda), OPTIMIZER)
 
     def register_gradient(parameter: torch.Tensor) -> None:

@@ -59,6 +59,7 @@ TRAINED: list[dict[str, Any]] = [
         for projector in ("frozen", "lora", "full")
         if (method, projector) != ("int8_lora", "lora")
     ),
+    {"method": "lora", "vision": "full", "lora_init": "pissa"},
 ]
 SLOW = [
     (family, {"method": method, "grad_ckpt": grad_ckpt})
@@ -68,6 +69,8 @@ SLOW = [
     if (family, {"method": method, "grad_ckpt": grad_ckpt}) not in CASES
 ] + [(family, adapted_parts(family, changes)) for family in FAMILIES for changes in TRAINED]
 SLOW += EXPERTS
+# The statistics of layer norms have the type of weights.
+SLOW += [("smolvlm", {"method": "lora", "vision": "full", "precision": "bf16"})]
 
 
 def batch_of(inputs: ImageInputs, shape: BatchShape) -> Batch:
