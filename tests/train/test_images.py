@@ -164,10 +164,11 @@ def test_a_tower_learns_although_the_first_step_has_no_image(workspace):
     assert len(finish(replace(job, measured_steps=frozenset())).curves) == 2
 
 
-def test_memory_switches_leave_the_loss_unchanged(workspace):
-    plain = [row["loss"] for row in finish(job_of(workspace, method="lora")).curves]
+@pytest.mark.parametrize("vision", ["frozen", pytest.param("full", marks=pytest.mark.slow)])
+def test_memory_switches_leave_the_loss_unchanged(workspace, vision: str):
+    plain = [row["loss"] for row in finish(job_of(workspace, method="lora", vision=vision)).curves]
     for switch in ({"grad_ckpt": True}, {"loss_chunk": None}, {"grad_ckpt": True, "grad_ckpt_policy": "every_n"}):
-        found = [row["loss"] for row in finish(job_of(workspace, method="lora", **switch)).curves]
+        found = [row["loss"] for row in finish(job_of(workspace, method="lora", vision=vision, **switch)).curves]
         assert found == pytest.approx(plain, rel=1e-6), switch
 
 
