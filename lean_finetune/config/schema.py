@@ -331,7 +331,7 @@ class Evaluate(Section):
     generate_rows: Annotated[int, Field(ge=0)]
     """Held-out prompts to answer by greedy decoding."""
     max_new_tokens: PositiveInt
-    """Longest generated answer in tokens."""
+    """Longest generated answer in tokens. Answers to rows whose own answer is longer are shown, but not compared."""
     generate_batch_rows: PositiveInt
     """Most prompts decoded together."""
     merged: bool

@@ -49,7 +49,7 @@ class EvaluationRows:
     """Rows whose loss is computed."""
     prompts: list[Prompt]
     unanswerable_rows: int
-    """Rows without a prompt because prompt or answer is too long."""
+    """Rows that are not answered because their prompt is too long."""
     special: set[int]
     """Ids of special tokens."""
     eos_id: int | None
@@ -224,7 +224,8 @@ def generation_lines(
 ) -> list[dict[str, Any]]:
     """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct.
 
-    The hashes of its images are their names in data/tokens/images.
+    Correctness is None where the expected answer is truncated, or longer than evaluate.max_new_tokens. The hashes of a
+    prompt's images are their names in data/tokens/images.
     """
     lines = []
     for number, prompt in enumerate(evaluated.prompts):
@@ -238,7 +239,7 @@ def generation_lines(
             line["images"] = [digest.hex() for digest in prompt.images]
         for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
-            line[f"{name}_correct"] = is_exact_match(expected, line[name])
+            line[f"{name}_correct"] = is_exact_match(expected, line[name]) if prompt.can_match else None
         lines.append(line)
     return lines
 
@@ -261,6 +262,7 @@ def evaluate_metrics(
         "evaluated_rows": len(tokens),
         "evaluated_tokens": int(tokens.sum()),
         "generated_rows": len(lines),
+        "compared_rows": sum(prompt.can_match for prompt in evaluated.prompts),
         "unanswerable_rows": evaluated.unanswerable_rows,
         **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
         **_merge_loss(answers, tokens),
@@ -298,11 +300,11 @@ def _merge_loss(answers: Mapping[str, ModelOutputs], tokens: np.ndarray) -> dict
 
 
 def _exact_match(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
-    """Return the percentage of correct answers of each model; None if nothing was generated."""
+    """Return the percentage of correct answers of each model, of those that can be; None if there are none."""
     found: dict[str, float | None] = {}
     for name in names:
-        correct = sum(line[f"{name}_correct"] for line in lines)
-        found[f"{name}_exact_match_percent"] = round(100 * correct / len(lines), 3) if lines else None
+        correct = [line[f"{name}_correct"] for line in lines if line[f"{name}_correct"] is not None]
+        found[f"{name}_exact_match_percent"] = round(100 * sum(correct) / len(correct), 3) if correct else None
     return found
 
 

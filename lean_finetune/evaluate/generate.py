@@ -107,6 +107,8 @@ class Prompt:
     """Tokens of that span."""
     images: tuple[bytes, ...] = ()
     """The hashes of the row's images, whose tokens are in `ids`."""
+    can_match: bool = True
+    """Whether a generated answer can be equal: the expected one is whole and not longer than the limit."""
 
 
 def choose_prompts(
@@ -118,11 +120,11 @@ def choose_prompts(
     max_new_tokens: int,
     special: set[int],
 ) -> tuple[list[Prompt], int]:
-    """Return at most `count` distinct prompts, spread evenly over families, and the number of rows that are too long.
+    """Return at most `count` distinct prompts, spread evenly over families, and the number of those that are too long.
 
     Within a family prompts are ordered by hash: independent of the file's order and of the seed. Rows without a prompt
-    (plain text) are skipped. Rows are too long if the prompt exceeds `max_prompt_tokens`, if the answer was truncated
-    at `max_length`, or if it exceeds `max_new_tokens` (without its end token): no model could match them.
+    (plain text) are skipped. A prompt is too long above `max_prompt_tokens`. A row whose own answer was truncated at
+    `max_length`, or exceeds `max_new_tokens` (without its end token), is answered too, but no answer can match it.
     """
     too_long = 0
     # Only digests and row numbers: the prompts of all rows would take kilobytes each.
@@ -132,9 +134,7 @@ def choose_prompts(
         start, end = rows.spans(row)[-1].tolist()
         if all(token in special for token in ids[:start].tolist()):
             continue
-        answer_tokens = end - start - (int(ids[end - 1]) in special)
-        prompt_too_long = max_prompt_tokens is not None and start > max_prompt_tokens
-        if prompt_too_long or end == max_length or answer_tokens > max_new_tokens:
+        if max_prompt_tokens is not None and start > max_prompt_tokens:
             too_long += 1
             continue
         shown = b"".join(rows.image_hashes(row))  # The same question about another image is another prompt.
@@ -148,8 +148,11 @@ def choose_prompts(
     for family, row in chosen:
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
+        can_match = end < max_length and end - start - (ids[end - 1] in special) <= max_new_tokens
         images = tuple(rows.image_hashes(row))
-        prompts.append(Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], images=images))
+        prompts.append(
+            Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], images=images, can_match=can_match)
+        )
     return prompts, too_long
 
 

@@ -157,6 +157,21 @@ def watch(link: Path, target: Path) -> None:
         os.replace(aside, link)
 
 
+def follow_checkout(locks: Path) -> None:
+    """Point links whose targets this copy of the project lacks into the user's checkout.
+
+    A temporary experiment has only what git tracks. A link that pin_data wrote while git tracked its target is broken
+    there once git does not, and DVC hashes the link before pin_data runs.
+    """
+    checkout = repo_root().resolve()
+    for link in (*(locks / name for name in DIRECTORY_LINKS), *sorted((locks / FILE_LINKS).glob("*"))):
+        if link.is_symlink() and not link.exists():
+            place = Path(os.path.abspath(link.parent / os.readlink(link)))
+            original = checkout / os.path.relpath(place, Path.cwd())
+            if original.exists():
+                watch(link, original)
+
+
 def _is_in_copies(path: Path) -> bool:
     """Whether a clone or a temporary experiment has the path: it is in the working directory and tracked by git.
 

@@ -165,10 +165,10 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
     elif not paired:
         found.append(Result("Held-out loss", NONE, NOT_EVALUATED))
-    if evaluate["generated_rows"]:
+    if evaluate["compared_rows"]:
         right = " → ".join(f"{evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         found.append(
-            Result("Exact match", right, f"before → after, of {counted(evaluate['generated_rows'], 'greedy answer')}")
+            Result("Exact match", right, f"before → after, of {counted(evaluate['compared_rows'], 'greedy answer')}")
         )
     return found
 
@@ -281,21 +281,30 @@ def answers_note(inputs: Inputs) -> str | None:
         notes.append("No answer is exact: the run was short, the model is small, or answers can differ in wording.")
     if not inputs.generations:
         notes.append("None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0.")
-    if too_long := inputs.evaluate["unanswerable_rows"]:
-        skipped = (
-            f"Skipped: {counted(too_long, 'held-out row')} whose prompt or answer is longer than data.max_length, "
+    if cut := inputs.evaluate["generated_rows"] - inputs.evaluate["compared_rows"]:
+        notes.append(
+            f"Not compared: {counted(cut, 'answer')} to rows whose own answer is longer than evaluate.max_new_tokens, "
+            "or was truncated at data.max_length. They end at evaluate.max_new_tokens."
         )
-        notes.append(skipped + "evaluate.max_new_tokens or the model's context allows.")
+    if too_long := inputs.evaluate["unanswerable_rows"]:
+        notes.append(
+            f"Skipped: {counted(too_long, 'held-out row')} whose prompt and evaluate.max_new_tokens are longer than "
+            "the model's context."
+        )
     return " ".join(notes) or None
 
 
 def families_table(inputs: Inputs) -> Table:
     """Exact match by family."""
     rows = [
-        (name, found["rows"], *(f"{found[f'{model}_exact_match_percent']:.0f} %" for model in ("base", "tuned")))
+        (name, found["rows"], *(_percent(found[f"{model}_exact_match_percent"]) for model in ("base", "tuned")))
         for name, found in sorted(inputs.evaluate["by_family"].items())
     ]
     return Table(("family", "prompts", "correct before", "correct after"), rows)
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f} %"
 
 
 def tasks_table(inputs: Inputs) -> Table | None:

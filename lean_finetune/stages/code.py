@@ -11,6 +11,7 @@ from lean_finetune.core.atomic_files import atomic_directory, sha256_file, write
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.code import ROOT, code_hashes
 from lean_finetune.pinning.locate import TINY_DIRECTORY
+from lean_finetune.pinning.watched_links import follow_checkout
 
 NOT_PINNED = ("__init__", "code")
 
@@ -32,6 +33,7 @@ def main(out: Path) -> None:
 
     The hashes ignore comments, docstrings and formatting, so that editing them reruns no stage.
     """
+    follow_checkout(out.parent)  # Here, because DVC runs this stage before it hashes the links.
     project = Path()
     with atomic_directory(out) as aside:
         for entry in entries(project):

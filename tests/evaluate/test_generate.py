@@ -122,8 +122,8 @@ def test_prompt_is_all_before_the_last_span(tmp_path):
     assert choose(rows) == [Prompt(family="sums", ids=[5, 6, 7, 8], answer_ids=[9, EOS])]
 
 
-def test_rows_without_a_possible_answer_are_skipped(tmp_path):
-    """No answer could match them; plain text and repeated prompts are not counted as too long."""
+def test_rows_with_long_answers_are_answered_but_not_compared(tmp_path):
+    """With chats of hundreds of tokens, no answer at all was shown; plain text and repeated prompts are none."""
     rows: list[Row] = [
         ([30, 31, 32], [0, 3], None),  # Plain text.
         ([1, 31, 32], [1, 3], None),
@@ -135,7 +135,8 @@ def test_rows_without_a_possible_answer_are_skipped(tmp_path):
         ([80, 81, 82, 83, EOS], [2, 5], None),  # Not longer: the end token is not counted.
     ]
     prompts, skipped = chosen_and_skipped(heldout(tmp_path, rows), max_length=6, max_prompt_tokens=3, max_new_tokens=2)
-    assert sorted(prompt.ids for prompt in prompts) == [[50, 51], [80, 81]] and skipped == 3
+    can_match = {tuple(prompt.ids): prompt.can_match for prompt in prompts}
+    assert can_match == {(40, 41): False, (50, 51): True, (70, 71): False, (80, 81): True} and skipped == 1
     assert Prompt(family="all", ids=[50, 51], answer_ids=[52, EOS]) in prompts
 
 

@@ -85,7 +85,7 @@ def test_the_stage_writes_metrics_and_the_same_bytes_again(place, tokens_dir, lo
     assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
     written = {path: path.read_bytes() for path in (Path("metrics/evaluate.json"), *Path("data/evaluate").iterdir())}
     metrics = json.loads(Path("data/evaluate/figures.json").read_text())
-    assert metrics["evaluated_rows"] == 14 and metrics["generated_rows"] == 6
+    assert metrics["evaluated_rows"] == 14 and metrics["generated_rows"] == metrics["compared_rows"] == 6
     assert metrics["unanswerable_rows"] == 0
     assert metrics["tuned_perplexity"] == pytest.approx(np.exp(metrics["tuned_loss"]), rel=1e-5)
     assert sum(bucket["rows"] for bucket in metrics["by_length"].values()) == 14
@@ -129,6 +129,19 @@ def test_merged_model_is_evaluated(place, tokens_dir, locks_dir, base_dir, tmp_p
     metrics = json.loads(Path("data/evaluate/figures.json").read_text())
     assert abs(metrics["merged_minus_tuned_loss"]) < 1e-4 < abs(metrics["base_loss"] - metrics["tuned_loss"])
     assert metrics["merged_loss"] == pytest.approx(metrics["tuned_loss"], abs=1e-4)
+
+
+def test_answers_shorter_than_the_expected_ones_are_shown_and_not_called_wrong(place, tokens_dir, locks_dir, adapter):
+    """Rows whose own answer exceeds evaluate.max_new_tokens had no answer, or would count as wrong."""
+    lay_out(place, evaluate__generate_rows=14, evaluate__max_tokens=512, evaluate__max_new_tokens=2)
+    assert evaluate(tokens_dir, locks_dir, adapter).exit_code == 0
+    metrics = json.loads(Path("data/evaluate/figures.json").read_text())
+    lines = [json.loads(line) for line in Path("data/evaluate/generations.jsonl").read_text().splitlines()]
+    assert metrics["generated_rows"] == len(lines) == 14 and metrics["unanswerable_rows"] == 0
+    compared = [line for line in lines if line["tuned_correct"] is not None]
+    assert metrics["compared_rows"] == len(compared) == 8, "of 1 to 4 tokens, those up to 2"
+    right = sum(line["tuned_correct"] for line in compared)
+    assert metrics["tuned_exact_match_percent"] == pytest.approx(100 * right / len(compared), abs=1e-3)
 
 
 def test_plain_text_rows_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):

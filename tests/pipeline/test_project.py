@@ -14,12 +14,13 @@ from benchmarks.processes import write_params
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.stages.code import entries
 from tests.conftest import ROOT
-from tests.pipeline.clone import SMALL_RUN, Clone, commit_all, environment, stages_run
+from tests.pipeline.clone import IDENTITY, SMALL_RUN, Clone, commit_all, environment, stages_run
 from tests.pipeline.queue import run_queued
 from tests.pipeline.test_interrupted import checkpoints, interrupted, trainers
 from tests.pipeline.test_many_gpus import CHANGED, check, shared
 from tests.processes import kill_group
 from tests.wheel import build_wheel
+from tests.workspace import write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,32 @@ def test_an_upgrade_reruns_exactly_the_stages_whose_code_changed(project: Clone)
     finally:
         for path, text in before.items():
             path.write_text(text)
+
+
+def test_a_temporary_experiment_finds_rows_that_git_no_longer_tracks(project: Clone):
+    """The link to them was written while git tracked them: DVC ended with "Errno 2" and a path in its copy."""
+    rows = [{"prompt": f"{k} and 1?", "completion": f"{k + 1}"} for k in range(20)]
+    write_rows(project.root / "rows/mine.jsonl", rows)
+    project.run("git", "add", "rows")
+    project.set_params(data__source="rows/mine.jsonl")
+    project.dvc("repro", "pin_data")
+    here = project.json("locks/data.json")["sources"]
+    project.run("git", "rm", "-rq", "--cached", "rows")
+    project.dvc("exp", "run", "--temp", "-n", "untracked", "pin_data", env=IDENTITY)
+    head = project.run("git", "rev-parse", "HEAD").strip()
+    there = project.run("git", "show", f"refs/exps/{head[:2]}/{head[2:]}/untracked:./locks/data.json")
+    assert json.loads(there)["sources"] == here
+    shutil.rmtree(project.root / "rows")
+    project.run("git", "clean", "-fdq", "locks")
+
+
+def test_a_dry_run_before_the_first_run_lists_the_stages(project: Clone, tmp_path: Path):
+    """docs/quickstart.md names the command: without --force, DVC hashes files that no stage has written yet."""
+    copy = Clone(tmp_path / "copy", project.environment)
+    project.run("git", "clone", "-q", str(project.root.parent), str(copy.root))
+    copy = Clone(copy.root / "my-run", project.environment)
+    assert "ERROR" not in copy.dvc("status")
+    assert stages_run(copy.dvc("repro", "--dry", "--force")) == ALL
 
 
 def test_experiments_in_the_workspace_a_copy_and_the_queue(project: Clone):

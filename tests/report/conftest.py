@@ -141,6 +141,7 @@ def metrics() -> dict[str, dict[str, Any]]:
             **losses,
             "evaluated_rows": 250,
             "generated_rows": 1,
+            "compared_rows": 1,
             "unanswerable_rows": 0,
             "base_exact_match_percent": 0.0,
             "tuned_exact_match_percent": 100.0,

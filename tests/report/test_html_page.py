@@ -82,7 +82,7 @@ def test_trained_text_is_marked_and_all_text_is_escaped(place):
 def test_pages_of_odd_runs_can_be_written(place):
     """No held-out rows, one step, nothing measured: the last stage fails after hours of training."""
     names = (f"{model}_{name}" for model in ("base", "tuned") for name in ("loss", "perplexity", "exact_match_percent"))
-    counts = {"evaluated_rows": 0, "generated_rows": 0, "by_length": {}, "by_family": {}}
+    counts = {"evaluated_rows": 0, "generated_rows": 0, "compared_rows": 0, "by_length": {}, "by_family": {}}
     nothing: dict = {"peak_bytes_measured": None, "measured_by_phase": {}, "peak_measured_how": None}
     write_inputs(place, [], evaluate={**dict.fromkeys(names), **counts}, train=nothing)
     header, first, *_ = (place / "data/train/curves.csv").read_text().splitlines(keepends=True)

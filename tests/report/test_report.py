@@ -152,7 +152,7 @@ def test_generated_text_cannot_break_the_page(place):
 def test_page_without_prompts(place):
     """evaluate.generate_rows 0, or plain text rows: figures are null."""
     none = dict.fromkeys(("base_exact_match_percent", "tuned_exact_match_percent"))
-    write_inputs(place, [], evaluate={"generated_rows": 0, "by_family": {}, **none})
+    write_inputs(place, [], evaluate={"generated_rows": 0, "compared_rows": 0, "by_family": {}, **none})
     figures, text = report(place)
     assert figures["exact_match_change_points"] is None
     assert "no held-out row has a prompt that can be answered" in text and "None %" not in text
@@ -166,6 +166,17 @@ def test_skipped_rows_missing_perplexity_and_merging_are_shown(place):
     assert "Skipped: 1,234 held-out rows" in text
     assert "perplexity 12.18 → –" in text
     assert "Merged into one model: loss 1.732, +0.0021 compared with the adapter on its base." in text
+
+
+def test_answers_that_nothing_can_match_are_shown_without_a_verdict(place):
+    """The report said "Answers: None" where every answer was longer than evaluate.max_new_tokens."""
+    none = dict.fromkeys(("base_exact_match_percent", "tuned_exact_match_percent"))
+    family = {"sums": {"rows": 1, **none}}
+    line = {**GENERATION, "base_correct": None, "tuned_correct": None}
+    write_inputs(place, [line], evaluate={"compared_rows": 0, "by_family": family, **none})
+    text = report(place)[1]
+    assert "Not compared: 1 answer to rows whose own answer is longer than evaluate.max_new_tokens" in text
+    assert "| sums | 1 | – | – |" in text and "None" not in text and "wrong" not in text
 
 
 def test_pairs_are_shown_before_and_after_training(place):
@@ -209,7 +220,8 @@ def test_labelled_answers_and_reward_models_have_the_section_too(place):
         assert line in text, line
     of_scores = {**OF_PAIRS, **{name: None for name in OF_PAIRS if "logp" in name}}
     none = dict.fromkeys(("base_loss", "tuned_loss", "base_exact_match_percent", "tuned_exact_match_percent"))
-    write_inputs(place, [], evaluate={**of_scores, **none, "evaluated_rows": 0, "generated_rows": 0, "by_family": {}})
+    nothing = {**of_scores, **none, "evaluated_rows": 0, "generated_rows": 0, "compared_rows": 0}
+    write_inputs(place, [], evaluate={**nothing, "by_family": {}})
     text = report(place, **{"train.objective": "reward"})[1]
     assert "no rows are held out" not in text and text.count("none: a reward model predicts no tokens") == 2
     assert "| mean log-probability of the chosen answers | – | – |" in text and "Log-probabilities are" not in text
