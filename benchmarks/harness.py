@@ -99,18 +99,17 @@ def benchmark(
     @click.option("--out", type=Path, help=f"Results file.  [default: {RESULTS / name}.json]")
     def main(quick: bool, out: Path | None, **values: Any) -> None:
         published = not quick and out is None
-        if published and (commit() or "").endswith(DIRTY):
-            raise UserError(
-                f"{RESULTS / name}.json: published figures must belong to a commit, and this checkout has uncommitted "
-                "changes; commit them, or name another file with --out"
-            )
+        measured_at = publishable_commit(RESULTS / f"{name}.json") if published else commit()
         measured = measure(quick, **values)
         click.echo(format_table(measured.rows))
         if measured.bars:
             click.echo(format_table([bar.as_json() for bar in measured.bars]))
         target = RESULTS / f"{name}.json" if published else out
+        if published and commit() != measured_at:
+            target = Path(f"scratch/{name}.json")
+            click.echo(f"note: the checkout changed while {name} ran, so its figures are not published", err=True)
         if target is not None:
-            write_json(target, report(name, measured))
+            write_json(target, report(name, measured, measured_at))
             click.echo(f"written to {target}")
         if not all(bar.holds for bar in measured.bars):
             sys.exit(1)
@@ -118,12 +117,26 @@ def benchmark(
     return main
 
 
-def report(name: str, measured: Measured) -> dict[str, Any]:
-    """The content of a results file."""
+def publishable_commit(path: Path) -> str | None:
+    """The commit to which figures in a published results file will belong; None outside git.
+
+    Raises UserError if the checkout has uncommitted changes, as nobody could reproduce the figures.
+    """
+    found = commit()
+    if (found or "").endswith(DIRTY):
+        raise UserError(
+            f"{path}: published figures must belong to a commit, and this checkout has uncommitted changes; commit "
+            "them, or name another file with --out"
+        )
+    return found
+
+
+def report(name: str, measured: Measured, measured_at: str | None) -> dict[str, Any]:
+    """The content of a results file; `measured_at` is the commit of the code that ran."""
     return {
         "name": name,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
+        "commit": measured_at,
         "machine": machine(),
         "versions": versions(),
         "rows": list(measured.rows),

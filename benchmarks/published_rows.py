@@ -28,6 +28,8 @@ from lean_finetune.memory.tool_step.trace_tool import ToolRun
 from lean_finetune.memory.trace.cuda_kernels import target_of
 
 FILE = "published_2026.csv"
+WITHOUT_VERSION = ("litgpt-hub",)
+"""Recipes whose rows do not say which version of the tool ran: their settings are not known."""
 
 
 def _llama(
@@ -225,6 +227,11 @@ class PublishedRow:
     """False: it ran out of memory."""
     more: str
     note: str
+
+    @property
+    def settings_known(self) -> bool:
+        """Whether the row says all that decides its memory."""
+        return self.recipe not in WITHOUT_VERSION
 
 
 def published_rows() -> list[PublishedRow]:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness import RESULTS, Measured, Row, report
+from benchmarks.harness import RESULTS, Measured, Row, publishable_commit, report
 from benchmarks.models.depth import compared, depth_cases
 from benchmarks.models.families import family_names, outcome
 from benchmarks.models.page import write_page
@@ -40,6 +40,7 @@ def update(name: str, again: Iterable[str]) -> None:
     """Compute the missing rows of a results file, which is written after each."""
     column, names, row_of = TABLES[name]
     path = RESULTS / f"{name}.json"
+    measured_at = publishable_commit(path)
     before: Mapping[str, Any] = {row[column]: row for row in read_json(path)["rows"]} if path.exists() else {}
     rows = {one: before[one] for one in names() if one in before and not {one, "all"} & {*again}}
     for one in names():
@@ -47,7 +48,7 @@ def update(name: str, again: Iterable[str]) -> None:
             click.echo(f"{name}: {one}")
             rows[one] = row_of(one)
             ordered = [rows[other] for other in names() if other in rows]
-            write_json(path, report(name, Measured(rows=ordered, bars=[])))
+            write_json(path, report(name, Measured(rows=ordered, bars=[]), measured_at))
 
 
 if __name__ == "__main__":

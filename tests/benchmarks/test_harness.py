@@ -74,6 +74,22 @@ def test_published_figures_need_a_checkout_without_changes_but_for_other_results
     assert json.loads(Path("mine.json").read_text())["commit"] == f"{head}-dirty"
 
 
+def test_figures_of_a_checkout_that_changed_meanwhile_are_not_published():
+    """Eight results files named a commit with `-dirty`: the checkout was edited while they were measured."""
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for arguments in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "-m", "start"]):
+        assert harness._git(*identity, *arguments) is not None
+    head = harness.commit()
+
+    def measure_and_edit(quick: bool) -> Measured:
+        Path("code.py").write_text("1")
+        return measure(quick)
+
+    result = CliRunner().invoke(benchmark("sample", measure_and_edit), [], catch_exceptions=False)
+    assert result.exit_code == 0 and "not published" in result.stderr and not RESULTS.exists()
+    assert json.loads(Path("scratch/sample.json").read_text())["commit"] == head
+
+
 def test_each_case_is_first_in_a_round_in_turn():
     """The order within a round must favour no case."""
     order: list[str] = []

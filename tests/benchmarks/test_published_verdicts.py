@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.harness import Row
 from benchmarks.published import bars
 
-ROW: Row = {"error": 0.01, "verdict": "fits", "here_verdict": None, "ran": True}
+ROW: Row = {"error": 0.01, "settings_known": True, "verdict": "fits", "here_verdict": None, "ran": True}
 
 
 def share(rows: Sequence[Row], of: str) -> float:
@@ -14,13 +14,20 @@ def share(rows: Sequence[Row], of: str) -> float:
 
 def test_a_run_that_failed_and_was_said_to_fit_here_fails_the_bar():
     """The 70B of two A100: right as its tool runs it, and wrong as it would run here."""
-    failed: Row = {"error": None, "verdict": "tight", "here_verdict": "fits", "ran": False}
+    failed: Row = {"error": None, "settings_known": True, "verdict": "tight", "here_verdict": "fits", "ran": False}
     rows: list[Row] = [ROW, {**ROW, "here_verdict": "fits"}, failed]
     assert share(rows, "'fits' that were right") == 100.0
     assert share(rows, "here on several GPUs") == 50.0
     assert not all(bar.holds for bar in bars(rows))
 
 
+def test_rows_of_an_unknown_version_are_listed_apart():
+    """Their error says as much about the version that ran as about the prediction."""
+    unknown: Row = {**ROW, "error": -0.3, "settings_known": False}
+    assert all(bar.holds for bar in bars([ROW, unknown])) and share([ROW, unknown], "known settings") == 1
+    assert not all(bar.holds for bar in bars([ROW, {**unknown, "settings_known": True}]))
+
+
 def test_rows_without_a_trace_count_nowhere():
-    untraced: Row = {"error": None, "verdict": None, "here_verdict": None, "ran": False}
+    untraced: Row = {"error": None, "settings_known": True, "verdict": None, "here_verdict": None, "ran": False}
     assert all(bar.holds for bar in bars([ROW, untraced]))
