@@ -9,6 +9,7 @@ from cuda_memory.units import counted
 from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.file_names import refuse_link_out
 
 if TYPE_CHECKING:
     from lean_finetune.memory.advice.search import Remedy
@@ -19,6 +20,7 @@ def check_target(file: Path, *, usual: bool) -> None:
 
     Raises:
         UsageFault: the file does not exist, or the run is a usual one.
+        UserError: a link leads out of the file's directory.
     """
     if not file.exists():
         raise UsageFault(f"--apply: writes into {file}, which does not exist; name a file by --params")
@@ -27,6 +29,7 @@ def check_target(file: Path, *, usual: bool) -> None:
             f"--apply: changes the run of {file}, but --model and --from without --params mean a usual one; add "
             f"--params {file}"
         )
+    refuse_link_out(file.parent, file)
 
 
 def apply_offer(file: Path, number: int, offers: "Sequence[Remedy]", flags: Sequence[str]) -> Iterator[str]:

@@ -172,10 +172,13 @@ def rewrite_text(path: Path, text: str) -> None:
 
 
 def rewritten(path: Path, text: str) -> tuple[bytes, int]:
-    """The content and the permissions with which a text replaces a file: the line ends are those of its first line."""
+    """The content and the permissions with which a text replaces a file: the line ends are those of its first line.
+
+    Surrogates in the text are bytes of the file that are not UTF-8.
+    """
     with path.open("rb") as file:
         ends = "\r\n" if file.readline().endswith(b"\r\n") else "\n"
-    return text.replace("\n", ends).encode(), stat.S_IMODE(path.stat().st_mode)
+    return text.replace("\n", ends).encode("utf-8", "surrogateescape"), stat.S_IMODE(path.stat().st_mode)
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:

@@ -32,6 +32,7 @@ from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.objectives.objective import PairObjective, RowKind
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
+from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.reference_table import identity, read_table
@@ -55,10 +56,10 @@ def run_stage(
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     if note := use_segments(p.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
-    lock = read_json(model_lock)
+    lock = read_model_lock(model_lock)
     base, adapter = model_directory(lock), adapter_directory(lock)
     adapter_files = verify_adapter(lock, adapter)
-    read = verify_files(base, {**lock["files"], **read_json(tokenizer_lock)["files"]})
+    read = verify_files(base, {**lock["files"], **read_tokenizer_lock(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     if (preferences := p.train.preferences) is not None and preferences.has_reference:

@@ -24,6 +24,7 @@ from lean_finetune.model.precision import autocast, resolved
 from lean_finetune.model.trained_rows import add_rows
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
+from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.step.batches import collate
 from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST
 from lean_finetune.step.loss import check_head, token_losses
@@ -43,7 +44,7 @@ def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     precision, _ = precision_on(resolve_gpu("auto")[0], p.train.precision)
-    weights, lock = resolved(p, precision), read_json(model_lock)
+    weights, lock = resolved(p, precision), read_model_lock(model_lock)
     base, adapter = model_directory(lock), adapter_directory(lock)
     files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
     splits = {split: TokenRows(tokens, split, p.train.row_kind) for split in SPLITS}

@@ -13,6 +13,7 @@ from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data, Source, named
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file, write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.file_names import is_name_inside
 from lean_finetune.pinning.config_file import (
     KNOWN_NAMES,
     NotAnObject,
@@ -24,7 +25,8 @@ from lean_finetune.pinning.config_file import (
 )
 from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_files
 from lean_finetune.pinning.image_pins import pin_images
-from lean_finetune.pinning.locate import DATA_SCHEMA, template_file
+from lean_finetune.pinning.locate import template_file
+from lean_finetune.pinning.read_locks import DATA_SCHEMA
 from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, refuse_outputs, watch_sources
 
 SAVED_STATE = "state.json"
@@ -159,7 +161,7 @@ def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, s
     if (path / SAVED_SPLITS).is_file():
         splits = _saved_list(parameter, path / SAVED_SPLITS, "splits")
         split = own_split or shared_split or DEFAULT_SPLIT
-        if split not in splits:
+        if split not in splits or not is_name_inside(split):
             raise UserError(
                 f"{_sibling(parameter, 'split')}: {source!r} has no split {split!r}; "
                 f"name one of {', '.join(map(str, splits))}"
@@ -170,7 +172,7 @@ def _pin_saved(parameter: str, source: str, path: Path, own_split: str | None, s
     files = []
     for entry in _saved_list(parameter, path / folder / SAVED_STATE, "_data_files"):
         name = entry.get("filename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or Path(name).name != name or file_kind(name) is None:
+        if not (is_name_inside(name) and Path(name).name == name and file_kind(name) is not None):
             raise UserError(
                 f"{parameter}: {path / folder / SAVED_STATE} names {name!r}, not an .arrow file there; save again"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.field_types import HUB_PREFIX
-from lean_finetune.core.atomic_files import file_digest, find_source, read_json, repo_root
+from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.config_file import (
     ADAPTER_CONFIG,
@@ -20,6 +20,7 @@ from lean_finetune.pinning.config_file import (
     refuse_adapter,
 )
 from lean_finetune.pinning.hub import HUB_ID, cached_file, download, list_files
+from lean_finetune.pinning.read_locks import check_data_lock
 
 MAX_SOURCES = 8
 """Sources that a description names; the lock has all of them."""
@@ -74,7 +75,6 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-DATA_SCHEMA = 2
 NAMED_TEMPLATES = ("tokenizer", "chatml")
 """Values of data.chat_template that are not the path of a file."""
 
@@ -181,11 +181,9 @@ class DataFile:
 
 
 def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
-    """The files of `locks/data.json` in reading order. Raises UserError if the lock is of another schema."""
-    if lock.get("schema") != DATA_SCHEMA:
-        raise UserError("locks/data.json: was written by another version of pin_data; run `dvc repro pin_data`")
+    """The files of `locks/data.json` in reading order. Raises UserError if the lock is of another form."""
     located = []
-    for number, source in enumerate(lock["sources"]):
+    for number, source in enumerate(check_data_lock(lock)["sources"]):
         # The files' paths are relative to `base`, which is looked up once: in a temporary experiment that is slow.
         base = glob_base(source["source"]) if source["kind"] == "glob" else source["source"]
         root = Path() if source["kind"] == "hub" else find_source(base)
@@ -217,14 +215,6 @@ def new_digest(pinned: str, size_bytes: int) -> "hashlib._Hash":
     if len(pinned) == 64:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
-
-
-def read_tokenizer_lock(path: Path) -> dict[str, Any]:
-    """The content of locks/tokenizer.json. Raises UserError if another version of pin_model wrote it."""
-    lock: dict[str, Any] = read_json(path)
-    if not lock.keys() >= {"files", "stop_ids"}:
-        raise UserError(f"{path}: was written by another version of pin_model; run `dvc repro pin_model`")
-    return lock
 
 
 def file_version(path: Path) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.file_names import is_name_inside
 from lean_finetune.pinning.config_file import CONFIG_FILE, MOST_INDEX_BYTES, json_object, read_config_json
 
 if TYPE_CHECKING:
@@ -139,11 +140,12 @@ def shard_names(directory: Path) -> list[str]:
     weight_map = json_object(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"model.name: {index} has no weight_map; save or download the model again")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"model.name: {index} names {name!r}; shards must be .safetensors files in its directory")
-    return names
+    for name in weight_map.values():
+        if not is_name_inside(name) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"model.name: {index} names {shortened(repr(name))}; shards must be .safetensors files in its directory"
+            )
+    return sorted({*weight_map.values()})
 
 
 def check_weights(path: Path) -> None:

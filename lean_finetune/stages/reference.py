@@ -9,8 +9,9 @@ import click
 import numpy as np
 
 from lean_finetune.config.declared_params import dotted_values, read_params
-from lean_finetune.core.atomic_files import atomic_directory, read_json
+from lean_finetune.core.atomic_files import atomic_directory
 from lean_finetune.core.stage_command import StageCommand, exit_on_signal
+from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.step.reference_table import SPLITS, identity, write_table
 
 PATH = click.Path(path_type=Path)
@@ -30,7 +31,7 @@ def main(tokens: Path, model_lock: Path, out: Path) -> None:
     dotted_values(params)  # For objectives without a reference too, DVC compares all that decides it.
     objective = params.train.preferences
     if objective is None or not objective.has_reference:
-        of = identity(tokens, read_json(model_lock), params.train)
+        of = identity(tokens, read_model_lock(model_lock), params.train)
         with atomic_directory(out) as aside:
             for split in SPLITS:
                 write_table(aside / f"{split}.arrow", np.zeros(0, np.float32), of)

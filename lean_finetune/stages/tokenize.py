@@ -17,11 +17,11 @@ from pathlib import Path  # noqa: E402
 import click  # noqa: E402
 
 from lean_finetune.config.declared_params import read_params  # noqa: E402
-from lean_finetune.core.atomic_files import read_json  # noqa: E402
 from lean_finetune.core.stage_command import StageCommand  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
 from lean_finetune.data.shards.tokenize_run import tokenize_all  # noqa: E402
-from lean_finetune.pinning.locate import read_tokenizer_lock, tokenizer_directory, verify_files  # noqa: E402
+from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
+from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock, read_tokenizer_lock  # noqa: E402
 
 PATH = click.Path(path_type=Path)
 
@@ -34,8 +34,8 @@ PATH = click.Path(path_type=Path)
 def main(data_lock: Path, model_lock: Path, tokenizer_lock: Path, out: Path) -> None:
     """Tokenize the pinned rows, mark the trained spans, and split the rows into training and held-out ones."""
     p = read_params()
-    data, tokenizer = read_json(data_lock), read_tokenizer_lock(tokenizer_lock)
-    directory = tokenizer_directory(read_json(model_lock))
+    data, tokenizer = read_data_lock(data_lock), read_tokenizer_lock(tokenizer_lock)
+    directory = tokenizer_directory(read_model_lock(model_lock))
     files = verify_files(directory, tokenizer["files"])
     job = prepare_job(p.data, p.run.tokenizer_engine, data, tokenizer, directory, kind=p.train.row_kind)
     job = replace(job, tokenizer_files=files)

@@ -36,6 +36,7 @@ from lean_finetune.pinning.locate import (
     verify_adapter,
     verify_files,
 )
+from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.step.batches import TokenPart, token_part
@@ -276,7 +277,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         UserError: the model's files are not the pinned ones, or do not suit the parameters or the device; or the plan
             was made for other rows.
     """
-    lock = read_json(paths.model_lock)
+    lock = read_model_lock(paths.model_lock)
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
     plan, rows = _read_plan(params, paths)

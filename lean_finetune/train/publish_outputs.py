@@ -12,7 +12,7 @@ from cuda_memory.growth import classify
 from cuda_memory.units import GIB
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json, write_text
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.images.image_parts import vision_parts
@@ -25,6 +25,7 @@ from lean_finetune.pinning.locate import (
     model_address,
     verify_files,
 )
+from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock, read_tokenizer_lock
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, CurveRow, curve_columns
 from lean_finetune.train.job import Paths, TrainJob, TrainResult
@@ -141,7 +142,7 @@ def _json_block(value: Mapping[str, Any]) -> str:
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
     """Write the trained weights; all processes of a run call this."""
-    lock, tokenizer_files = read_json(paths.model_lock), read_json(paths.tokenizer_lock)["files"]
+    lock, tokenizer_files = read_model_lock(paths.model_lock), read_tokenizer_lock(paths.tokenizer_lock)["files"]
     read = NO_FILES
     if job.world.is_first:
         read = verify_files(job.model_directory, tokenizer_files)
@@ -165,8 +166,8 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
 def publish_record(result: TrainResult, figures: dict[str, Any], params: Params, paths: Paths) -> None:
     """Write curves, model card and `figures`, some of which are metrics."""
     card = model_card(
-        model_lock=read_json(paths.model_lock),
-        data_lock=read_json(paths.data_lock),
+        model_lock=read_model_lock(paths.model_lock),
+        data_lock=read_data_lock(paths.data_lock),
         params=tracked_values(params),
         metrics=figures,
         images=bool(vision_parts(causal_lm(result.model))),

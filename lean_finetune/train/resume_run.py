@@ -24,6 +24,7 @@ from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import locked_files
+from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.plan.batch_plan import Plan, plan_settings_hash, read_plan
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore, steps_in
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
@@ -87,7 +88,10 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
             "rows of each step": trained_rows_hash(read_plan(paths.plan)),
             **{f"reference.{name}": digest for name, digest in _directory_hashes(paths.reference).items()},
         },
-        "model": {"model": _pinned_files(paths.model_lock), "tokenizer": _pinned_files(paths.tokenizer_lock)},
+        "model": {
+            "model": _pinned_files(paths.model_lock, read_model_lock),
+            "tokenizer": _pinned_files(paths.tokenizer_lock, read_tokenizer_lock),
+        },
         "code": code_hashes(TRAINING),
         "device": {"name": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()},
         "threads": {"run.cpu_threads": threads},
@@ -162,9 +166,9 @@ def _directory_hashes(directory: Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): sha256_file(file) for file in files}
 
 
-def _pinned_files(lock: Path) -> str:
+def _pinned_files(lock: Path, read: Callable[[Path], dict[str, Any]]) -> str:
     """Hash the file hashes in a lock, those of an adapter too; where the files are may differ between machines."""
-    return sha256_json(locked_files(read_json(lock))) if lock.is_file() else MISSING
+    return sha256_json(locked_files(read(lock))) if lock.is_file() else MISSING
 
 
 # Choose the unfinished run to resume, report why the nearest one is not resumed, and open the run's checkpoints.

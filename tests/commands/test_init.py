@@ -141,6 +141,33 @@ def test_nothing_of_the_users_is_overwritten(home: Path, no_dvc, name: str, says
     assert tree(home) == before and not (home / "run/.git").exists()
 
 
+LINKS = (".gitignore", ".dvcignore", "data/.gitignore", "data", "stages", "locks")
+
+
+@pytest.mark.parametrize(
+    ("link", "to_nothing"), [*((link, False) for link in LINKS), (".dvcignore", True), ("README.md", True)]
+)
+def test_nothing_is_written_through_a_link_out_of_the_project(home: Path, no_dvc, link: str, to_nothing: bool):
+    """Lines were added to the target of .gitignore, outside."""
+    (home / "run" / link).parent.mkdir(parents=True)
+    outside = home / "outside"
+    if not to_nothing:
+        outside.write_text("*.log\n") if "." in link else outside.mkdir()
+    (home / "run" / link).symlink_to(outside)
+    before = tree(home)
+    line = error(invoke(init, "run"))
+    assert f"run/{link}" in line and f": a link leads to {outside}" in line and "replace the link" in line
+    assert tree(home) == before and not (home / "run/.git").exists()
+
+
+def test_an_ignore_file_in_another_encoding_keeps_its_bytes(home: Path, no_dvc):
+    """It was overwritten, and the user was told that lines were added."""
+    (home / "run").mkdir()
+    (home / "run/.gitignore").write_bytes(b"caf\xe9\n")
+    assert ".gitignore: lines added" in invoke(init, "run").output
+    assert (home / "run/.gitignore").read_bytes() == b"caf\xe9\n" + template_files()[".gitignore"].encode()
+
+
 @pytest.mark.parametrize("existed", [True, False])
 @pytest.mark.parametrize("fault", ["disk", "dvc", "git", "no git", "interrupt"])
 def test_after_a_fault_all_is_as_before(home: Path, monkeypatch: pytest.MonkeyPatch, existed: bool, fault: str):

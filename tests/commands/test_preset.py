@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from lean_finetune.commands.preset import preset
+from lean_finetune.commands.choose.plan import plan
+from lean_finetune.commands.fit import fit
+from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.commands.project.params_file import PRESETS, change_params
 from lean_finetune.config.load import load_params
 from lean_finetune.config.rules import SWITCHED_OFF
@@ -93,3 +95,24 @@ def test_without_a_params_yaml_presets_are_listed_and_one_line_says_what_is_miss
         == "params.yaml: file is missing here; run in a project's directory, or make one with `lean-finetune init`"
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (preset, ("8b-full-24gb",)),
+        (import_config, ("run.yaml",)),
+        (plan, ("--length", "64")),
+        (fit, ("--length", "64", "--apply")),
+    ],
+)
+def test_nothing_is_written_through_a_link_out_of_the_directory(checkout: Path, tmp_path_factory, command, words):
+    """A command changed a params.yaml of another project."""
+    outside = tmp_path_factory.mktemp("other") / "params.yaml"
+    (checkout / "params.yaml").rename(outside)
+    (checkout / "params.yaml").symlink_to(outside)
+    (checkout / "run.yaml").write_text("model_name_or_path: org/model\nstage: sft\ntemplate: qwen\nlora_target: all\n")
+    before = outside.read_text()
+    line = error(invoke(command, *words))
+    assert line.startswith(f"params.yaml: a link leads to {outside}, outside of this directory")
+    assert outside.read_text() == before and (checkout / "params.yaml").is_symlink()

@@ -10,9 +10,17 @@ import pytest
 
 from lean_finetune.commands.init import init
 from lean_finetune.commands.preset import preset
-from lean_finetune.commands.project import create, write_all
+from lean_finetune.commands.project import create, upgrade, write_all
 from lean_finetune.commands.project.merge_params import merge_params
-from lean_finetune.commands.project.template import STAMP, installed_version, template_files, text_hash
+from lean_finetune.commands.project.template import (
+    FORMER,
+    IGNORE_FILES,
+    STAMP,
+    generated_files,
+    installed_version,
+    template_files,
+    text_hash,
+)
 from lean_finetune.config.load import load_params
 from lean_finetune.core.read_yaml import parse_yaml
 from tests.workspace import error, invoke
@@ -55,8 +63,9 @@ def test_a_new_project_differs_in_nothing(project: Path):
     assert tree(project) == before
 
 
-def test_an_upgrade_replaces_what_the_user_did_not_edit(project: Path):
+def test_an_upgrade_replaces_what_the_user_did_not_edit(project: Path, monkeypatch: pytest.MonkeyPatch):
     """Edits that are lost, or a pipeline that stays that of an old version for ever."""
+    monkeypatch.setattr(upgrade, "FORMER", ("stages/old.py",))
     old_pipeline = "# The pipeline of 0.1.\n"
     of_version(
         project,
@@ -134,7 +143,7 @@ def test_params_are_merged_by_key(project: Path):
 
 def test_line_ends_permissions_and_links_of_params_yaml_stay(project: Path, tmp_path: Path):
     """A diff of every line on Windows, a file that others can read, or a link that became a copy."""
-    real = tmp_path / "shared.yaml"
+    real = project / "shared.yaml"
     text = (project / "params.yaml").read_text().replace("\nseed: 17\n", "\n")
     real.write_bytes(text.replace("\n", "\r\n").encode())
     real.chmod(0o640)
@@ -219,6 +228,7 @@ def test_what_cannot_be_merged_is_refused(project: Path, option: str, change: An
 
 def test_a_full_disk_leaves_the_project_as_it_was(project: Path, monkeypatch: pytest.MonkeyPatch):
     of_version(project, "0.1.0", {f"stages/{name}.py": "0.1" for name in ("code", "old", "pin", "train")})
+    monkeypatch.setattr(upgrade, "FORMER", ("stages/old.py",))
     before, replace, calls = tree(project), os.replace, iter(range(9))
 
     def fail(source: Any, target: Any) -> None:
@@ -229,6 +239,56 @@ def test_a_full_disk_leaves_the_project_as_it_was(project: Path, monkeypatch: py
     monkeypatch.setattr(write_all.os, "replace", fail)
     assert error(invoke(init, "--upgrade")).startswith(".: cannot be written (No space left on device); free space")
     assert tree(project) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["../victim.txt", "{outside}", "stages/../../victim.txt", "mine.txt", "stages/mine.py"]
+)
+def test_a_stamp_that_names_other_files_is_refused(project: Path, tmp_path: Path, name: str):
+    """An upgrade removed files outside of the project, and a user's own."""
+    (tmp_path / "victim.txt").write_text("theirs\n")
+    name = name.format(outside=tmp_path / "victim.txt")
+    of_version(project, "9.0", {name: "theirs\n"})
+    before = tree(tmp_path)
+    line = error(invoke(init, "--upgrade"))
+    assert (
+        line.startswith(f"locks/project.json: names {name!r}, which no version up to ") and "lean-finetune 9.0" in line
+    )
+    assert tree(tmp_path) == before
+
+
+def test_every_name_of_an_earlier_version_is_known():
+    """A project of that version, which could not be upgraded; a name that the template drops belongs into FORMER."""
+    stages = ("__init__", *("bucket code estimate evaluate pin reference report tokenize train".split()))
+    plots = "lengths loss memory reserved switches timeline watched".split()
+    names = {"dvc.yaml", "locks/README.md", *(f"stages/{stage}.py" for stage in stages)}
+    assert names | {f".dvc/plots/{plot}.json" for plot in plots} <= {*generated_files(), *FORMER}
+
+
+@pytest.mark.parametrize("link", [*IGNORE_FILES, "params.yaml", "dvc.yaml", "stages", "stages/code.py", "locks"])
+def test_an_upgrade_writes_nothing_through_a_link_out_of_the_project(project: Path, tmp_path: Path, link: str):
+    """Lines for .gitignore were written into another repository's, or into a file of the user's home."""
+    of_version(project, "0.1.0", {"dvc.yaml": "old", "stages/code.py": "old"})
+    (project / "params.yaml").write_text(PARAMS.replace("\nseed: 17\n", "\n"))
+    (project / "locks/watched-model").unlink()
+    for name in IGNORE_FILES:
+        (project / name).write_text("*.log\n")
+    outside = tmp_path / "outside"
+    (project / link).rename(outside)
+    (project / link).symlink_to(outside)
+    before = tree(tmp_path)
+    line = error(invoke(init, "--upgrade"))
+    assert line.startswith(link) and f": a link leads to {outside}" in line and "outside of this directory" in line
+    assert tree(tmp_path) == before
+
+
+def test_a_link_inside_the_project_is_followed(project: Path):
+    (project / ".gitignore").rename(project / "ignored")
+    (project / "ignored").write_bytes(b"caf\xe9\n")  # Not UTF-8.
+    (project / ".gitignore").symlink_to("ignored")
+    assert invoke(init, "--upgrade").exit_code == 0
+    assert (project / ".gitignore").is_symlink()
+    assert (project / "ignored").read_bytes() == b"caf\xe9\n" + template_files()[".gitignore"].encode()
 
 
 @pytest.mark.parametrize(

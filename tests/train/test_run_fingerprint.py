@@ -28,6 +28,12 @@ def plan_of(rows: list[list[int]], ranks: int = 1) -> Plan:
     return Plan.of([micro_batch(0, one, 9, 4, rank=n % ranks) for n, one in enumerate(rows)], ranks=ranks)
 
 
+def lock(name: str, digest: str, place: str = "here") -> str:
+    """The text of a lock of one file."""
+    named = {"kind": "directory", "name": place, "revision": None, "tokenizer_files": [], "stop_ids": []}
+    return json.dumps({**named, "files": {name: digest}})
+
+
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
     """The input files of stage train."""
@@ -35,8 +41,8 @@ def inputs(tmp_path: Path) -> Path:
     (directory / "tokens/train").mkdir(parents=True)
     for name in ("tokens/train/00000.arrow", "tokens/meta.json"):
         (directory / name).write_text(name)
-    for name in ("model", "tokenizer", "data"):
-        (directory / f"{name}_lock").write_text(json.dumps({"name": str(directory), "files": {name: "0"}}))
+    for name in ("model", "tokenizer"):
+        (directory / f"{name}_lock").write_text(lock(name, "0"))
     (directory / "verdict").write_text(json.dumps({"precision": "fp32"}))
     write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], settings_hash="0a")
     return directory
@@ -54,7 +60,7 @@ def key_of(inputs: Path, threads: int = 1, **train: Any) -> str:
 def test_same_run_in_another_directory_has_the_same_key(inputs: Path, tmp_path: Path):
     """DVC's temporary and queued runs read copies and resume the checkout's checkpoints."""
     shutil.copytree(inputs, tmp_path / "copy")
-    (tmp_path / "copy/model_lock").write_text(json.dumps({"name": "elsewhere", "files": {"model": "0"}}))
+    (tmp_path / "copy/model_lock").write_text(lock("model", "0", "elsewhere"))
     assert key_of(inputs) == key_of(tmp_path / "copy")
 
 
@@ -76,8 +82,8 @@ def test_another_parameter_is_another_run(inputs: Path, change: dict[str, Any]):
     [
         ("tokens/train/00000.arrow", "changed"),
         ("tokens/train/00001.arrow", "more rows"),
-        ("model_lock", '{"files": {"model": "1"}}'),
-        ("tokenizer_lock", '{"files": {"tokenizer": "1"}}'),
+        ("model_lock", lock("model", "1")),
+        ("tokenizer_lock", lock("tokenizer", "1")),
         ("verdict", '{"precision": "bf16"}'),
     ],
 )

@@ -18,6 +18,7 @@ from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit, UsageFault, UserError
+from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.data.images.families import MODELS
@@ -92,6 +93,9 @@ def plan(
     }
     _refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
     asked = _asked(values, method, sets, params, None if dry_run else out)
+    target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
+    if target is not None:
+        refuse_link_out(target.parent, target)
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.choose.plan_text import nothing_fits, plan_json, plan_lines
         from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
@@ -108,7 +112,6 @@ def plan(
     chosen, flags = _chosen(asked, rows, length)
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
         click.echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
-    target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if not chosen.choices:
         if as_json:
             click.echo(json.dumps(plan_json(chosen, rows, flags), indent=2))

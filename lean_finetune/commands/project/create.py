@@ -35,6 +35,7 @@ from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.config.load import COMMON_PARAMS, parse_values
 from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.config_file import glob_base
@@ -100,7 +101,10 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
 
 
 def _new_files(directory: Path, here: Path, params: str, *, sample: bool) -> dict[str, str]:
-    """The text of each file to write. Raises UserError if a file of the user would be overwritten."""
+    """The text of each file to write.
+
+    Raises UserError if a file of the user would be overwritten, or a link leads out of the directory.
+    """
     if (here / STAMP).is_file():
         raise UserError(f"{directory}: is a project already; `lean-finetune init --upgrade` brings it to this version")
     files = {**template_files(), PARAMS: params, STAMP: stamp()}
@@ -108,10 +112,12 @@ def _new_files(directory: Path, here: Path, params: str, *, sample: bool) -> dic
         del files[SAMPLE]
     if (here / README).exists():
         del files[README]
+    for path in (*map(Path, files), *(Path(link).parent for link in template_links())):
+        refuse_link_out(here, here / path)
     present = {name: _text(here / name) for name in files if os.path.lexists(here / name)}
     for name in IGNORE_FILES:
-        if (text := present.pop(name, None)) is not None:
-            files[name] = with_missing_lines(text, files[name])
+        if present.get(name) is not None:
+            files[name] = with_missing_lines(str(present.pop(name)), files[name])
     wrong = [name for name, text in present.items() if text != files[name]]
     if PIPELINE in wrong:
         raise UserError(f"{directory}: has another project's {PIPELINE}; name another directory")
@@ -124,10 +130,10 @@ def _new_files(directory: Path, here: Path, params: str, *, sample: bool) -> dic
 
 
 def _text(path: Path) -> str | None:
-    """The text of a file; None if it is not a text."""
+    """The text of a file, with the bytes of other encodings as surrogates; None if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else None
+    except OSError:
         return None
 
 

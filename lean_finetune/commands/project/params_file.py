@@ -9,6 +9,7 @@ from lean_finetune.config.load import parse_params
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.core.atomic_files import rewrite_text
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 
 WIDTH = 10**6
@@ -23,8 +24,10 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     """Write `template` with other values to `out`; return those that changed by dotted key.
 
     Raises:
-        UserError: the template cannot be read, or the parameters together are wrong. Nothing is written then.
+        UserError: the template cannot be read, the parameters together are wrong, or `out` is a link out of its
+            directory. Nothing is written then.
     """
+    refuse_link_out(out.parent, out)
     missing = "file is missing here; run in a project's directory, or make one with `lean-finetune init`"
     if not isinstance(read_yaml(template, missing), Mapping):
         raise UserError(f"{template}: must be a mapping of sections; change it")

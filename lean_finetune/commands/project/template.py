@@ -23,6 +23,8 @@ IGNORE_FILES = (".gitignore", ".dvcignore", "data/.gitignore")
 """Files whose missing lines are appended: the user and DVC write to them, too."""
 OWN = ("README.md", SAMPLE)
 """Files that belong to the user once they are written."""
+FORMER: tuple[str, ...] = ()
+"""Files that an earlier version wrote and this one does not, which an upgrade removes: a dropped name goes here."""
 STAMP = "locks/project.json"
 """The version that made a project, and the hash of each file as it wrote them."""
 
@@ -59,7 +61,7 @@ def installed_version() -> str:
 
 def text_hash(text: str) -> str:
     """Hex SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def stamp() -> str:

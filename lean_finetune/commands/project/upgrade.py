@@ -2,12 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lean_finetune.commands.project.merge_params import merge_params
 from lean_finetune.commands.project.template import (
+    FORMER,
     IGNORE_FILES,
     PARAMS,
     STAMP,
@@ -22,7 +23,8 @@ from lean_finetune.commands.project.template import (
 from lean_finetune.commands.project.write_all import undone_after_fault, write_all
 from lean_finetune.config.load import parse_params
 from lean_finetune.core.atomic_files import write_errors
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 
 
@@ -48,12 +50,13 @@ def find_upgrade(directory: Path) -> Upgrade:
     """What differs between a project and the template of the installed version.
 
     Raises:
-        UserError: there is no project, or its params.yaml cannot be merged.
+        UserError: there is no project, its stamp names other files than a project's, its params.yaml cannot be merged,
+            or a link leads out of it.
     """
-    made_by, hashes = _read_stamp(directory)
+    ours = generated_files()
+    made_by, hashes = _read_stamp(directory, {*ours, *FORMER})
     files: dict[str, str | None] = {}
     changed, kept = [], []
-    ours = generated_files()
     for name in sorted({*ours, *hashes}):
         text, was = _text(directory / name), hashes.get(name)
         new = ours.get(name)
@@ -80,11 +83,16 @@ def find_upgrade(directory: Path) -> Upgrade:
         changed += lines
     links = {name: to for name, to in template_links().items() if not os.path.lexists(directory / name)}
     changed += [f"{name}: is missing" for name in links]
+    for path in (*map(Path, files), *(Path(link).parent for link in links)):
+        refuse_link_out(directory, directory / path)
     return Upgrade(made_by=made_by, files=files, links=links, lines=changed + kept)
 
 
-def _read_stamp(directory: Path) -> tuple[str, Mapping[str, str]]:
-    """The version that made a project, and the hashes of the files that it wrote."""
+def _read_stamp(directory: Path, known: Collection[str]) -> tuple[str, Mapping[str, str]]:
+    """The version that made a project, and the hashes of the files that it wrote.
+
+    Raises UserError if one is not `known` as a file that a version writes: an upgrade may remove it.
+    """
     path = directory / STAMP
     if not path.is_file():
         raise UserError(
@@ -92,14 +100,20 @@ def _read_stamp(directory: Path) -> tuple[str, Mapping[str, str]]:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return str(content["version"]), {str(name): str(digest) for name, digest in content["files"].items()}
+        made_by, hashes = str(content["version"]), {name: str(digest) for name, digest in content["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); restore it with git") from None
+    if other := sorted(hashes.keys() - set(known)):
+        raise UserError(
+            f"{path}: names {shortened(other[0])!r}, which no version up to {installed_version()} writes; restore it "
+            f"with git, or install lean-finetune {shortened(made_by)}, which made the project"
+        )
+    return made_by, hashes
 
 
 def _text(path: Path) -> str | None:
-    """The text of a file, with the bytes of other encodings replaced; None if there is none."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    """The text of a file, with the bytes of other encodings as surrogates; None if there is none."""
+    return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else None
 
 
 def _merge_params(directory: Path, files: dict[str, str | None]) -> Iterator[str]:

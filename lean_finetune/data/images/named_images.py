@@ -15,7 +15,8 @@ from lean_finetune.data.images.image_store import image_directory, image_path
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import open_local, read_blocks
 from lean_finetune.pinning.image_pins import pin_images
-from lean_finetune.pinning.locate import DATA_SCHEMA, DataFile, data_files
+from lean_finetune.pinning.locate import DataFile, data_files
+from lean_finetune.pinning.read_locks import DATA_SCHEMA
 
 # The name of each column and kind of part has the first; JSON may write its letters as the second.
 _SIGNS = (b"image", b"\\u006")

@@ -181,6 +181,11 @@ def shard_name(number: int) -> str:
     return f"{number:05d}"
 
 
+def shard_paths(number: int) -> set[str]:
+    """The paths of a shard's files below the root."""
+    return {f"{side}{kind}/{shard_name(number)}.arrow" for side in SIDES for kind in ("", "-index")}
+
+
 def shard_of(block: RowBlock) -> int:
     """The number of the shard that a block belongs to."""
     return block.number // BLOCKS_PER_SHARD
@@ -195,6 +200,8 @@ def finished_shard(root: Path, number: int, key: str) -> Shard | None:
     try:
         values = json.loads(_marker(root, number).read_text(encoding="utf-8"))
         is_intact = values.pop("sha256") == sha256_json(values) and values["key"] == key
+        # Other names are of no shard: nothing outside of `root` is read.
+        is_intact = is_intact and set(values["files"]) == shard_paths(number)
         if is_intact and all(_describe(root / name) == expected for name, expected in values["files"].items()):
             return _SHARD.validate_python(values)
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):

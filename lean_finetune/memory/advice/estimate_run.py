@@ -12,7 +12,7 @@ from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_csv, write_json
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -41,6 +41,7 @@ from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.pinning.locate import adapter_directory
+from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.optimizer_steps import read_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import read_lengths
@@ -67,7 +68,7 @@ def run_stage(
     switches = sweep_switches(run, prediction, partial(keeps_rules, params_of_rules(p)))
     # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
     run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
-    continued = adapter_directory(read_json(model_lock)) is not None
+    continued = adapter_directory(read_model_lock(model_lock)) is not None
     by_phase = _phases(fullest, prediction, heldout_index, continued=continued)
     duration = duration_text(run, len(plan.steps))
     if duration is not None:

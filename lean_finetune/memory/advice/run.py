@@ -15,7 +15,6 @@ from cuda_memory.gpus import GIGA, Device
 from cuda_memory.units import GIB, MIB
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.schema import Bucket, Params
-from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import (
@@ -52,6 +51,7 @@ from lean_finetune.pinning.locate import (
     config_directory,
     tokenizer_directory,
 )
+from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
 from lean_finetune.plan.planner import PlanSettings
@@ -387,7 +387,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     refuse_other_tokens(plan, lengths)
     refuse_other_objective(plan, p.train.row_kind)
     plan = replace(plan, images=images)
-    lock = read_json(model_lock)
+    lock = read_model_lock(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
     inputs = None if images is None else read_image_inputs(tokenizer_directory(lock), config, images)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))

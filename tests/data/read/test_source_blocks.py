@@ -257,7 +257,10 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
 
 
 def test_a_lock_of_an_older_version_is_refused():
-    with pytest.raises(UserError, match="^locks/data.json: was written by another version of pin_data"):
+    with pytest.raises(
+        UserError,
+        match=r"^locks/data.json: is not as pin_data of .* \(schema: .*run `dvc repro pin_data`",
+    ):
         blocks_of({"source": "rows.jsonl", "files": []})
 
 
