@@ -40,7 +40,7 @@ from transformers import (
 
 from benchmarks.specs import Trainer, joined, padded, random_batch, train_of
 from cuda_memory.gpus import Device
-from lean_finetune.config.field_types import LoraExperts, Method, OptimizerName, Precision
+from lean_finetune.config.field_types import CompressActivations, LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
@@ -138,6 +138,7 @@ class Case:
     loss_chunk: int | None = 32
     layout: str = "padded"
     experts: LoraExperts = "none"
+    compress_activations: CompressActivations = "none"
 
     @property
     def setting(self) -> Setting:
@@ -149,6 +150,7 @@ class Case:
             grad_ckpt=self.grad_ckpt,
             lora_experts=self.experts,
             optimizer=self.optimizer,
+            compress_activations=self.compress_activations,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
         )

@@ -49,8 +49,8 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def write_verdict(root: Path, **values: Any) -> None:
-    """Write the estimate of a run that fits, as stage train reads it; `values` are further ones of the verdict."""
+def write_verdict(root: Path, precision: str = "fp32", **values: Any) -> None:
+    """Write the estimate of a run that fits, as other stages read it; `values` are further ones of the verdict."""
     figures = {
         "gpu": "cpu",
         "gpu_reason": "auto: no CUDA device here, so this machine's RAM",
@@ -63,4 +63,5 @@ def write_verdict(root: Path, **values: Any) -> None:
         "duration": None,
     }
     write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None, **values})
+    write_json(root / "data/estimate/precision.json", {"precision": precision})
     write_json(root / "data/estimate" / FIGURES, figures)

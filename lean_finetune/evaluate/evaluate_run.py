@@ -46,7 +46,7 @@ def run_stage(
     tokenizer_lock: Path,
     reference: Path,
     tuned: Path,
-    verdict: Path,
+    precision: Path,
     out: Path,
     metrics: Path,
 ) -> None:
@@ -56,17 +56,16 @@ def run_stage(
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     if note := use_segments(p.train.expandable_segments, device):
         click.echo(f"note: {note}", err=True)
-    lock = read_model_lock(model_lock)
+    weights, lock = resolved(p, precision_of(p, precision)), read_model_lock(model_lock)
     base, adapter = model_directory(lock), adapter_directory(lock)
     adapter_files = verify_adapter(lock, adapter)
     read = verify_files(base, {**lock["files"], **read_tokenizer_lock(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     if (preferences := p.train.preferences) is not None and preferences.has_reference:
-        of, rows = identity(tokens, lock, p.train), evaluated.rows
+        of, rows = identity(tokens, lock, weights), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     limits = EvaluationLimits.from_params(p)
-    weights = resolved(p, precision_of(p, verdict))
     tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
     if not evaluated.loss_rows:
         click.echo(

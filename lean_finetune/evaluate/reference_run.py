@@ -17,10 +17,9 @@ from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.generate import batch_rows
-from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base
-from lean_finetune.model.precision import autocast, resolved
+from lean_finetune.model.precision import autocast, precision_of, resolved
 from lean_finetune.model.trained_rows import add_rows
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
@@ -31,6 +30,7 @@ from lean_finetune.step.loss import check_head, token_losses
 from lean_finetune.step.reference_table import SPLITS, identity, write_table
 from lean_finetune.step.token_rows import Split, TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
+from lean_finetune.train.process.training_device import refuse_missing_bf16
 
 MODULE = "lean_finetune.evaluate.reference_run"
 SAVE_SECONDS = 60.0
@@ -38,18 +38,21 @@ SAVE_SECONDS = 60.0
 SCRATCH = Path("scratch/reference")
 
 
-def run_stage(*, tokens: Path, model_lock: Path, out: Path) -> None:
-    """Compute the log-probability of the trained tokens of every row, and write one table for each split."""
+def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> None:
+    """Compute the log-probability of the trained tokens of every row, and write one table for each split.
+
+    `precision` is the file of stage estimate: the weights have the types that they have in training.
+    """
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
-    precision, _ = precision_on(resolve_gpu("auto")[0], p.train.precision)
-    weights, lock = resolved(p, precision), read_model_lock(model_lock)
+    weights, lock = resolved(p, precision_of(p, precision)), read_model_lock(model_lock)
+    refuse_missing_bf16(device, weights)
     base, adapter = model_directory(lock), adapter_directory(lock)
     files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
     splits = {split: TokenRows(tokens, split, p.train.row_kind) for split in SPLITS}
-    of = identity(tokens, lock, p.train)
-    key = sha256_json({"of": of, "precision": precision, "code": code_hashes(MODULE), "device": device.type})[:32]
+    of = identity(tokens, lock, weights)
+    key = sha256_json({"of": of, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits) as logps:
         loaded = load_base(base, weights, device)
         add_rows(loaded, lock.get("trained_tokens", []))

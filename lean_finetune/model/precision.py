@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 BASE_WEIGHTS = "base_weights.json"
 """File beside an adapter: how training stored its base."""
+PRECISION = "precision.json"
+"""File of stage estimate: what train.precision means on hardware.gpu."""
 DTYPES = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -96,10 +98,20 @@ def choose_precision(
     return "fp16", f"{name} has no native bf16"
 
 
-def precision_of(params: "Params", verdict: Path) -> Precision:
-    """The precision of a run: train.precision, or for `auto` the choice that stage estimate wrote into its verdict."""
+def precision_of(params: "Params", chosen: Path) -> Precision:
+    """The precision of a run: train.precision, or for `auto` what stage estimate wrote into its file PRECISION.
+
+    Raises:
+        UserError: the file has no precision.
+    """
     choice = params.train.precision
-    return read_json(verdict)["precision"] if choice == "auto" else choice
+    if choice != "auto":
+        return choice
+    content = read_json(chosen)
+    precision = content.get("precision") if isinstance(content, dict) else None
+    if precision not in DTYPES:
+        raise UserError(f"{chosen}: must name the precision of the run; got {content!s:.40}; run `dvc repro -f estimate`")
+    return precision
 
 
 def resolved(params: "Params", precision: Precision) -> Train:

@@ -18,7 +18,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--tokenizer-lock", type=PATH, default="locks/tokenizer.json", show_default=True, help="Its tokenizer.")
 @click.option("--reference", type=PATH, default="data/reference", show_default=True, help="Output of stage reference.")
 @click.option("--tuned", type=PATH, default="data/tuned", show_default=True, help="Adapter or model of stage train.")
-@click.option("--verdict", type=PATH, default="data/estimate/verdict.json", show_default=True, help="Its precision.")
+@click.option("--precision", type=PATH, default="data/estimate/precision.json", show_default=True, help="Of training.")
 @click.option("--out", type=PATH, default="data/evaluate", show_default=True, help="Directory of generations.jsonl.")
 @click.option("--metrics", type=PATH, default="metrics/evaluate.json", show_default=True, help="Metrics.")
 def main(**paths: Path) -> None:

@@ -20,8 +20,9 @@ PATH = click.Path(path_type=Path)
 @click.command(cls=StageCommand)
 @click.option("--tokens", type=PATH, default="data/tokens", show_default=True, help="Token files of stage tokenize.")
 @click.option("--model-lock", type=PATH, default="locks/model.json", show_default=True, help="The pinned model.")
+@click.option("--precision", type=PATH, default="data/estimate/precision.json", show_default=True, help="Of training.")
 @click.option("--out", type=PATH, default="data/reference", show_default=True, help="Directory of the tables.")
-def main(tokens: Path, model_lock: Path, out: Path) -> None:
+def main(tokens: Path, model_lock: Path, precision: Path, out: Path) -> None:
     """Compute the log-probability of each answer under the model before training.
 
     Objectives that compare with a reference read it, so that training holds no second model. Other objectives get an
@@ -39,4 +40,4 @@ def main(tokens: Path, model_lock: Path, out: Path) -> None:
     with exit_on_signal():
         from lean_finetune.evaluate.reference_run import run_stage  # Here: imports torch.
 
-    run_stage(tokens=tokens, model_lock=model_lock, out=out)
+    run_stage(tokens=tokens, model_lock=model_lock, precision=precision, out=out)

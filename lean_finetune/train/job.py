@@ -191,6 +191,7 @@ class Paths:
     tokens: Path
     batches: Path
     verdict: Path
+    precision: Path
     estimate: Path
     reference: Path
     model_lock: Path
@@ -209,7 +210,8 @@ class Paths:
 def refuse_missing_inputs(paths: Paths, world: World) -> None:
     """Raise UserError if this node, which DVC does not run on, lacks what earlier stages wrote."""
     node = world.rank // world.local_size
-    needed = (paths.tokens, paths.plan, paths.verdict, paths.estimate, paths.model_lock, paths.tokenizer_lock)
+    estimated = (paths.verdict, paths.precision, paths.estimate)
+    needed = (paths.tokens, paths.plan, *estimated, paths.model_lock, paths.tokenizer_lock)
     if node and (missing := [path for path in needed if not path.exists()]):
         raise UserError(
             f"{missing[0]}: is not on node {node} ({platform.node()}); run `dvc pull tokenize bucket estimate` there "
@@ -296,7 +298,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
     rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, rows.images)
     if train.preferences is not None and train.preferences.has_reference:
-        of = identity(paths.tokens, lock, params.train)
+        of = identity(paths.tokens, lock, train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
         heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))
     refuse_unsupported(

@@ -76,7 +76,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
         "seed": values["seed"],
         "train": {name: value for name, value in values["train"].items() if name not in WHERE_STORED},
         "bucket": plan_settings_hash(paths.plan),
-        "precision": precision_of(params, paths.verdict),
+        "precision": precision_of(params, paths.precision),
     }
     sharing = {f"train.{name}": values["train"][name] for name in WHERE_STORED if name in values["train"]}
     if params.train.pipeline_stages > 1:

@@ -117,7 +117,7 @@ def _run(
     restarts = {"run.max_restarts": params.run.max_restarts}  # Agents restart together or not at all.
     refuse_different_runs({**fingerprint, "run": restarts}, channel)
     check_size(world, params.hardware.num_gpus)
-    section = resolved(params, precision_of(params, paths.verdict))
+    section = resolved(params, precision_of(params, paths.precision))
     prepare_device(params, section, device, world, paths, _notify)
     snapshots = MemorySnapshots(params.run.memory_snapshot, device, scratch_root(), world, _notify)
     job = make_job(params, section, device, world, paths)

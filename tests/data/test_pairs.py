@@ -142,13 +142,29 @@ def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, mon
         return whole(model, weights, rows, numbers, pad_id, device)
 
     monkeypatch.setattr(reference_run, "row_logps", stopping)
+    paths = {"tokens": "data/tokens", "model_lock": "locks/model.json", "precision": "unread", "out": "again"}
+    again = {name: Path(path) for name, path in paths.items()}
     with pytest.raises(KeyboardInterrupt):
-        reference_run.run_stage(tokens=Path("data/tokens"), model_lock=Path("locks/model.json"), out=Path("again"))
+        reference_run.run_stage(**again)
     assert not Path("again").exists()
-    reference_run.run_stage(tokens=Path("data/tokens"), model_lock=Path("locks/model.json"), out=Path("again"))
+    reference_run.run_stage(**again)
     assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == tables
     assert computed[2] == computed[3] and len({tuple(numbers) for numbers in computed}) == len(computed) - 1
     assert not list(Path("scratch/reference").iterdir())
+
+
+def test_the_reference_has_the_precision_that_stage_estimate_chose(run, tmp_path):
+    """For a planned GPU of another generation, it was computed in the precision of this machine."""
+    source = written(tmp_path / "rows.jsonl", [pair(f"Is {number} a number?") for number in range(8)])
+    planned = {"hardware__gpu": "A100-80GB", "run__device": "cpu", "train__method": "lora", **PAIRS, **NO_HELDOUT}
+    assert run(source, **planned).exit_code == 0
+    write_verdict(tmp_path, precision="bf16")
+    tables = {}
+    for precision in ("auto", "bf16", "fp32"):
+        lay_out(tmp_path, data__source=str(source), train__precision=precision, **planned)
+        assert invoke(reference).exit_code == 0
+        tables[precision] = Path("data/reference/train.arrow").read_bytes()
+    assert tables["auto"] == tables["bf16"] != tables["fp32"]
 
 
 def test_supervised_fine_tuning_has_an_empty_reference(run, tmp_path):

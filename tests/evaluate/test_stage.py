@@ -22,7 +22,7 @@ from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
 from tests.evaluate.test_row_losses import losses_of
 from tests.token_files import Row, heldout, write_tokens
-from tests.workspace import error, invoke, lay_out
+from tests.workspace import error, invoke, lay_out, write_verdict
 
 LIMITS = EvaluationLimits(max_tokens=256, logits_chunk=32, max_new_tokens=4, generate_batch_rows=8)
 
@@ -120,7 +120,7 @@ def test_merged_model_is_evaluated(place, tokens_dir, locks_dir, base_dir, tmp_p
         evaluate__generate_rows=0,
         evaluate__max_tokens=512,
     )
-    write_json(place / "data/estimate/verdict.json", {"enforce": True, "refusal": None, "precision": "fp32"})
+    write_verdict(place, precision="fp32")
     tuned = save_random_adapter(base_dir, method, tmp_path / "tuned")
     (tuned / MERGED).mkdir()
     files = ["config.json", "model.safetensors"]

@@ -206,12 +206,12 @@ def test_smaller_micro_batches_are_set_by_the_parameter_of_the_mode(mode, rows, 
 
 
 @pytest.mark.slow
-def test_auto_precision_is_reported_and_written_for_train(workspace):
+def test_auto_precision_is_reported_and_written_for_other_stages(workspace):
     """Train and evaluate must compute in the type that was predicted, whatever the machine they run on."""
     lay_out(workspace, hardware__gpu="T4", train__precision="auto", train__method="lora")
     done = run()
     assert done.exit_code == 0 and "train.precision: auto is fp16: " in done.output
-    assert result(workspace, "verdict")["precision"] == "fp16"
+    assert result(workspace, "precision") == {"precision": "fp16"}
 
 
 SHARED_PLAN = Plan.of(

@@ -7,9 +7,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.specs import changed
+from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision
+from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision, precision_of
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.small_model import CPU, spec_of
@@ -99,3 +100,13 @@ def test_bf16_on_a_card_without_it_proposes_fp16(choice):
     with pytest.raises(UserError, match=rf"got {choice} for P4; set train.precision to fp16"):
         choose_precision(choice, kind="cuda", native_bf16=False, name="P4")
     assert choose_precision("fp16", kind="cuda", native_bf16=False, name="P4")[0] == "fp16"
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"precision": "auto"}', '{"precision": 1}'])
+def test_a_damaged_choice_of_stage_estimate_is_one_line(tmp_path: Path, content: str):
+    """A KeyError, or a run in another type."""
+    params, chosen = load_params(COMMON_PARAMS), tmp_path / "precision.json"
+    params = params.model_copy(update={"train": spec_of(precision="auto")})
+    chosen.write_text(content)
+    with pytest.raises(UserError, match=r"must name the precision .*; run `dvc repro -f estimate`$"):
+        precision_of(params, chosen)

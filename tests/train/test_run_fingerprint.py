@@ -43,7 +43,7 @@ def inputs(tmp_path: Path) -> Path:
         (directory / name).write_text(name)
     for name in ("model", "tokenizer"):
         (directory / f"{name}_lock").write_text(lock(name, "0"))
-    (directory / "verdict").write_text(json.dumps({"precision": "fp32"}))
+    (directory / "precision").write_text(json.dumps({"precision": "fp32"}))
     write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], settings_hash="0a")
     return directory
 
@@ -52,8 +52,8 @@ def key_of(inputs: Path, threads: int = 1, **train: Any) -> str:
     """The name of the run's directory."""
     params = load_params(ROOT / "params.yaml")
     params = params.model_copy(update={"train": params.train.model_copy(update=train)})
-    names = ("tokens", "verdict", "estimate", "reference", "model_lock", "tokenizer_lock", "data_lock", "out", "curves")
-    paths = Paths(batches=inputs, metrics=inputs / "metrics", **{name: inputs / name for name in names})
+    names = [name for name in Paths.__dataclass_fields__ if name != "batches"]
+    paths = Paths(batches=inputs, **{name: inputs / name for name in names})
     return run_key(resumable_part(run_fingerprint(params, paths, CPU, threads)))
 
 
@@ -84,7 +84,7 @@ def test_another_parameter_is_another_run(inputs: Path, change: dict[str, Any]):
         ("tokens/train/00001.arrow", "more rows"),
         ("model_lock", lock("model", "1")),
         ("tokenizer_lock", lock("tokenizer", "1")),
-        ("verdict", '{"precision": "bf16"}'),
+        ("precision", '{"precision": "bf16"}'),
     ],
 )
 def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, content: str):

@@ -40,6 +40,7 @@ from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
+from lean_finetune.model.precision import PRECISION
 from lean_finetune.pinning.locate import adapter_directory
 from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.optimizer_steps import read_images
@@ -60,7 +61,6 @@ def run_stage(
     run = read_run(p, plan_path, index, model_lock)
     assert run.planned is not None
     plan = run.planned.plan
-    precision = run.setting.train.precision if p.train.precision == "auto" else None
     _echo_choices(run)
     prediction, explanation = run.explain()
     memory, replayed = run.replay(prediction)
@@ -78,7 +78,8 @@ def run_stage(
     found = answer(run, prediction, memory, partial(confirmed_peak, run))
     states = list(closed_form(fullest.model))
     documents = {
-        "verdict.json": {**found.verdict.as_json(precision), **_stage_layers(prediction)},
+        "verdict.json": {**found.verdict.as_json(), **_stage_layers(prediction)},
+        PRECISION: {"precision": run.setting.train.precision},
         "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
         "breakdown.json": {phase: peak.by_category for phase, peak in {**by_phase, "peak": prediction.peak}.items()},
         "explanation.json": {**explanation.as_json(), "states": states},

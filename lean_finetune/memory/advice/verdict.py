@@ -8,7 +8,6 @@ from typing import Any
 from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.field_types import AnyPrecision
 from lean_finetune.config.load import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import remade
@@ -117,14 +116,10 @@ class Verdict:
         """Whether it fits with the headroom and the margin."""
         return self.state == "fits"
 
-    def as_json(self, precision: AnyPrecision | None) -> dict[str, Any]:
-        """The content of verdict.json.
-
-        `precision` is the one that train.precision=auto means on the device; None if the user chose one.
-        """
+    def as_json(self) -> dict[str, Any]:
+        """The content of verdict.json."""
         refused = self.enforce and not self.within_margin
-        content = {"enforce": self.enforce, "refusal": self.refusal if refused else None}
-        return content if precision is None else {**content, "precision": precision}
+        return {"enforce": self.enforce, "refusal": self.refusal if refused else None}
 
 
 def judge(

@@ -49,6 +49,7 @@ def cpu_rules() -> OpRules:
     """What operations allocate on a CPU in addition to their results."""
     workspaces: dict[Any, Workspace] = {
         aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_backward_cpu_bytes,
         **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
         aten.convolution_backward.default: lambda grad, x, weight, biases, stride, *rest: columns_bytes(
             x, weight, stride
@@ -82,11 +83,30 @@ def _layer_norm(
 
 def flash_cpu_bytes(query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
     """One tile of fp32 scores, its row maxima and sums, and its output, per thread (cpu_flash_attention)."""
-    T, D = query.shape[-2:]
-    rows = next(tile for shortest, tile in CPU_QUERY_TILES if T >= shortest)
-    rows, columns = min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
+    rows, columns = _flash_tile(query, key)
     half = 0 if query.dtype == torch.float32 else rows * columns * query.element_size()
-    return torch.get_num_threads() * (rows * (columns + 2 + D) * 4 + half)
+    return torch.get_num_threads() * (rows * (columns + 2 + query.shape[-1]) * 4 + half)
+
+
+def flash_backward_cpu_bytes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
+) -> list[int]:
+    """A copy of the gradient if tokens are not before heads; per thread, tiles of scores and of their gradients.
+
+    The tiles are in fp32, and in 16 bits too (cpu_flash_attention_backward). The fp32 sums of a tile's rows, at most
+    1 KiB a thread, are counted once: PyTorch's count has those of the main thread alone.
+    """
+    rows, columns = _flash_tile(query, key)
+    halves = 0 if query.dtype == torch.float32 else query.element_size()
+    tiles = torch.get_num_threads() * 2 * rows * columns * (4 + halves)
+    return [0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes, tiles + rows * 4]
+
+
+def _flash_tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of the scores that a thread of the CPU's flash attention computes at a time."""
+    T = query.shape[-2]
+    rows = next(tile for shortest, tile in CPU_QUERY_TILES if T >= shortest)
+    return min(rows, T), min(CPU_KEY_TILE, key.shape[-2])
 
 
 def embedding_cpu_bytes(x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Sequence[int], *rest: Any) -> int:

@@ -79,13 +79,7 @@ def check_device(
     """
     if verdict["refusal"]:
         raise DoesNotFit(verdict["refusal"])
-    if (
-        device.type == "cuda"
-        and train.needs_native_bf16
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        name = torch.cuda.get_device_name(device)
-        raise UserError(f"train.precision: {name} has no native bf16; got {train.precision}; use fp16")
+    refuse_missing_bf16(device, train)
     if not verdict["enforce"]:
         return
     gpu, remedy = estimate["gpu"], "change the run, or set estimate.enforce=false"
@@ -99,6 +93,14 @@ def check_device(
         return
     what = tensors + (f" in {processes} processes" if processes > 1 else "")
     _check_free(estimate["peak_bytes_predicted"] * processes, host, what, where, remedy)
+
+
+def refuse_missing_bf16(device: torch.device, train: Train) -> None:
+    """Raise UserError if a run computes in bf16, and this GPU does not."""
+    native = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if train.needs_native_bf16 and not native:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"train.precision: {name} has no native bf16; got {train.precision}; use fp16")
 
 
 def claim_device(world: World, run: Run) -> torch.device:

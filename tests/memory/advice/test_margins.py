@@ -59,9 +59,9 @@ def test_a_run_on_several_gpus_fits_only_with_its_margin(sharding, percent):
 def test_train_starts_a_run_that_only_lacks_the_margin():
     """Most runs on several GPUs refused until a GPU has measured one."""
     tight = verdict_on(60, gpus=2, sharding="zero3")
-    assert tight.state == "tight" and tight.as_json(None)["refusal"] is None
+    assert tight.state == "tight" and tight.as_json()["refusal"] is None
     without_headroom = verdict_on(95, gpus=2, sharding="zero3")
-    assert without_headroom.state == "tight" and without_headroom.as_json(None)["refusal"] is not None
+    assert without_headroom.state == "tight" and without_headroom.as_json()["refusal"] is not None
 
 
 def test_a_refusal_names_the_margin_what_the_run_may_need_and_how_to_train_nevertheless():

@@ -55,7 +55,7 @@ def test_the_context_has_room_whatever_the_headroom(gib, headroom):
 def test_the_verdict_is_the_same_on_every_device_that_fits():
     """A prediction for another GPU changes verdict.json and retrains."""
     run = prediction_of(9)
-    verdicts = [verdict(run, card(size * GIB, f"gpu{size}"), REMEDIES).as_json(None) for size in (10, 80)]
+    verdicts = [verdict(run, card(size * GIB, f"gpu{size}"), REMEDIES).as_json() for size in (10, 80)]
     assert verdicts[0] == verdicts[1] == {"enforce": True, "refusal": None}
 
 

@@ -73,11 +73,21 @@ FAST_CASES = [
     # Backward writes in place, where fake tensors would make new ones: 6.7 and 0.6 % too much, at these peaks.
     Case(family="OPT", method="lora", optimizer="sgd"),
     Case(family="GPT-NeoX", method="full"),
+    # Backward is highest inside attention.
+    Case(family="GPT-NeoX", method="int8_lora", compress_activations="int8"),
+]
+COMPRESSED = [
+    *(Case(family=family, method="int8_lora", compress_activations="int8") for family in FAMILIES),
+    *(
+        Case(family=family, method="full", compress_activations="fp8", layout="joined")
+        for family in FAMILIES
+        if family not in ("OPT", "BLOOM", "Gemma 2")  # Which take no packed rows.
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "case", [*FAST_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in cases())], ids=str
+    "case", [*FAST_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in [*cases(), *COMPRESSED])], ids=str
 )
 def test_every_family_and_configuration_is_predicted_as_it_is_counted(case, saved):
     """A family whose attention, norms, biases or embeddings are traced unlike they run."""
