@@ -110,7 +110,7 @@ def precision_of(params: "Params", chosen: Path) -> Precision:
     content = read_json(chosen)
     precision = content.get("precision") if isinstance(content, dict) else None
     if precision not in DTYPES:
-        raise UserError(f"{chosen}: must name the precision of the run; got {content!s:.40}; run `dvc repro -f estimate`")
+        raise UserError(f"{chosen}: must name the run's precision; got {content!s:.40}; run `dvc repro -f estimate`")
     return precision
 
 

@@ -108,5 +108,5 @@ def test_a_damaged_choice_of_stage_estimate_is_one_line(tmp_path: Path, content:
     params, chosen = load_params(COMMON_PARAMS), tmp_path / "precision.json"
     params = params.model_copy(update={"train": spec_of(precision="auto")})
     chosen.write_text(content)
-    with pytest.raises(UserError, match=r"must name the precision .*; run `dvc repro -f estimate`$"):
+    with pytest.raises(UserError, match=r"must name the run's precision; .* run `dvc repro -f estimate`$"):
         precision_of(params, chosen)
