@@ -10,6 +10,7 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.project.params_file import OWN, apply_preset, change_params, presets
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
+from lean_finetune.config.other_tools import tables
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
@@ -68,6 +69,8 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     may start `swift sft`. In a project, the comments of its params.yaml stay, and so does its section `run`.
     """
     converted = read_config_of_tool(config, gpus)
+    if "model.name" not in converted.values:  # The file of a usual run names one.
+        raise UserError(f"{config}: must name a model; add {_model_key(converted)}: a hub id or a directory")
     params = with_flags(load_params(COMMON_PARAMS), converted.flags())
     unchecked = _refuse_other_families(converted, params)
     template = out if out.exists() else COMMON_PARAMS
@@ -84,6 +87,12 @@ def import_config(config: Path, out: Path, gpus: int) -> None:
     command = "dvc repro estimate" if in_project else shlex.join(["lean-finetune", "fit", "--params", str(out)])
     whose = " for your data" if in_project else ""
     click.echo(labelled("", f"{out}: written{source}; `{command}` predicts its memory{whose}", 0))
+
+
+def _model_key(converted: Converted) -> str:
+    """The tool's key for the model."""
+    [table] = [table for table in tables() if table["tool"] == converted.tool]
+    return next(key for key, rule in table["keys"].items() if rule == "model.name")
 
 
 def _refuse_other_families(converted: Converted, params: Params) -> str | None:

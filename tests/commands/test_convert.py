@@ -237,8 +237,11 @@ def test_a_shell_script_of_ms_swift_is_read(tmp_path: Path):
             "must have one command `swift sft` or `swift pt` or `swift rlhf`; got 0",
         ),
         (SWIFT_SHELL + SWIFT_SHELL, "must have one command `swift sft` or `swift pt` or `swift rlhf`; got 2"),
-        (SWIFT_SHELL.replace("org/model", "$MODEL"), "model: must be a value, no variable of a shell; got $MODEL"),
-        (SWIFT_SHELL.replace("zero3", "'zero3"), "No closing quotation"),
+        (
+            SWIFT_SHELL.replace("org/model", "$MODEL"),
+            ":5: model: must be a value; $MODEL is not set in the script; write it there",
+        ),
+        (SWIFT_SHELL.replace("zero3", "'zero3"), "the quotation that begins here has no end; close it"),
         ("swift sft run.yaml\n", "its command reads run.yaml; name that file"),
         (SWIFT_SHELL.replace("NPROC_PER_NODE=4", "MAX_PIXELS=1003520"), "ENV.MAX_PIXELS: images are not counted here"),
     ):

@@ -51,7 +51,7 @@ def test_data_sets_of_dataset_info_are_read_with_the_same_columns(tmp_path: Path
     ]
     assert found["data.heldout_source"] == [{"source": rows, "format": "alpaca"}]
     assert found["data.heldout_fraction"] == 0 and "data.max_rows" not in found
-    assert found["data.ignore_columns"] == ["history", "system", "tools"]
+    assert found["data.ignore_columns"] == ["functions", "history", "loss_mask", "system", "tools"]
     flags = Converted(tool="", values=found).flags()
     assert with_flags(load_params(COMMON_PARAMS), flags).data.heldout_fraction == 0
 

@@ -1,57 +1,24 @@
 """Data sets that another tool's configuration names."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.commands.convert.conversions import Converted
-from lean_finetune.commands.convert.objectives import PRETRAINING
+from lean_finetune.commands.convert.dataset_info import (
+    FILE,
+    Described,
+    check_kind,
+    columns_to_ignore,
+    read_sources,
+)
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
-from lean_finetune.data.format.format_base import KTO_LABELS
 from lean_finetune.objectives.registry import SFT
-from lean_finetune.pinning.config_file import NotAnObject, read_object
 from lean_finetune.pinning.hub import HUB_ID
-
-FILE = "dataset_info.json"
-DEFAULT_COLUMNS = {
-    "alpaca": {"instruction": "instruction", "input": "input", "output": "output"},
-    "sharegpt": {"conversations": "conversations"},
-    "openai": {"messages": "conversations"},
-}
-"""Our key for each column that is read where an entry names none, by `formatting`."""
-OUR_KEYS = {
-    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
-    "sharegpt": {"messages": "conversations"},
-    "openai": {"messages": "messages"},
-}
-SHARED_KEYS = {"system": "system", "tools": "tools"}
-OPTIONAL_COLUMNS = ("history", "input", "system", "tools")
-NAMED_FORMATS = {"openai": "messages"}
-"""Our names of formats that differ."""
-TAGS = {
-    "role_tag": ("from", "role"),
-    "content_tag": ("value", "content"),
-    "user_tag": ("human", "user"),
-    "assistant_tag": ("gpt", "assistant", "model"),
-    "observation_tag": ("observation", "tool", "function_response"),
-    "function_tag": ("function_call", "tool_call"),
-    "system_tag": ("system",),
-}
-"""Values that our row formats recognise without a setting."""
-REFUSED = {
-    "script_url": "scripts that make data are not run; save their rows as a file",
-    "cloud_file_name": "download the file and name it in file_name",
-    "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
-}
-MEDIA_COLUMNS = ("videos", "audios")
-PREFERENCE_COLUMNS = ("chosen", "rejected", "kto_tag")
-TEXT = (SFT, PRETRAINING)
-"""Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
-KTO = "kto"
 
 
 def find_above(name: str, config: Path) -> Path | None:
@@ -61,109 +28,6 @@ def find_above(name: str, config: Path) -> Path | None:
             if (start / name).is_file():
                 return start / name
     return None
-
-
-def check_kind(name: str, file: Path, objective: str) -> None:
-    """Refuse a data set of a dataset_info.json that has images, or that is not for the objective.
-
-    Raises:
-        UserError: it is of such a kind.
-    """
-    reasons: list[str] = []
-    with suppress(ValueError, LookupError, TypeError, AttributeError):  # read_sources names it.
-        reasons = _wrong_kind(read_object(file)[name], objective)
-    if reasons:
-        raise UserError(f"{file}: {name}: {reasons[0]}")
-
-
-def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
-    """Why a data set is not for the objective."""
-    columns = entry.get("columns") or {}
-    if objective in TEXT:
-        preferences = ["ranking"] if entry.get("ranking") else []
-        preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
-        reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
-    elif objective == KTO:
-        reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
-    else:
-        reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
-    media = [key for key in (*MEDIA_COLUMNS, *(() if objective == SFT else ("images",))) if columns.get(key)]
-    return reasons + [f"columns.{key}: is not trained here with objective {objective}" for key in media]
-
-
-def read_sources(names: Sequence[str], file: Path, objective: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Entries of `data.source` for these data sets, and columns that no entry names but our formats would read.
-
-    `objective` is ours, or pt for plain text.
-
-    Raises:
-        UserError: an entry is missing, or says what cannot be done here.
-    """
-    try:
-        entries = read_object(file)
-        found = [_source(entries[name], f"{file}: {name}", file.parent, objective) for name in names]
-    except NotAnObject as error:
-        raise UserError(f"{file}: {error}; correct it") from None
-    except (ValueError, TypeError, AttributeError):
-        raise UserError(f"{file}: must describe data sets as LLaMA-Factory does; correct it") from None
-    except KeyError as error:
-        raise UserError(f"{file}: has no data set {error}, which the configuration names; add it") from None
-    read = {column for _, columns in found for column in columns}
-    return [source for source, _ in found], [column for column in OPTIONAL_COLUMNS if column not in read]
-
-
-def _source(
-    entry: Mapping[str, Any], where: str, directory: Path, objective: str
-) -> tuple[dict[str, Any], Collection[str]]:
-    """An entry of `data.source`, and the columns that it reads."""
-    columns, formatting = entry.get("columns") or {}, entry.get("formatting") or "alpaca"
-    refused = [f"{key}: {reason}" for key, reason in REFUSED.items() if entry.get(key)]
-    refused += _wrong_kind(entry, objective)
-    refused += [
-        f"tags.{tag}: must be {' or '.join(TAGS[tag])}; got {value}"
-        for tag, value in (entry.get("tags") or {}).items()
-        if value not in TAGS.get(tag, ())
-    ]
-    if formatting not in OUR_KEYS:
-        refused.append(f"formatting: must be {', '.join(OUR_KEYS)}; got {formatting}")
-    if "hf_hub_url" in entry:
-        source = f"hf://{entry['hf_hub_url']}"
-    elif "file_name" in entry:
-        source = str(directory / entry["file_name"])
-        if not Path(source).exists():
-            refused.append(f"file_name: {source} does not exist")
-    else:
-        refused.append("must have hf_hub_url or file_name; other places are not read here")
-    if refused:
-        raise UserError(f"{where}: {refused[0]}")
-    row_format, read = _columns(columns, formatting, objective, where)
-    found = {
-        "source": source,
-        "config": entry.get("subset"),
-        "split": entry.get("split"),
-        "format": row_format,
-        "columns": {key: column for key, column in read.items() if key != column},
-        "rows": entry.get("num_samples"),
-    }
-    return {key: value for key, value in found.items() if value}, read.values()
-
-
-def _columns(columns: Mapping[str, str], formatting: str, objective: str, where: str) -> tuple[str, dict[str, str]]:
-    """Our format, and the column of each of its keys."""
-    if objective not in TEXT:
-        keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
-        named = {keys[name]: column for name, column in columns.items() if column and name != "kto_tag"}
-        label = columns.get("kto_tag", "label")
-        named |= {} if label in KTO_LABELS else {"label": label}
-        suffix = "" if objective == KTO else "_preference"
-        return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
-    if objective == PRETRAINING or (formatting == "alpaca" and columns and "response" not in columns):
-        if formatting != "alpaca" or "response" in columns or not columns:
-            raise UserError(f"{where}: stage pt trains the column of columns.prompt alone; name only that one")
-        return "text", {"text": columns["prompt"]}
-    keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "images": "images"}
-    named = {keys[name]: column for name, column in columns.items() if column}
-    return NAMED_FORMATS.get(formatting, formatting), named or DEFAULT_COLUMNS[formatting]
 
 
 # Data sets of other tools' configurations, as entries of `data.source` and `data.heldout_source`.
@@ -237,14 +101,24 @@ def has_pairs(data: Mapping[str, Any], path: Path, table: Table) -> bool:
 def combine_data(data: Mapping[str, Any], converted: Converted, table: Table, path: Path) -> None:
     """data.source and data.heldout_source, and the limit of rows, which is one for each data set there."""
     values = converted.values
+    info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
+    described: list[Described] = []
     for fact, ours in (("dataset", "data.source"), ("eval_dataset", "data.heldout_source")):
         names = _names(data, fact)
-        if names and (sources := _sources(data, fact, ours, converted, table, path)):
+        if info is None:
+            sources = _sources(data, fact, ours, converted, table, path) if names else []
+        else:
+            described += (found := read_sources(names, info, data.get("objective", SFT)))
+            sources = [one.source for one in found]
+        if sources:
             values[ours] = sources[0]["source"] if [*sources[0]] == ["source"] and len(sources) == 1 else sources
         else:
             for key in [key for key, name in converted.used.items() if name == ours]:
                 del converted.used[key]
                 converted.ignored.setdefault("not found here", []).append(key)
+    if described:
+        values["data.ignore_columns"], notes = columns_to_ignore(described)
+        converted.differs += notes
     if "data.source" not in values:
         drop_parts(converted, "not found here")
     if isinstance(values.get("data.split"), str) and isinstance(values.get("data.source"), str):
@@ -281,18 +155,12 @@ def _sources(
     data: Mapping[str, Any], fact: str, ours: str, converted: Converted, table: Table, path: Path
 ) -> list[dict[str, Any]]:
     """Entries of `data.source`; none, with a word on it, for data sets that are not found."""
-    names, values = _names(data, fact), converted.values
-    info = find_above(str(Path(data["dataset_dir"]) / FILE), path) if "dataset_dir" in data else None
-    if info is not None:
-        sources, ignored = read_sources(names, info, data.get("objective", SFT))
-        unread = values.get("data.ignore_columns", ignored)
-        values["data.ignore_columns"] = [column for column in ignored if column in unread]
-        return sources
     found = [entry for each in data[fact] for entry in _entries(each, ours, converted, table, path)]
     if all(entry["source"] for entry in found):
         return found
     missing = f", and there is no {data['dataset_dir']}/{FILE}" if "dataset_dir" in data else ""
-    converted.differs.append(f"data: {', '.join(names)} has no path here{missing}; set {ours} to your rows")
+    names = ", ".join(_names(data, fact))
+    converted.differs.append(f"data: {names} has no path here{missing}; set {ours} to your rows")
     return []
 
 

@@ -1,11 +1,10 @@
 """Read the configuration of another tool: find its kind, then convert it."""
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lean_finetune.commands.convert.data_sets import (
 )
 from lean_finetune.commands.convert.images import combine_images
 from lean_finetune.commands.convert.objectives import combine_objective
+from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
 from lean_finetune.config.other_tools import Table, shared, tables
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_yaml
@@ -31,9 +31,7 @@ BOOLEANS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "f
 """Words that the other tools read as booleans: they read YAML 1.1."""
 NUMBER = re.compile(r"[+-]?\d{1,20}(\.\d{0,20})?([eE][+-]?\d{1,3})?")
 ENVIRONMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=([\w./-]{1,200})[ \t]*$", re.MULTILINE)
-QUOTIENT = re.compile(r"\$\(expr\s+(\d{1,9}(?:\s*/\s*\d{1,9}){1,4})\s*\)")
-OPERATORS = re.compile(r"[;&|<>()]+|\d?>+&?\d?")
+FILES = (".yaml", ".yml", ".json")
 
 
 def read_keys(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str | None]:
@@ -70,72 +68,62 @@ def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str
     """The flags of a script's command, and the command."""
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES).decode("utf-8-sig")
+            text = file.read(MOST_BYTES + 1).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: must be a shell script that can be read ({error}); name another") from None
-    found = [words for line in _lines(text, path) if (words := _from_command(line, commands))]
+    if len(text) > MOST_BYTES:
+        raise UserError(f"{path}: must have at most {MOST_BYTES} bytes; name another")
+    found = [(name, one, place) for one in commands_of(text, path) for name, place in _starts(one.words, commands)]
     if len(found) != 1:
         names = " or ".join(f"`{command}`" for command in commands)
         raise UserError(f"{path}: must have one command {names}; got {len(found)}; name another file")
-    return _flags(found[0], path), next(command for command in commands if command in " ".join(found[0]))
+    [(name, command, place)] = found
+    variables = {**command.variables, **_variables(command.words[:place])}
+    flags = _flags(command.words[place + 2 :], path)
+    return ({"ENV": variables, **flags} if variables else flags), name
 
 
-def _lines(text: str, path: Path) -> Iterator[list[str]]:
-    """The words of each line without comments; a backslash at its end continues a line."""
-    text = _substituted(re.sub(r"\\[ \t]*\n", " ", text))
-    if len(text) > MOST_BYTES:
-        raise UserError(f"{path}: must have at most {MOST_BYTES} bytes, with its variables; name another")
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            words = [] if line.lstrip().startswith("#") else shlex.split(line)
-        except ValueError as error:
-            if "--" in line:
-                raise UserError(f"{path}: line {number}: {error}; correct it") from None
-            continue
-        yield words[: next((k for k, word in enumerate(words) if word.startswith("#")), len(words))]
+def _starts(words: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The first of `commands` among the words of one, and its place; nothing if there is none."""
+    pairs = (" ".join(pair) for pair in pairwise(words))
+    yield from islice(((pair, place) for place, pair in enumerate(pairs) if pair in commands), 1)
 
 
-def _substituted(text: str) -> str:
-    """A script with the values of its variables, and with the results of `$(expr 16 / 4)`."""
-    values = dict(VARIABLE.findall(text))
-    text = re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], match[0]), text)
-    return QUOTIENT.sub(lambda match: str(_quotient(match[1])), text)
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """The variables that `env` and such commands set."""
+    found = (ENVIRONMENT.fullmatch(word) for word in words)
+    return {match[1]: match[2] for match in found if match}
 
 
-def _quotient(text: str) -> int:
-    first, *others = (int(number) for number in text.split("/"))
-    return first // max(1, prod(others))
+def _flags(words: Sequence[str], path: Path) -> dict[str, Any]:
+    """Flags with their values, which are lists for several words.
 
-
-def _from_command(words: list[str], commands: Sequence[str]) -> list[str]:
-    """The variables before one of the commands, it and its flags; nothing if the line has none."""
-    for number, pair in enumerate(zip(words, words[1:], strict=False)):
-        if " ".join(pair) in commands:
-            ends = (k for k, word in enumerate(words) if k > number and OPERATORS.fullmatch(word))
-            return words[: next(ends, len(words))]
-    return []
-
-
-def _flags(words: list[str], path: Path) -> dict[str, Any]:
-    """Flags with their values, which are lists for several words, and variables of the environment."""
+    Raises:
+        UserError: the command reads a file, or has a word that may hold flags and that only a shell knows.
+    """
     flags: dict[str, list[str]] = {}
-    variables: dict[str, Any] = {}
     given: list[str] | None = None
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             given = flags.setdefault(name.replace("-", "_"), [])
-            given[:] = [value] if equals else []
+            given[:] = [_as_known(value, word)] if equals else []
+        elif isinstance(word, Unresolved) and given != []:
+            raise UserError(f"{path}:{word.line}: {word.why}, so that its flags are not known; write them there")
         elif given is not None:
             given.append(word)
-        elif match := ENVIRONMENT.fullmatch(word):
-            variables[match[1]] = match[2]
-        elif word.endswith((".yaml", ".yml", ".json")):
-            raise UserError(f"{path}: its command reads {word}; name that file")
-    values = {name: _value(given) for name, given in flags.items()}
-    return {"ENV": variables, **values} if variables else values
+        elif word.endswith(FILES):
+            raise UserError(f"{path}: its command reads {shortened(word)}; name that file")
+    if (named := flags.get("config", [])) and named[0].endswith(FILES):
+        raise UserError(f"{path}: its command reads {shortened(named[0])}; name that file")
+    return {name: _value(given) for name, given in flags.items()}
+
+
+def _as_known(value: str, word: str) -> str:
+    """A part of a word, which is not known where the word is not."""
+    return Unresolved(value, word.line, word.why) if isinstance(word, Unresolved) else value
 
 
 def _value(words: list[str]) -> Any:
@@ -146,6 +134,8 @@ def _value(words: list[str]) -> Any:
 
 def _word(word: str) -> Any:
     """A number, an object of JSON, or the text."""
+    if isinstance(word, Unresolved):
+        return word
     if NUMBER.fullmatch(word):
         return float(word) if set(word) & set(".eE") else int(word)
     with suppress(NotYaml):
@@ -182,7 +172,7 @@ def read_config_of_tool(
     if given.get("fp16") is True:
         defaults.pop("bf16", None)
     converted = Converted(tool=table["tool"], keys={**defaults, **given})
-    reading = _Reading(path, table, converted, of_script=command is not None)
+    reading = _Reading(path, table, converted)
     for key, value in {**defaults, **given}.items():
         reading.read(key, value, is_given=key in given, with_data=with_data)
     facts = reading.facts
@@ -234,7 +224,6 @@ class _Reading:
     path: Path
     table: Table
     converted: Converted
-    of_script: bool
     facts: dict[str, Any] = field(default_factory=dict)
 
     def read(self, key: str, value: Any, *, is_given: bool, with_data: bool) -> None:
@@ -259,6 +248,9 @@ class _Reading:
 
     def _apply(self, rule: Mapping[str, Any], key: str, value: Any, *, is_given: bool) -> None:
         converted, values = self.converted, rule.get("values")
+        unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Unresolved)]
+        if unknown and "differs" not in rule:
+            raise UserError(f"{self.path}:{unknown[0].line}: {key}: must be a value; {unknown[0].why}; write it there")
         if "adapts" in rule:
             adapted = self.facts.setdefault("adapted_layers", [])
             adapted += rule["adapts"] if value is True else []
@@ -281,10 +273,6 @@ class _Reading:
                 converted.differs.append(f"{key}={shortened(str(value))} is not known here{kept}")
                 return
             value = values[value]
-        if self.of_script and "$" in str(value) and ("to" in rule or "fact" in rule):
-            raise UserError(
-                f"{self.path}: {key}: must be a value, no variable of a shell; got {shortened(str(value))}; write it"
-            )
         if value is None:
             if is_given:
                 converted.used[key] = "as here"

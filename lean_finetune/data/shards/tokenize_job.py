@@ -116,7 +116,8 @@ def prepare_job(
     inspected = [_inspect(data, data_lock, index, kind, takes_images) for index in range(len(data_lock["sources"]))]
     images = kind is RowKind.ANSWER and any(one.source_format.images for one in inspected)
     ignored = tuple(data.ignore_columns or ())
-    found = MEANINGFUL.union(*(one.columns for one in inspected))
+    # A later row may be the first to have a column that changes its meaning, or that the format reads.
+    found = MEANINGFUL.union(*(one.columns | one.source_format.columns_read for one in inspected))
     if unknown := [name for name in ignored if name not in found]:
         raise UserError(f"data.ignore_columns: the rows have no column {unknown[0]!r}; remove it from the list")
     chosen = choose_engine(engine, directory, [text for one in inspected for text in one.texts])
