@@ -199,7 +199,7 @@ class Train(BaseWeights):
     """Peak learning rate; auto: by the method and the size of the model."""
     weight_decay: NonNegativeFloat
     """Decoupled weight decay. Never applied to norms and biases."""
-    schedule: Literal["cosine", "constant"]
+    schedule: Literal["cosine", "linear", "constant"]
     """Learning rate after warm-up."""
     warmup_fraction: Share
     """Share of all optimizer steps with linear warm-up."""

@@ -160,7 +160,7 @@ def build_optimizer(
 
 
 def learning_rate(step: int, total_steps: int, train: Train) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then cosine towards zero, or constant."""
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then train.schedule."""
     lr, warmup_steps = peak_lr(train), round(train.warmup_fraction * total_steps)
     if step < warmup_steps:
         # Not from 0: the first step would learn nothing.
@@ -168,4 +168,6 @@ def learning_rate(step: int, total_steps: int, train: Train) -> float:
     if train.schedule == "constant":
         return lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    if train.schedule == "linear":
+        return lr * (1.0 - progress)
     return lr * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -344,15 +344,27 @@ def test_the_precision_is_the_tools_own(text: str, expected: str, tmp_path: Path
 
 
 def test_what_is_otherwise_here_is_said(tmp_path: Path):
-    """A linear schedule, steps of warm-up or an unknown key that silently become something else."""
-    (tmp_path / "a.yaml").write_text(AXOLOTL)
+    """A schedule, steps of warm-up or an unknown key that silently become something else."""
+    (tmp_path / "a.yaml").write_text(AXOLOTL.replace("lr_scheduler: linear", "lr_scheduler: polynomial"))
     converted = read_config_of_tool(tmp_path / "a.yaml", gpus=1)
-    assert any(text.startswith("lr_scheduler=linear is not known here") for text in converted.differs)
+    assert any(text.startswith("lr_scheduler=polynomial is not known here") for text in converted.differs)
     assert any(text.startswith("warmup_steps of 10: here train.warmup_fraction") for text in converted.differs)
     assert any(text.startswith("deepspeed_configs/zero1.json shares a run") for text in converted.differs)
     assert read_config_of_tool(tmp_path / "a.yaml", gpus=4).values["train.sharding"] == "zero1"
     (tmp_path / "l.yaml").write_text(LLAMA_FACTORY)
     assert read_config_of_tool(tmp_path / "l.yaml", gpus=1).unknown == ["some_new_key"]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "constant_with_warmup"])
+@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY])
+def test_schedules_of_transformers_are_kept(text: str, name: str, tmp_path: Path):
+    """A linear schedule, the default of transformers, that became a cosine."""
+    key = "lr_scheduler" if text == AXOLOTL else "lr_scheduler_type"
+    lines = [line for line in text.splitlines() if not line.startswith("lr_scheduler")]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, f"{key}: {name}\n"]))
+    converted = read_config_of_tool(tmp_path / "run.yaml", gpus=1)
+    assert converted.values["train.schedule"] == name.removesuffix("_with_warmup")
+    assert not any("lr_scheduler" in text for text in converted.differs)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,18 @@ def test_rows_index_meta_histogram_and_figures_agree(run, tiny_dir):
     assert (figures["truncated_rows"], figures["dropped_rows"]) == (0, 0)
 
 
+def test_questions_and_answers_under_usual_names_are_conversations(run, tiny_dir):
+    """They ended with the names of all formats, none of which said what to write."""
+    rows = [{"question": f"Is it {n}?", "answer": "No."} for n in range(20)]
+    assert run(write_rows(Path("rows.jsonl"), rows)).exit_code == 0
+    [source] = meta(OUT)["sources"]
+    assert (source["format"], source["format_reason"]) == ("alpaca", "the first row has question and answer")
+    row = read_tokens(OUT / "train")[0]
+    [(start, end)] = spans_of(row)
+    decode = decoder(tiny_dir)
+    assert "Is it" in decode(row["input_ids"][:start]) and decode(row["input_ids"][start:end]) == "No.<|im_end|>"
+
+
 def test_rows_do_not_change_sides_when_others_are_added_or_answers_change(run):
     source = write_rows(Path("rows.jsonl"), ROWS)
     run(source)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import get_linear_schedule_with_warmup
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -37,6 +38,22 @@ def test_learning_rate_warms_up_and_falls(small_llama: Path):
     assert 0 < rates[-1] < 0.1
     constant = spec_of(optimizer="adamw", lr=1.0, weight_decay=0.0, schedule="constant", warmup_fraction=0.0)
     assert {learning_rate(step, 5, constant) for step in range(5)} == {1.0}
+
+
+def test_a_linear_schedule_is_that_of_transformers():
+    """Another decay than Hugging Face's. Its warm-up begins at 0 and wastes a step; ours is one step ahead of it."""
+    steps, warmup = 20, 4
+    spec = spec_of(optimizer="adamw", lr=0.3, weight_decay=0.0, schedule="linear", warmup_fraction=warmup / steps)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    theirs = []
+    for _ in range(steps):
+        theirs += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(step, steps, spec) for step in range(steps)]
+    assert ours[warmup:] == pytest.approx(theirs[warmup:]) and ours[: warmup - 1] == pytest.approx(theirs[1:warmup])
+    assert ours[-1] > 0.0
 
 
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(small_llama: Path):

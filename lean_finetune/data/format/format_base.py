@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import orjson
 
 from lean_finetune.core.errors import RowFault, UserError
+from lean_finetune.data.format.usual_columns import suggested_columns, usual_columns
 from lean_finetune.data.read.row_block import MAX_DEPTH
 from lean_finetune.objectives.objective import RowKind
 
@@ -401,19 +402,16 @@ def detect_format(
     """
     suitable = formats_of(kind)
     check_columns(columns, AUTO, kind)
-    filled = {key: value for key, value in row.items() if value is not None}
     is_pair = kind is not RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
     if kind is RowKind.LABELLED and not is_pair and not any(columns.get(key, key) in row for key in KTO_LABELS):
         raise RowFault(
             f"train.objective=kto needs 'label' or 'kto_tag', true or false; the row has {show(list(row))}; add it, "
             "name its column in data.columns, or set train.objective=sft"
         )
-    for present in (filled, row):
-        for name, row_format in suitable.items():
-            names = [columns.get(key, key) for key in row_format.required]
-            if all(name in present for name in names) and row_format.suits(row, columns):
-                check_columns(columns, name, kind)
-                return name, f"the first row has {' and '.join(names)}"
+    if found := _suiting(_filled(row), columns, kind) or _suiting(row, columns, kind):
+        check_columns(columns, found.name, kind)
+        names = [columns.get(key, key) for key in found.required]
+        return found.name, f"the first row has {' and '.join(names)}"
     if is_pair:
         raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
     if kind is RowKind.PAIR and any(
@@ -425,9 +423,32 @@ def detect_format(
         )
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
     raise RowFault(
-        f"data.format auto knows no format with the keys {show(list(row))}; name them in data.columns, or rename them, "
-        f"as one of ({listed})"
+        f"data.format auto knows no format with the keys {show(list(row))}; name them, as in "
+        f"{suggested_columns(row)}, or rename them, as one of ({listed})"
     )
+
+
+def complete_columns(
+    row: Mapping[str, Any], columns: Mapping[str, str], kind: RowKind = RowKind.ANSWER
+) -> Mapping[str, str]:
+    """data.columns with those of a question and an answer under usual names, where no format has the row's names."""
+    is_pair = kind is RowKind.PAIR or any(key in row for key in PREFERENCE_KEYS)
+    if is_pair or _suiting(_filled(row), columns, kind):
+        return columns
+    return {**columns, **usual_columns(row, columns)}
+
+
+def _suiting(row: Mapping[str, Any], columns: Mapping[str, str], kind: RowKind) -> RowFormat | None:
+    """The first format whose required keys the row has; None without one."""
+    for row_format in formats_of(kind).values():
+        names = [columns.get(key, key) for key in row_format.required]
+        if all(name in row for name in names) and row_format.suits(row, columns):
+            return row_format
+    return None
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def preference_remedy(row: Mapping[str, Any]) -> str:

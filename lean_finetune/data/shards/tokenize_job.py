@@ -20,6 +20,7 @@ from lean_finetune.data.format.format_base import (
     SourceFormat,
     check_columns,
     check_kind,
+    complete_columns,
     detect_format,
     parts_of,
 )
@@ -221,7 +222,7 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, tak
     present = {key for _, row in rows for key in row}
     rows = [(place, without(row, data.ignore_columns or ())) for place, row in rows]
     if wanted == AUTO:
-        wanted, reason = _detect(rows, columns, skips, kind)
+        wanted, columns, reason = _detect(rows, columns, skips, kind)
     else:
         check_kind(wanted, kind)
         check_columns(columns, wanted, kind)
@@ -245,9 +246,10 @@ def needs_objective(data: Data, lock: Mapping[str, Any], kind: RowKind) -> str |
         UserError: a row before them cannot be read.
     """
     rows, _ = _first_rows(lock, skips=False)
-    columns = {key: value for key, value in (data.columns or {}).items() if key != ROLES_KEY}
+    given = {key: value for key, value in (data.columns or {}).items() if key != ROLES_KEY}
     for place, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
         try:
+            columns = complete_columns(row, given, kind)
             name, _ = detect_format(row, columns, kind)
             unread_columns(row, SourceFormat(format=name, columns=columns, kind=kind))
         except RowFault as fault:
@@ -255,11 +257,18 @@ def needs_objective(data: Data, lock: Mapping[str, Any], kind: RowKind) -> str |
     return None
 
 
-def _detect(rows: list[_PlacedRow], columns: Mapping[str, str], skips: bool, kind: RowKind) -> tuple[str, str]:
-    """(format, reason) of the first row, or, with on_bad_row: skip, of the first row that has a known format."""
+def _detect(
+    rows: list[_PlacedRow], given: Mapping[str, str], skips: bool, kind: RowKind
+) -> tuple[str, dict[str, str], str]:
+    """(format, columns, reason) of the first row, or, with on_bad_row: skip, of the first one of a known format.
+
+    `given` are the columns that params.yaml names.
+    """
     for place, row in rows if skips else rows[:1]:
         try:
-            return detect_format(row, columns, kind)
+            columns = dict(complete_columns(row, given, kind))
+            name, reason = detect_format(row, columns, kind)
+            return name, columns, reason
         except RowFault as fault:
             refusal = UserError(f"{place}: {fault}")
     raise refusal

@@ -1,6 +1,7 @@
 """Row formats: each row becomes its conversation or text, and a row that cannot be used is refused."""
 
 import json
+import re
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -17,10 +18,12 @@ from lean_finetune.data.format.format_base import (
     PlainText,
     RowFormat,
     check_columns,
+    complete_columns,
     detect_format,
     is_heldout,
 )
 from lean_finetune.data.format.row_formats import parse_row, row_family
+from lean_finetune.objectives.objective import RowKind
 from tests.data.common import (
     ANSWER,
     CALL,
@@ -122,8 +125,65 @@ def test_auto_detects_the_format_by_keys_with_a_reason(row, columns, shape, reas
 
 
 def test_auto_refuses_unknown_keys_and_lists_the_formats():
-    with pytest.raises(RowFault, match=r'the keys \["question", "answer"\].*alpaca: instruction, output'):
-        detect_format({"question": "", "answer": ""}, {})
+    with pytest.raises(RowFault, match=r'the keys \["title", "body"\].*alpaca: instruction, output'):
+        detect_format({"title": "", "body": ""}, {})
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("question", "answer"),
+        ("question", "response"),
+        ("query", "answer"),
+        ("input", "output"),
+        ("instruction", "response"),
+        ("prompt", "answer"),
+    ],
+)
+def test_a_question_and_an_answer_are_found_under_usual_names(question: str, answer: str):
+    row = {question: "Q", answer: "A", "id": 3, "source": {"url": None}, "messages": None}
+    columns = complete_columns(row, {"family": "id"})
+    name, reason = detect_format(row, columns)
+    example = parse_row(row, shape_of(name, **columns))
+    assert example == conversation({"instruction": "Q", "output": "A"}, "alpaca")
+    assert reason == f"the first row has {question} and {answer}" and columns["family"] == "id"
+
+
+@pytest.mark.parametrize("row", [{"query": "Q", "response": "A"}, {"text": "T", "answer": "A"}, {"messages": []}])
+def test_the_names_of_a_format_come_before_usual_ones(row: dict[str, Any]):
+    assert complete_columns(row, {}) == {}
+
+
+def test_alpacas_input_belongs_to_the_question_under_any_name_of_the_answer():
+    """Dolly's rows: without its context, the model would learn to guess."""
+    row = {"instruction": "Q", "input": "I", "response": "A"}
+    example = parse_row(row, shape_of("alpaca", **complete_columns(row, {})))
+    assert example == conversation({"instruction": "Q", "input": "I", "output": "A"}, "alpaca")
+    row = {"question": "Q", "context": "I", "answer": "A"}
+    columns = complete_columns(row, {"input": "context"})
+    assert parse_row(row, shape_of(detect_format(row, columns)[0], **columns)) == example
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping"),
+    [
+        ({"question": "Q", "answer": "A", "response": "B"}, "{instruction: question, output: answer}"),
+        ({"prompt": "P", "question": "Q", "answer": "A"}, "{instruction: prompt, output: answer}"),
+        ({"title": "Q", "body": "A"}, "{instruction: title, output: body}"),
+        ({"id": 1, "problem": "Q", "answer": "A"}, "{instruction: problem, output: answer}"),
+        ({"question": "Q", "answer": 42}, "{instruction: question, output: ANSWER}"),
+        ({"n": 1}, "{instruction: QUESTION, output: ANSWER}"),
+    ],
+)
+def test_where_the_answer_is_open_the_refusal_prints_the_mapping_to_write(row: dict[str, Any], mapping: str):
+    assert complete_columns(row, {}) == {}
+    with pytest.raises(RowFault, match=re.escape(f"name them, as in data.columns={mapping}, or rename them")):
+        detect_format(row, {})
+
+
+def test_the_worse_answer_of_a_pair_is_not_dropped_for_a_usual_name():
+    row = {"question": "Q", "answer": "A", "rejected": "B"}
+    assert complete_columns(row, {}) == complete_columns(row, {}, RowKind.PAIR) == {}
 
 
 def test_a_family_is_text_or_absent_and_may_be_in_another_column():
