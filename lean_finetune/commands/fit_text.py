@@ -67,7 +67,8 @@ def fit_lines(
     shown besides, so most tools' first step is left out. `stairs`: with --lengths.
     """
     verdict = judge_run(run, prediction, memory)
-    yield labelled("verdict here" if of_tool else "verdict", verdict_text(run, prediction, memory))
+    shown = labelled("verdict here" if of_tool else "verdict", verdict_text(run, prediction, memory))
+    yield shown
     if (shortage := run.shortage(prediction.offloaded_bytes)) is not None:
         yield labelled("host", shortage)
     if run.device.kind == "cpu" and run.params.hardware.gpu.strip().lower() == "auto":
@@ -94,12 +95,16 @@ def fit_lines(
             yield from _remedy_lines(remedy, command, option)
         yield ""
     limits = find_limits(run, prediction.peak.bytes)
-    yield labelled("smallest GPU", f"{limits.smallest_gpu or 'none is large enough'} (of the known GPUs, for this run)")
+    with_margin = "" if run.margin is None else f", with {run.margin.text}"
+    smallest = limits.smallest_gpu or "none is large enough"
+    yield labelled("smallest GPU", f"{smallest} (of the known GPUs, for this run{with_margin})")
     yield labelled("longest row", _tokens(limits.longest_row) or f"not even {LENGTH_STEP} tokens fit")
     batch = _tokens(limits.largest_max_tokens) or f"not even one row of {run.longest} tokens fits"
     yield labelled("largest micro-batch", batch)
     if run.full_row is not None:
         yield largest_line(largest_image(run, run.fitting_bytes, prediction.peak.bytes))
+    yield ""
+    yield shown  # Again, because the first line scrolls away.
 
 
 def offers_of(run: Run, prediction: Prediction, memory: PlanMemory | None) -> Sequence[Remedy]:
@@ -114,10 +119,15 @@ def verdict_text(run: Run, prediction: Prediction, memory: PlanMemory | None) ->
     tier, size = deciding_tier(prediction, memory, run.device, headroom_percent), prediction.peak.bytes
     if memory is not None and tier == "reserved":
         size = memory.held_bytes(memory.chosen)
-    name = {"tensors": "tensor", "reserved": "reserved"}[tier]
+    needs = {"tensors": "needs", "reserved": "reserves"}[tier]
     usable = f"{readable_size(room_bytes(tier, run.device, headroom_percent))} usable on {run.device.name}"
-    why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
-    return f"{verdict.state}: {name} peak {readable_size(size)}, {usable}{why}"
+    if verdict.within_margin:
+        why = "; stage train starts it, with a note"
+    else:
+        why = "" if verdict.why_tight is None else f"; {verdict.why_tight}"
+    if run.margin is None or tier != "tensors":
+        return f"{verdict.state}: {needs} {readable_size(size)}, {usable}{why}"
+    return f"{verdict.state}: {needs} {run.margin.peak_text(size)}; {usable}{why}"
 
 
 def _peak_lines(run: Run, prediction: Prediction) -> Iterator[str]:

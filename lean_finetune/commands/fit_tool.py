@@ -30,7 +30,7 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
         yield labelled("as that tool runs it", f"not known: {found}")
         return
     usable = f"{readable_size(run.usable_bytes)} usable on {run.device.name}"
-    peak = f"tensor peak {readable_size(found.peak.bytes)} in {found.worst_phase}"
+    peak = f"needs {readable_size(found.peak.bytes)} in {found.worst_phase}"
     state = f"{found.state} in {converted.tool}: {peak}, {usable}"
     if found.state == "tight":
         state += f"; within {found.margin.text}"
@@ -51,7 +51,7 @@ def tool_lines(run: Run, here_bytes: int, converted: Converted, path: Path, run_
     saved = found.peak.bytes - here_bytes
     more = "less" if saved >= 0 else "more"
     difference = f"{readable_size(abs(saved))} {more} than in {converted.tool}"
-    yield labelled("as it would run here", f"tensor peak {readable_size(here_bytes)}, {difference}")
+    yield labelled("as it would run here", f"needs {readable_size(here_bytes)}, {difference}")
 
 
 def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict[str, Any]:

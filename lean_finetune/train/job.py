@@ -267,7 +267,8 @@ def prepare_device(
     check_device(device, train, verdict, predicted, world.local_size)
     check_offload(train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(train.offload, device, predicted, train.sharding, train.offload_to)
-    for note in (segments, paging_note(train.optimizer, device), other_device_note(device, predicted)):
+    notes = (verdict.get("note"), segments, paging_note(train.optimizer, device), other_device_note(device, predicted))
+    for note in notes:
         if note is not None:
             notify(f"note: {note}")
 

@@ -39,7 +39,9 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None) ->
     best, start = chosen.choices[0], chosen.start
     p, train = start.run.params, start.run.setting.train
     usable = f"{readable_size(best.run.usable_bytes)} usable on {best.run.device.name}"
-    yield labelled("plan", f"fits: tensor peak {readable_size(best.prediction.peak.bytes)}, {usable}")
+    yield labelled("plan", f"fits: needs {readable_size(best.prediction.peak.bytes)}, {usable}")
+    if (limit := best.run.limit_text) is not None:
+        yield from _wrapped("limit", limit)
     words = [words_of(choice.run) for choice in chosen.choices]
     common = {key: text for key, text in words[0].items() if all(other.get(key) == text for other in words)}
     yield from _wrapped("trains", f"{', '.join(common.values())}: {METHOD_WORDS[train.method]}")
@@ -92,7 +94,7 @@ def words_of(run: Run) -> dict[str, str]:
         words["compression"] = f"activations in 8 bits ({train.compress_activations})"
     if train.sequence_tiles is not None:
         words["tiles"] = f"MLPs in {train.sequence_tiles} tiles"
-    words["loss"] = "all logits at once" if train.loss_chunk is None else f"loss chunk {train.loss_chunk}"
+    words["loss"] = "all logits at once" if train.loss_chunk is None else f"loss in chunks of {train.loss_chunk} tokens"
     words["optimizer"] = train.optimizer + (" in backward, without clipping" if train.optimizer_in_backward else "")
     if train.offload != "none":
         what = "weights and optimizer" if train.offload == "parameters" else "optimizer"
@@ -136,7 +138,7 @@ def _lost_methods(lost: Sequence[Lost]) -> Iterator[str]:
             yield f"{one.method}: {one.why}"
         else:
             over = readable_size(max(0, one.least_bytes - one.most_bytes))
-            yield f"{one.method}: {readable_size(one.least_bytes)} or more without offload, {over} too much"
+            yield f"{one.method}: {readable_size(one.least_bytes)} or more without offload, {over} above the limit"
 
 
 def _lost_sets(chosen: Chosen) -> Iterator[str]:
@@ -153,7 +155,8 @@ def _lost_sets(chosen: Chosen) -> Iterator[str]:
             yield f"{', '.join(names)}: not possible with the rest"
         elif needed > most:
             or_more = "" if traced is not None else " or more"
-            yield f"{', '.join(names)}: {readable_size(needed)}{or_more}, {readable_size(needed - most)} too much"
+            over = readable_size(needed - most)
+            yield f"{', '.join(names)}: {readable_size(needed)}{or_more}, {over} above the limit"
 
 
 def _neighbours(sets: FastestSets, best: Candidate) -> list[Candidate]:
@@ -218,7 +221,7 @@ def nothing_fits(chosen: Chosen, lighter: Chosen | None) -> str:
     changed = f"; here, {' or '.join(changes)} would fit" if changes else ""
     gpus = f"{run.params.hardware.num_gpus} x " if run.params.hardware.num_gpus > 1 else ""
     host = "" if run.host_ram_bytes is None else f" and {readable_size(run.host_ram_bytes)} of host memory"
-    needs = f"needs {readable_size(would.peak_bytes)} of {readable_size(run.fitting_bytes)}"
+    needs = f"needs {readable_size(would.peak_bytes)} of {run.limit_text or readable_size(run.fitting_bytes)}"
     if would.peak_bytes <= run.fitting_bytes:
         needs += ", but blocks that the allocator reserves, or what the host must hold, do not fit"
     return (

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cuda_memory.gpus import Device
+from cuda_memory.units import readable_size
 from lean_finetune.memory.trace.setting import Setting
 
 Kind = Literal[
@@ -38,6 +39,11 @@ class Margin:
     def row(self) -> str:
         """Its line in the table of docs/many-gpus.md."""
         return f"| {self.of} | {self.percent:g} | {'yes' if self.measured else 'no'} | {self.evidence} |"
+
+    def peak_text(self, predicted_bytes: int) -> str:
+        """A predicted peak with the most that the run may need."""
+        most = readable_size(self.with_margin(predicted_bytes))
+        return f"{readable_size(predicted_bytes)}, up to {most} with {self.text}"
 
     def with_margin(self, predicted_bytes: int) -> int:
         """The most bytes that a run with this prediction may need."""

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from cuda_memory.gpus import GIGA, Device
-from cuda_memory.units import GIB, MIB
+from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.memory.advice.margins import Margin, margin_of
@@ -145,6 +145,14 @@ class Run:
     def fitting_bytes(self) -> int:
         """The largest predicted peak with which the run fits."""
         return self.usable_bytes if self.margin is None else self.margin.most_bytes(self.usable_bytes)
+
+    @property
+    def limit_text(self) -> str | None:
+        """What decides instead of the usable memory; None without a margin."""
+        if self.margin is None:
+            return None
+        limit, usable = readable_size(self.fitting_bytes), readable_size(self.usable_bytes)
+        return f"{limit}: the {usable} usable leave room for {self.margin.text}"
 
     @property
     def host_ram_bytes(self) -> int | None:

@@ -174,7 +174,7 @@ def network_lines(run: Run) -> list[tuple[str, str]]:
     def network(one: Traffic) -> str:
         sent = one.network_bytes(per_node)
         gigabits = sent * 8 / GIGA / ((seconds or 1) * DURATION_RANGE[0])
-        speed = f", hidden behind computing from {float(f'{gigabits:.2g}'):,.6g} Gbit/s" if seconds else ""
+        speed = f", which costs no time from {float(f'{gigabits:.2g}'):,.6g} Gbit/s on" if seconds else ""
         return f"{readable_size(sent)}{speed}"
 
     lines.append(("by each node", f"{network(traffic)} (run.nodes={run.nodes})"))

@@ -119,7 +119,10 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """The content of verdict.json."""
         refused = self.enforce and not self.within_margin
-        return {"enforce": self.enforce, "refusal": self.refusal if refused else None}
+        content: dict[str, Any] = {"enforce": self.enforce, "refusal": self.refusal if refused else None}
+        if self.within_margin:
+            content["note"] = f"training starts, though the GPU may have too little memory: the run is {self.why_tight}"
+        return content
 
 
 def judge(

@@ -50,7 +50,7 @@ def test_the_set_is_written_with_comments(project: Path):
     after = (project / "params.yaml").read_text(encoding="utf-8").splitlines()
     assert all(line in after for line in comments)
     lines = result.output.splitlines()
-    assert lines[0].startswith("plan                 fits: tensor peak ") and max(map(len, lines)) <= 80
+    assert lines[0].startswith("plan                 fits: needs ") and max(map(len, lines)) <= 80
     text = " ".join(result.output.split())
     assert "all 200 rows" in text and f"data.max_length {p.data.max_length}" in text
     found = re.search(r"optimizer steps about (\d+): 2 epochs of [\d,]+ tokens, 2,048 a step", text)

@@ -224,7 +224,7 @@ def test_what_would_fit_is_a_line_to_paste(workspace: Path):
     needed = json.loads(invoke(fit, *options, *usual, "--gpu", "80GiB", "--json").stdout)["peak_bytes"]
     refused = invoke(fit, *options, *usual, "--gpu", card_for(needed // 2))
     shown = refused.stdout
-    assert refused.exit_code == 3 and shown.startswith(labelled("verdict", "does not fit: tensor peak "))
+    assert refused.exit_code == 3 and shown.startswith(labelled("verdict", "does not fit: needs "))
     command = shown.split("\n  lean-finetune fit ")[1].replace("\\\n", " ").splitlines()[0]
     words = shlex.split(command)
     assert {*options, *usual} < {*words}
@@ -238,7 +238,7 @@ def test_the_verdict_comes_before_the_search(workspace: Path, monkeypatch: pytes
     run = run_of(workspace, card_for(2**20), [])
     lines = fit_lines(run, *predict_tiers(run), "", "lean-finetune fit", "--set")
     monkeypatch.delattr(fit_text, "answer")
-    assert next(lines).startswith(labelled("verdict", "does not fit: tensor peak "))
+    assert next(lines).startswith(labelled("verdict", "does not fit: needs "))
 
 
 def test_json_has_the_exit_code_of_the_verdict_and_an_unknown_gpu_that_of_a_wrong_call(

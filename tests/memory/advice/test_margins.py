@@ -60,6 +60,11 @@ def test_train_starts_a_run_that_only_lacks_the_margin():
     """Most runs on several GPUs refused until a GPU has measured one."""
     tight = verdict_on(60, gpus=2, sharding="zero3")
     assert tight.state == "tight" and tight.as_json()["refusal"] is None
+    assert tight.as_json()["note"] == (
+        "training starts, though the GPU may have too little memory: the run is within the margin of sharded runs, "
+        "60 %, not yet measured on a GPU"
+    )
+    assert "note" not in verdict_on(50, gpus=2, sharding="zero3").as_json()
     without_headroom = verdict_on(95, gpus=2, sharding="zero3")
     assert without_headroom.state == "tight" and without_headroom.as_json()["refusal"] is not None
 
