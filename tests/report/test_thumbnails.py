@@ -5,21 +5,26 @@ import hashlib
 import re
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image
+import pytest
+from PIL import Image, PngImagePlugin
+from PIL.ExifTags import Base
 
-from lean_finetune.data.images.image_files import IMAGES, ImageFiles, image_file
+from lean_finetune.data.images.image_files import FORMATS, IMAGES, ImageFiles, image_file
 from lean_finetune.report.pages import EDGE_PIXELS, MOST_THUMBNAILS, thumbnails
 from stages.report import main
 from tests.report.conftest import GENERATION, write_inputs
 from tests.workspace import error, invoke
 
+SECRET = b"taken at home, 52.5163 N"
 
-def stored(tokens: Path, image: Image.Image) -> bytes:
+
+def stored(tokens: Path, image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     """The hash of an image that is stored beside tokens."""
     content = BytesIO()
-    image.save(content, "PNG")
+    image.save(content, form, **options)
     digest = hashlib.sha256(content.getvalue()).digest()
     path = image_file(tokens / IMAGES, digest)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,6 +36,36 @@ def shown(page: str) -> list[Image.Image]:
     """The thumbnails in a page."""
     found = re.findall(r'<img src="data:image/jpeg;base64,([^"]*)"', page)
     return [Image.open(BytesIO(base64.b64decode(data))) for data in found]
+
+
+def with_texts(form: str) -> dict[str, Any]:
+    """Options that put `SECRET` into every place that a format has for text, into the comment 65,000 bytes of it."""
+    long, exif, texts = (SECRET * 2800)[:65_000], Image.Exif(), PngImagePlugin.PngInfo()
+    exif[Base.ImageDescription] = SECRET.decode()
+    for key, compressed in (("Comment", False), ("Author", True)):
+        texts.add_text(key, long.decode(), zip=compressed)
+        texts.add_itxt(key, long.decode(), zip=compressed)
+    everywhere = {"exif": exif, "icc_profile": SECRET, "xmp": SECRET}
+    return {
+        "JPEG": {**everywhere, "comment": long},
+        "PNG": {"exif": exif, "icc_profile": SECRET, "pnginfo": texts},
+        "WEBP": everywhere,
+        "GIF": {"comment": long},
+        "BMP": {"dpi": (321, 321)},
+    }[form]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_thumbnail_has_pixels_alone(tmp_path: Path, form: str):
+    """The report ended in a traceback after all training for a long comment, and a short one was in report.html."""
+    digest = stored(tmp_path, Image.new("RGB", (40, 30), (255, 0, 0)), form, **with_texts(form))
+    assert SECRET in image_file(tmp_path / IMAGES, digest).read_bytes() or form == "BMP"
+    assert ImageFiles(tmp_path).open(digest).info == {}
+    html = thumbnails(ImageFiles(tmp_path), [digest])
+    [thumbnail] = shown(html)
+    [content] = re.findall(r"base64,([^\"]*)", html)
+    assert thumbnail.size == (40, 30) and thumbnail.info.keys() <= {"jfif", "jfif_version", "jfif_unit", "jfif_density"}
+    assert SECRET[:9] not in base64.b64decode(content) and thumbnail.info["jfif_density"] == (1, 1)
 
 
 def test_answers_about_images_show_them(place: Path):

@@ -79,7 +79,8 @@ def decode_image(data: bytes, name: str) -> Image.Image:
     """The first frame of an image in mode RGB; `name` is for faults.
 
     The orientation of its EXIF data is applied. Transparent pixels are blended with white, as transformers and Qwen's
-    code do. Channels of 16 bits keep the upper 8.
+    code do. Channels of 16 bits keep the upper 8. The result is pixels alone, without the comments,
+    EXIF data, profiles and texts of the file, so that what saves it again, such as a thumbnail, has none of them.
 
     Raises RowFault if the content is no image of FORMATS, is damaged or truncated, or has more than MAX_PIXELS,
     which its header tells before anything is decoded. Decoding so many takes 720 MB, which is less than the rows of a
@@ -91,7 +92,9 @@ def decode_image(data: bytes, name: str) -> Image.Image:
             if width * height > MAX_PIXELS:
                 raise RowFault(_too_large(name))
             ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
+            pixels = _to_rgb(image)
+            pixels.info = {}
+            return pixels
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise RowFault(_too_large(name)) from None
     except UnidentifiedImageError:
