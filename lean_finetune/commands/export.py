@@ -63,13 +63,14 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
     """Write the directory, which appears complete or not at all. The model card calls the model `title`.
 
     Raises:
-        UserError: the disk refused, or the model cannot be merged.
+        UserError: the disk refused, the model cannot be merged, or a weight has NaN or infinite values.
     """
     from lean_finetune.commands.tuned.conversation import Prompter, modelfile
     from lean_finetune.commands.tuned.prompt_images import projector_is_converted
     from lean_finetune.commands.tuned.tuned_files import named_by_option, refuse_foreign_link
     from lean_finetune.core.atomic_files import atomic_directory
-    from lean_finetune.model.merge_adapters import refuse_merge, write_merged
+    from lean_finetune.model.files.finite_values import copy_finite, of_adapter, of_model
+    from lean_finetune.model.merge_adapters import SUFFIX, refuse_merge, write_merged
     from lean_finetune.model.precision import BASE_WEIGHTS
     from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
     from lean_finetune.pinning.locate import TOKENIZER_FILES
@@ -93,7 +94,11 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         if what == "merged" and tuned.adapter is not None:
             write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.weights, directory)
         for file in copied:
-            shutil.copyfile(file, directory / file.name)
+            if file.name.endswith(SUFFIX):
+                fault = of_adapter(file) if file.name == ADAPTER_WEIGHTS else of_model(file)
+                copy_finite(file, directory / file.name, fault)
+            else:
+                shutil.copyfile(file, directory / file.name)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if modelfile_text is not None:
             (directory / "Modelfile").write_text(modelfile_text, encoding="utf-8")

@@ -41,6 +41,7 @@ from lean_finetune.model.experts.expert_adapters import (
     target_name,
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
+from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finite
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.images.image_config import part_of_images
 from lean_finetune.model.images.image_parts import (
@@ -367,7 +368,8 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
         # The second line of torch's message names the first weight that does not fit.
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split())[:MOST_REASON]
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
-    refuse_not_finite(directory, ((name, one) for name, one in adapted.named_parameters() if f".{ADAPTER}" in name))
+    own = ((name, one) for name, one in adapted.named_parameters() if f".{ADAPTER}" in name)
+    refuse_not_finite(own, of_adapter(directory))
     multiply_by_rows(adapted)
     compute_rows_alone(adapted)
     keep_trainable_on_cpu(adapted)
@@ -393,13 +395,6 @@ def _without_head(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     if isinstance(rows := config.trainable_token_indices, dict):
         config.trainable_token_indices = {name: ids for name, ids in rows.items() if name in present}
     return config
-
-
-def refuse_not_finite(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise UserError if a tensor of an adapter's file has NaN or infinite values."""
-    for name, tensor in tensors:
-        if not tensor.isfinite().all():
-            raise UserError(f"{path}: {name} of the adapter has values that are not finite; download or save it again")
 
 
 def take_experts(

@@ -12,8 +12,9 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.adapter_init import PEFT_PREFIX
-from lean_finetune.model.adapters import SCORES, add_adapters, refuse_not_finite
+from lean_finetune.model.adapters import SCORES, add_adapters
 from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
+from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finite
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.trained_rows import saved_token_ids
@@ -229,5 +230,5 @@ def load_start(model: PeftModel, directory: Path) -> None:
         if stored[name].shape != tuple(tensor.shape):
             raise fault(path, f"has {name} of shape {_shown(stored[name].shape)}, not {_shown(tuple(tensor.shape))}")
         value = stored[name].read()
-        refuse_not_finite(path, [(name, value)])
+        refuse_not_finite([(name, value)], of_adapter(path))
         tensor.copy_(value.to(tensor.dtype))

@@ -36,6 +36,7 @@ from lean_finetune.model.empty_model import (
 )
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
 from lean_finetune.model.experts.grouped_matmul import register_scales
+from lean_finetune.model.files.finite_values import finite_tensors
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.images.image_parts import freeze_images
@@ -112,7 +113,7 @@ def load_base(
     Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
 
     Raises:
-        UserError: weights are missing, do not fit the config, or cannot be read.
+        UserError: weights are missing, do not fit the config, are not finite, or cannot be read.
     """
     config = read_config(directory, scores=scores, images=images)
     config_of_weights = quantisation(weights, kept_modules(config))
@@ -120,7 +121,7 @@ def load_base(
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            tensors = file_tensors(directory, config)
+            tensors = finite_tensors(file_tensors(directory, config))
             kind, own_config = causal_kind(without_quantisation(config))
             loaded: Any = kind.from_pretrained(
                 None,

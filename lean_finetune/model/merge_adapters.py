@@ -4,9 +4,10 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ from lean_finetune.model.adapters import take_experts
 from lean_finetune.model.empty_model import SCORE, conversions_in_model, meta_model, names_in_model, scoring_config
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
+from lean_finetune.model.files.finite_values import (
+    NOT_FINITE,
+    finite_tensors,
+    is_finite,
+    of_adapter,
+    refuse_not_finite,
+)
 from lean_finetune.model.files.quantized_checkpoint import (
     BitsAndBytesWeight,
     file_tensors,
@@ -195,13 +203,15 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         out: an existing directory.
 
     Raises:
-        UserError: the base has no weight for an adapter.
+        UserError: the base has no weight for an adapter, or a weight has NaN or infinite values.
     """
     config = read_json(adapter / "adapter_config.json")
     tensors = load_file(adapter / "adapter_model.safetensors")
+    refuse_not_finite(tensors.items(), of_adapter(adapter / "adapter_model.safetensors"))
     base_config = read_config(base, images=are_of_images(tensors))
-    model, tensors_of_base = meta_model(base_config), file_tensors(base, base_config)
-    packed = [name for name, one in tensors_of_base.items() if isinstance(one, BitsAndBytesWeight)]
+    model, stored_in_base = meta_model(base_config), file_tensors(base, base_config)
+    tensors_of_base = finite_tensors(stored_in_base)
+    packed = [name for name, one in stored_in_base.items() if isinstance(one, BitsAndBytesWeight)]
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
     quantised = _quantised_layers(base_config, weights).difference(packed_layers)
     experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
@@ -256,7 +266,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
                 unmerged.remove(layer)
             return weight_NK.to(weight.dtype)
 
-        write_tensors(out / name, specs, merged)
+        write_tensors(out / name, specs, partial(_finite, merged))
     if score:
         _write_reward_model(out, base_config, first_file)
     if rows:
@@ -267,6 +277,18 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
         raise UserError(
             f"train.merge: {base} has no weight for {sorted(unmerged)[0]}, which has an adapter; set train.merge=false"
         )
+
+
+def _finite(merged: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    """A merged tensor. Raises UserError if its values became too large for its type."""
+    tensor = merged(name)
+    if not is_finite(tensor):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"train.merge: {name} {NOT_FINITE} as {kind} once the adapter is merged; the adapter is damaged, or of "
+            "another base: use it beside its base"
+        )
+    return tensor
 
 
 def _write_reward_model(out: Path, config: PretrainedConfig, file: str) -> None:

@@ -81,6 +81,13 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
         got = f"; got {first['input']!r}"[:80] if name else ""
         message = f"{name}: {first['msg']}{got}".removeprefix(": Value error, ")
         raise fault(path, f"is not one of a LoRA adapter ({message})", "name another directory") from None
+    if adapter.get("alora_invocation_tokens"):
+        raise fault(
+            path,
+            "is that of an activated LoRA (alora_invocation_tokens), which changes only the tokens after these: always "
+            "on, or merged, it is another model",
+            "name another directory, or use it with peft",
+        )
     _check_weights(directory, adapter)
     return adapter
 

@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[Change, str]] = {
     "no weights": (without(BASE), f"{BASE} is missing; save"),
     "a pickle": (without(BASE, pickled("pytorch_model.bin")), "is missing (only pytorch_model.bin, a pickle"),
     "index leads out": (index('{"weight_map": {"a": "../x.safetensors"}}'), "names '../x.safetensors'; shards must be"),
-    "index of a number": (index('{"weight_map": {"a": 5}}'), "names '5'; shards must be"),
+    "index of a number": (index('{"weight_map": {"a": 5}}'), "names 5; shards must be"),
     "index without files": (index('{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors is missing"),
     "index empty": (index("{}"), "has no weight_map"),
     "index nested": (index(DEEP), "is not JSON"),

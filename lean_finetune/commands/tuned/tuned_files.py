@@ -15,7 +15,7 @@ from lean_finetune.pinning.adapter_files import AGAIN
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object
 from lean_finetune.pinning.model_files import shard_names
 
-PARAMETER = re.compile(r"^(model\.name|model\.adapter|--model): ")
+PARAMETER = re.compile(r"^(model\.name|model\.adapter|train\.merge|--model): ")
 CONTENT_ADDRESS = re.compile(r"[0-9a-f]{30,64}")
 """Name of a file in the caches of the hub and of DVC, which may store a directory as links into them."""
 

@@ -98,7 +98,7 @@ class StoredTensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.start)
-            left = _bytes_of(tensor)
+            left = bytes_of(tensor)
             while left:
                 count = file.readinto(left)
                 if not count:
@@ -221,7 +221,7 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], make: Callable[[s
             tensor = make(name).detach().cpu().contiguous()
             if (tensor.dtype, tuple(tensor.shape)) != (specs[name].dtype, specs[name].shape):
                 raise RuntimeError(f"{name} is not of the announced type and shape")
-            file.write(_bytes_of(tensor))
+            file.write(bytes_of(tensor))
             del tensor
             progress.report()
 
@@ -246,6 +246,6 @@ def _gathered(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.flatten().view(torch.uint8).numpy().data
