@@ -165,6 +165,8 @@ def gpu_row(
 # accumulation, which training uses. P4 and GTX-1080-Ti compute fp16 far slower than fp32, so their half rate is fp32's.
 # NVIDIA publishes no dense bf16 rate of H20 in English: 148 comes from resellers.
 # Multiprocessors: the same white papers; A10G: multi_processor_count as PyTorch prints it.
+SERIES = ("rtx", "gtx")
+"""May be left out of a name: `4090` is the RTX-4090."""
 RTX_PRO_6000_NAMES = tuple(
     f"RTX PRO 6000 Blackwell {form} Edition" for form in ("Workstation", "Max-Q Workstation", "Server")
 )
@@ -222,7 +224,7 @@ def named_gpu(value: str, *, option: str = "--gpu", forms: str = "a size", more:
     """The GPU of a name or a size, and why.
 
     A name may be spelled as `nvidia-smi` prints it: case, spaces, dashes, "NVIDIA", form factor ("PCIe") and memory
-    type are ignored.
+    type are ignored. `4090` stands for `RTX-4090`.
 
     Args:
         value: the name, or a size in GiB, GB or MiB.
@@ -237,9 +239,10 @@ def named_gpu(value: str, *, option: str = "--gpu", forms: str = "a size", more:
         device = _of_size(value.strip(), float(size[1]) * SIZE_UNITS[size[2].lower()], option)
         return device, "a size alone is taken for a GPU with native bf16 and flash attention"
     key = _normalised(value)
-    for gpu in GPUS:
-        if key in map(_normalised, (gpu.name, *gpu.aliases)):
-            return gpu, f"named by {option}"
+    for spelled in (key, *(f"{series}{key}" for series in SERIES)):
+        for gpu in GPUS:
+            if spelled in map(_normalised, (gpu.name, *gpu.aliases)):
+                return gpu, f"named by {option}"
     relation, names = _candidates(key)
     raise UserError(
         f"{option}: must be {forms} such as 24GiB or a known GPU; got {_shortened(value)}; "

@@ -13,6 +13,7 @@ import click
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.pinning.config_file import refuse_no_model
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.conversation import Prompter
@@ -68,6 +69,7 @@ def chat(
     Its memory is predicted first: the conversation is as long as fits, and its oldest turns are left out beyond that.
     Lines are read from standard input, so a file of questions works too.
     """
+    refuse_no_model(model)
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.prompt_images import shown_images
     from lean_finetune.commands.tuned.tuned_model import find_tuned

@@ -10,6 +10,7 @@ import click
 from lean_finetune.commands.chat import BITS, MODEL
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.pinning.config_file import refuse_no_model
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
@@ -35,14 +36,15 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
     `merged` has the adapter in its base's weights, one weight in memory at a time. `adapter` needs the base, whose hub
     commit it names. OUT gets tokenizer, chat template and a model card; a merged model a Modelfile for Ollama too.
     """
-    from lean_finetune.commands.tuned.tuned_model import find_tuned
-
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageFault(f"{out}: must be a new or an empty directory; name another")
     try:
         str(out).encode()
     except UnicodeEncodeError:
         raise UserError(f"{out}: must be a name in UTF-8, which the model card contains; name another") from None
+    refuse_no_model(model)
+    from lean_finetune.commands.tuned.tuned_model import find_tuned
+
     tuned = find_tuned(model, bits)
     if what == "adapter" and tuned.adapter is None:
         raise UsageFault(f"--what: {model} is a full model without an adapter; use --what merged")

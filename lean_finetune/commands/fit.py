@@ -47,7 +47,9 @@ MOST_TOKENS = 2**26
 )
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs; they use zero3 unless --set says else.")
-@click.option("--method", type=click.Choice(get_args(Method)), help="What is trained. Default: qlora.")
+@click.option(
+    "--method", type=click.Choice(get_args(Method), case_sensitive=False), help="What is trained. Default: qlora."
+)
 @click.option("--length", type=click.IntRange(min=1), help="Tokens of the longest row. Default: 4096.")
 @click.option(
     "--precision", type=click.Choice(get_args(AnyPrecision)), help="Default: auto (bf16, or fp16 on old GPUs)."

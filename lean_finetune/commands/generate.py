@@ -11,6 +11,7 @@ from cuda_memory.units import counted
 from lean_finetune.commands.chat import BITS, IMAGES, MODEL, NEW_TOKENS, note
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.pinning.config_file import refuse_no_model
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
@@ -49,6 +50,7 @@ def generate(
 
     For example: lean-finetune generate prompts.jsonl answers.jsonl
     """
+    refuse_no_model(model)
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.prompt_images import given_files, image_reader
     from lean_finetune.commands.tuned.prompt_lines import PromptReader, read_prompts

@@ -26,7 +26,7 @@ from lean_finetune.core.stage_command import StageCommand
 )
 @click.option("--data", help="Your rows: a file, a glob, a directory or hf://org/name. By default a small sample.")
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
-@click.option("--method", type=click.Choice(get_args(Method)), help="What is trained.")
+@click.option("--method", type=click.Choice(get_args(Method), case_sensitive=False), help="What is trained.")
 @click.option("--check", is_flag=True, help="Say what differs from the files of this version; change nothing.")
 @click.option("--upgrade", is_flag=True, help="Bring a project to this version. What you edited stays.")
 def init(directory: str | None, check: bool, upgrade: bool, preset: str | None, **values: str | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.core.errors import UsageFault, UserError, shortened
 
 MOST_BYTES = 1 << 24
 MOST_INDEX_BYTES = 1 << 25
@@ -162,6 +162,20 @@ def refuse_adapter(directory: Path, name: str) -> None:
         base = json_object(path).get("base_model_name_or_path")
         of = f" ({shortened(str(base))})" if base else ""
         raise UserError(f"model.name: {name} {IS_ADAPTER}; {NAME_BASE.replace(' base model', f' base model{of}')}")
+
+
+def refuse_no_model(directory: Path) -> None:
+    """Refuse a directory that has no tuned model, before anything slow is imported.
+
+    Raises:
+        UsageFault: it is missing, or has neither an adapter nor a model.
+    """
+    if not any((directory / name).is_file() for name in (ADAPTER_CONFIG, CONFIG_FILE)):
+        is_missing = "" if directory.exists() else ", which does not exist"
+        raise UsageFault(
+            f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}{is_missing}; "
+            "name the directory of a tuned model, or make one with `dvc repro`"
+        )
 
 
 def json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:

@@ -29,6 +29,10 @@ def _access(repo_id: str) -> str:
     )
 
 
+class NoAccess(UserError):
+    """The hub cannot be reached, or does not give a gated repository to this user."""
+
+
 @contextmanager
 def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
     """Turn the hub client's exceptions into a `UserError`.
@@ -40,7 +44,7 @@ def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise UserError(f"{parameter}: {repo_id} is gated; {_access(repo_id)}") from None
+        raise NoAccess(f"{parameter}: {repo_id} is gated; {_access(repo_id)}") from None
     except errors.RevisionNotFoundError:
         raise UserError(
             f"{parameter}: {repo_id} has no such revision; name a branch, tag or commit of it in "
@@ -55,7 +59,7 @@ def hub_errors(parameter: str, repo_id: str) -> Iterator[None]:
         raise
     except Exception as error:
         if _is_transport_fault(error):
-            raise UserError(
+            raise NoAccess(
                 f"{parameter}: the Hugging Face Hub cannot be reached for {repo_id} ({type(error).__name__}); "
                 "connect to the network (and unset HF_HUB_OFFLINE), or name a local path instead"
             ) from error

@@ -4,8 +4,11 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import click
 
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
@@ -19,7 +22,7 @@ from lean_finetune.pinning.config_file import (
     glob_base,
     refuse_adapter,
 )
-from lean_finetune.pinning.hub import HUB_ID, cached_file, download, list_files
+from lean_finetune.pinning.hub import HUB_ID, NoAccess, cached_file, download, list_files
 from lean_finetune.pinning.read_locks import check_data_lock
 
 MAX_SOURCES = 8
@@ -282,10 +285,27 @@ def example_names() -> list[str]:
     return sorted(path.name for path in EXAMPLE_CONFIGS.iterdir())
 
 
+def shipped_config(name: str) -> Path | None:
+    """The directory of the shipped config.json of a model on the hub; None if the package has none.
+
+    A model and the one that was tuned from it to follow instructions have the same sizes.
+    """
+    owner, _, model = name.lower().partition("/")
+    known = model.removesuffix("-instruct")
+    return EXAMPLE_CONFIGS / known if owner in ("meta-llama", "qwen") and known in example_names() else None
+
+
+@cache
+def _say_shipped(name: str) -> None:
+    """Say once that a configuration is not the hub's."""
+    click.echo(f"note: the hub gives no access to {name}; its config.json is the one in this package", err=True)
+
+
 def find_model(name: str, revision: str | None = None) -> Path:
     """The directory of a model's config.json.
 
-    `name` is a hub id, `tiny`, a shipped configuration, a directory, or the path of a config.json.
+    `name` is a hub id, `tiny`, a shipped configuration, a directory, or the path of a config.json. Where the hub gives no
+    access to a model whose config.json is in the package, that is taken.
 
     Raises:
         UserError: there is no such file, or the hub cannot be reached.
@@ -298,11 +318,19 @@ def find_model(name: str, revision: str | None = None) -> Path:
     if not path.exists() and name in example_names():
         return EXAMPLE_CONFIGS / name
     if path.exists() or not HUB_ID.fullmatch(name):
+        is_missing = "" if path.exists() or os.sep not in name else ", which does not exist"
         raise UserError(
             f"model.name: must be a hub id org/name, a directory with {CONFIG_FILE}, the path of a file of that name, "
-            f"or one of {', '.join(example_names())}; got {name!r}; a hub model's {CONFIG_FILE} alone is enough"
+            f"or one of {', '.join(example_names())}; got {name!r}{is_missing}; a hub model's {CONFIG_FILE} alone is "
+            "enough"
         )
-    directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE])
+    try:
+        directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE])
+    except NoAccess:
+        if revision is None and (shipped := shipped_config(name)) is not None:
+            _say_shipped(name)
+            return shipped
+        raise
     if not (directory / CONFIG_FILE).is_file():
         refuse_adapter(download("model.name", name, "model", revision or "main", [ADAPTER_CONFIG]), name)
         raise UserError(f"model.name: {name} has no {CONFIG_FILE}; name a model that transformers saved")

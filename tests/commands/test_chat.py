@@ -4,6 +4,7 @@ import codecs
 import gc
 import io
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -27,11 +28,24 @@ from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
+from tests.conftest import ROOT
+from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 from tests.workspace import error, invoke, write_rows
 
 QUESTIONS = [[{"role": "user", "content": "Name a colour."}], [{"role": "user", "content": "What is 2 + 2?"}]]
 SHORT = ["--max-new-tokens", "12", "--bits", "16"]
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "a.jsonl", "b.jsonl"], ["export", "out"]])
+def test_a_missing_model_is_named_before_torch_is_imported(tmp_path: Path, command: list[str]):
+    """Twenty seconds of imports before the line that there is no model."""
+    code = "import sys; from lean_finetune.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = run_bounded(
+        [sys.executable, "-c", code, *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2 and "got 'data/tuned', which does not exist" in done.stderr
+    assert done.stdout == "False\n"
 
 
 def talk(lines: str, *arguments: str) -> Result:

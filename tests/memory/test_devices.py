@@ -63,6 +63,8 @@ def test_the_documented_cards_are_those_of_the_table():
         ("NVIDIA GH200 480GB", "GH200"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Tesla V100-SXM3-32GB", "V100-32GB"),
+        ("4090", "RTX-4090"),
+        ("1080 ti", "GTX-1080-Ti"),
     ],
 )
 def test_a_name_as_the_driver_prints_it_is_its_row(printed, name):
@@ -76,7 +78,7 @@ def test_a_name_as_the_driver_prints_it_is_its_row(printed, name):
     [
         ("A100", "could be: A100-40GB, A100-80GB; all: "),
         ("RTX 4060 Ti", "could be: RTX-4060-Ti-16GB; all: "),
-        ("3090", "could be: RTX-3090; all: "),
+        ("309", "could be: RTX-3090; all: "),
         ("A100-90GB", "nearest: .*A100-80GB.*--list-gpus"),
         ("RTX-4095", "nearest: .*RTX-4090.*--list-gpus"),
         ("???", "known: P4, P100"),

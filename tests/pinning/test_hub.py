@@ -13,7 +13,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.pinning.locate import files_directory, verify_files
+from lean_finetune.pinning.locate import EXAMPLE_CONFIGS, files_directory, find_model, verify_files
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from tests.data.read.common import parquet
@@ -189,6 +189,20 @@ def test_without_a_network_one_line_names_the_remedy(tmp_path):
     for refusal in call(tmp_path, NOWHERE, ("pin model", values), ("pin data", values)):
         assert "the Hugging Face Hub cannot be reached for org/" in refusal and "name a local path instead" in refusal
     assert not (tmp_path / "locks").exists()
+
+
+def test_a_model_whose_configuration_is_in_the_package_is_predicted_without_access(tmp_path, monkeypatch, capsys):
+    """`fit --model meta-llama/Llama-3.1-8B` was refused without a network, though its sizes are in the package."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, config in (("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"), ("Qwen/Qwen2.5-14B", "qwen2.5-14b")):
+        assert find_model(name) == find_model(name) == EXAMPLE_CONFIGS / config
+        assert capsys.readouterr().err.count(f"note: the hub gives no access to {name}") == 1
+    for name, revision in (("Qwen/Qwen3-8B", None), ("someone/Llama-3.1-8B", None), ("Qwen/Qwen2.5-14B", "v2")):
+        with pytest.raises(UserError, match="cannot be reached"):
+            find_model(name, revision)
+    with pytest.raises(UserError, match=r"got '\./gone/model', which does not exist"):
+        find_model("./gone/model")
 
 
 def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(hub, tmp_path):

@@ -42,7 +42,7 @@ ROUNDED_LENGTH = 64
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs.")
 @click.option(
     "--method",
-    type=click.Choice([*get_args(Method), BEST]),
+    type=click.Choice([*get_args(Method), BEST], case_sensitive=False),
     help="What is trained; best: the first of full, lora, qlora that fits. Default: as for --model, or best.",
 )
 @click.option("--length", type=click.IntRange(min=1), help="Tokens at which rows end. Default: the longest row's.")

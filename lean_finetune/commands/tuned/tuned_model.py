@@ -39,9 +39,9 @@ from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import adapter_tensors
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, refuse_no_model
 from lean_finetune.pinning.hub import download, list_files
-from lean_finetune.pinning.locate import CONFIG_FILE, FileVersions, versions_in
+from lean_finetune.pinning.locate import FileVersions, versions_in
 from lean_finetune.pinning.model_files import CONFIG_FILES, INDEX, shard_names
 
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
@@ -226,11 +226,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         return TunedModel(
             directory=directory, adapter=adapter, base=base, weights=weights, reason=reason, config=config, read=read
         )
-    if not (directory / CONFIG_FILE).is_file():
-        raise UsageFault(
-            f"--model: must be a directory with {ADAPTER_CONFIG} or {CONFIG_FILE}; got {str(directory)!r}; name the "
-            "directory of a tuned model, or make one with `dvc repro`"
-        )
+    refuse_no_model(directory)
     if bits is not None:
         raise UsageFault(f"--bits: has an effect only on an adapter's base; {directory} is a full model; leave it out")
     weights = _weights("full")
