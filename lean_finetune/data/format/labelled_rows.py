@@ -12,8 +12,8 @@ from lean_finetune.data.format.format_base import (
     Labelled,
     PlainText,
     RowFormat,
-    show,
 )
+from lean_finetune.data.format.row_values import show
 
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
 """Labels in tables of text, such as CSV files."""

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lean_finetune.core.errors import RowFault
-from lean_finetune.data.format.format_base import IMAGE, ROLES, ImagePart, Message, is_given, parse_json, show
+from lean_finetune.data.format.format_base import (
+    IMAGE,
+    ROLES,
+    ImagePart,
+    Message,
+)
+from lean_finetune.data.format.row_values import is_given, parse_json, parse_text, show
 from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
 
 CALL = "tool_call"
@@ -21,7 +27,10 @@ ROLE_NAMES = {
 ROLES_KEY = "roles"
 """Key of data.columns whose value maps other names of roles to known ones."""
 ROLE_KEYS = ("role", "from")
-_TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
+_TURN_LISTS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"),
+    "rejected_response",
+)
 
 
 def role_of(name: Any, key: str, where: str) -> str:
@@ -336,7 +345,7 @@ def parse_tools(row: Mapping[str, Any]) -> list[Any] | None:
     if tools is None:
         return None
     if isinstance(tools, str):
-        tools = parse_json(tools, "'tools'") if tools.strip() else None
+        tools = parse_text(tools, "'tools'") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 from lean_finetune.core.errors import RowFault
@@ -12,14 +11,23 @@ from lean_finetune.data.format.format_base import (
     Pair,
     PlainText,
     RowFormat,
-    list_of,
     register,
-    show,
-    text_of,
-    text_or_nothing,
+)
+from lean_finetune.data.format.implicit_prompts import (
+    divided,
+    refuse_second_prompt,
+    refuse_unread_question,
+    refuse_without_question,
 )
 from lean_finetune.data.format.messages import Turns, parse_turns
-from lean_finetune.data.format.row_formats import CONVERSATION_KEYS, answered, conversation, history
+from lean_finetune.data.format.row_formats import (
+    CONVERSATION_KEYS,
+    answered,
+    conversation,
+    history,
+    refuse_unrendered,
+)
+from lean_finetune.data.format.row_values import list_of, show, text_of, text_or_nothing
 from lean_finetune.objectives.objective import RowKind
 
 CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
@@ -85,19 +93,24 @@ class MessagesPreference(_PairFormat):
 
 @register
 class RejectedResponse(RowFormat):
-    """`messages` that end with the chosen answer, and the text `rejected_response` (ms-swift)."""
+    """`messages` that end with the chosen answer, and `rejected_response`: a text, or a list of messages (ms-swift)."""
 
     name, required, optional = "rejected_response", ("messages", "rejected_response"), CONVERSATION_KEYS
     kind = RowKind.PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
-        """See the base class."""
+        """See the base class. Both answers follow the last turn that is not the assistant's, as in ms-swift."""
         turns = parse_turns(list_of(row, "messages"), "messages")
         if not turns.messages or turns.messages[-1]["role"] != "assistant":
             raise RowFault("'messages' must end with the assistant's chosen answer; add it")
-        before = _first(turns, len(turns.messages) - 1)
-        rejected = Turns(messages=[{"role": "assistant", "content": text_of(row, "rejected_response")}])
-        chosen = Turns(messages=turns.messages[-1:])
+        size = 1 + max((n for n, message in enumerate(turns.messages) if message["role"] != "assistant"), default=-1)
+        value = row["rejected_response"]
+        if not isinstance(value, list | dict):
+            text_of(row, "rejected_response")
+        before, chosen, rejected = _first(turns, size), _after(turns, size), _answer(row, "rejected_response")
+        refuse_without_question(before.messages)
+        if (role := rejected.messages[0]["role"]) != "assistant":
+            raise RowFault(f"'rejected_response' begins with a turn of {role}; leave the prompt to 'messages'")
         return _pair(*(conversation(row, answered(before, one), "messages") for one in (chosen, rejected)))
 
 
@@ -117,13 +130,27 @@ class Preference(RowFormat):
                 f"{show(row[REJECTED])}; change one of them"
             )
         if kinds[0] is str and not isinstance(prompt, list):
-            return _plain_pair(text_or_nothing(row, "prompt"), row[CHOSEN], row[REJECTED])
+            return self._plain_pair(row)
         if isinstance(prompt, list):
             return _pair_after(row, parse_turns(prompt, "prompt"), "prompt")
         chosen, rejected = (_answer(row, key) for key in ANSWERS)
         before, chosen, rejected = _common_start(chosen, rejected)
         _check_prompt(prompt, before)
+        if not before.messages or before.messages[-1]["role"] in ("system", "developer"):
+            refuse_unread_question(row, self.keys, as_turn=True)
+        refuse_without_question(before.messages)
         return _pair(*(conversation(row, answered(before, turns), "prompt") for turns in (chosen, rejected)))
+
+    def _plain_pair(self, row: Mapping[str, Any]) -> Pair:
+        """A pair of plain texts; without a prompt, the texts begin with it."""
+        prompt, chosen, rejected = text_or_nothing(row, "prompt"), row[CHOSEN], row[REJECTED]
+        if prompt.strip():
+            refuse_unrendered(row, "data.columns={instruction: prompt}")
+            refuse_second_prompt(prompt, chosen, rejected)
+        else:
+            prompt, chosen, rejected = divided(row, self.keys)
+            refuse_unrendered(row, "lists of messages")
+        return _pair(PlainText(prompt=prompt, completion=chosen), PlainText(prompt=prompt, completion=rejected))
 
 
 def _answer(row: Mapping[str, Any], key: str) -> Turns:
@@ -140,6 +167,7 @@ def _answer(row: Mapping[str, Any], key: str) -> Turns:
 def _pair_after(row: Mapping[str, Any], before: Turns, key: str) -> Pair:
     """The pair of a prompt and two answers, whose first turns must be the assistant's; `key` is that of the prompt."""
     examples = []
+    refuse_without_question(before.messages)
     for answer in ANSWERS:
         turns = _answer(row, answer)
         first = turns.messages[0]["role"]
@@ -172,16 +200,6 @@ def _begins_with_prompt(answer: Any) -> bool:
     """Whether an answer is a conversation from its first turn on."""
     first = answer[0] if isinstance(answer, list) and answer else None
     return isinstance(first, dict) and (first.get("role") or first.get("from")) in (*PROMPT_ROLES, "human")
-
-
-def _plain_pair(prompt: str, chosen: str, rejected: str) -> Pair:
-    """A pair of plain texts; without a prompt, the texts begin with it."""
-    if not prompt:
-        prompt = commonprefix([chosen, rejected]).rstrip(" ")
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        if not prompt:
-            raise RowFault("'chosen' and 'rejected' begin differently, and there is no 'prompt'; add it")
-    return _pair(PlainText(prompt=prompt, completion=chosen), PlainText(prompt=prompt, completion=rejected))
 
 
 def _common_start(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:

@@ -11,18 +11,22 @@ from lean_finetune.data.format.format_base import (
     PlainText,
     RowFormat,
     SourceFormat,
-    is_given,
-    list_of,
     parts_of,
     register,
-    show,
-    text_of,
-    text_or_nothing,
 )
 from lean_finetune.data.format.labelled_rows import labelled
 from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
 from lean_finetune.data.format.row_images import with_images
-from lean_finetune.data.format.unread_columns import LOSS_MASK, untrained_by_mask
+from lean_finetune.data.format.row_values import (
+    is_given,
+    list_of,
+    refuse_unread_turns,
+    show,
+    text_of,
+    text_or_nothing,
+    with_turns,
+)
+from lean_finetune.data.format.unread_columns import IGNORE, LOSS_MASK, untrained_by_mask
 from lean_finetune.objectives.objective import RowKind
 
 CONVERSATION_KEYS = ("system", "tools", "functions", "family")
@@ -34,7 +38,8 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     Raises RowFault if a key is missing, has the wrong type, or there is nothing to train on.
     """
     row_format = source.row_format
-    row = row_format.rename_columns(row, source.columns)
+    row = with_turns(row_format.rename_columns(row, source.columns))
+    refuse_unread_turns(row, row_format.keys)
     example = with_images(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
     if source.kind is RowKind.LABELLED:
         example = labelled(row, example, row_format)
@@ -140,13 +145,7 @@ class PromptCompletion(RowFormat):
         """See the base class."""
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            for key in ("system", "tools", "functions"):  # No chat template renders plain text.
-                if is_given(row.get(key)):
-                    raise RowFault(
-                        f"{key!r} cannot be used with a prompt and a completion of plain text; read the row as a "
-                        "conversation (data.format=alpaca with data.columns={instruction: prompt, output: "
-                        "completion}), or name it in data.ignore_columns"
-                    )
+            refuse_unrendered(row, "data.format=alpaca with data.columns={instruction: prompt, output: completion}")
             return PlainText(prompt=prompt, completion=completion)
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             for key in self.required:
@@ -173,6 +172,16 @@ class Text(RowFormat):
     def parse(self, row: Mapping[str, Any]) -> PlainText:
         """See the base class."""
         return PlainText(prompt="", completion=text_of(row, "text"))
+
+
+def refuse_unrendered(row: Mapping[str, Any], remedy: str) -> None:
+    """Refuse what only a chat template could show beside plain texts; `remedy` reads the row as a conversation."""
+    for key in ("system", "tools", "functions"):
+        if is_given(row.get(key)):
+            raise RowFault(
+                f"{key!r} cannot be used with plain texts, which no chat template renders; read the row as a "
+                f"conversation ({remedy}), or {IGNORE}"
+            )
 
 
 def answered(before: Turns, answers: Turns) -> Turns:

@@ -18,12 +18,10 @@ from lean_finetune.data.format.format_base import (
     GivenImage,
     Message,
     SourceFormat,
-    is_given,
-    list_or_nothing,
     parts_of,
-    show,
 )
 from lean_finetune.data.format.messages import not_text
+from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 from lean_finetune.data.format.unread_columns import IGNORE, media_fault
 from lean_finetune.objectives.objective import RowKind
 

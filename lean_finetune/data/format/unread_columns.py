@@ -12,11 +12,9 @@ from lean_finetune.data.format.format_base import (
     PREFERENCE_KEYS,
     Message,
     SourceFormat,
-    is_given,
-    list_or_nothing,
     preference_remedy,
-    show,
 )
+from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 
 LOSS_MASK = "loss_mask"
 """Column with 1 for each turn that is trained and 0 for every other."""

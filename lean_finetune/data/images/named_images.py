@@ -7,9 +7,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.format.format_base import IMAGE_COLUMNS, GivenImage, list_or_nothing
+from lean_finetune.data.format.format_base import (
+    IMAGE_COLUMNS,
+    GivenImage,
+)
 from lean_finetune.data.format.messages import IMAGE_PARTS
 from lean_finetune.data.format.row_images import column_images, given_image
+from lean_finetune.data.format.row_values import list_or_nothing
 from lean_finetune.data.format.unread_columns import without
 from lean_finetune.data.images.image_store import image_directory, image_path
 from lean_finetune.data.read.decode_rows import decode
