@@ -184,10 +184,10 @@ def lengths_of(
     from lean_finetune.pinning.model_files import read_stop_ids
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
-    engine, kind = p.run.tokenizer_engine, p.train.row_kind
+    engine, train = p.run.tokenizer_engine, p.train
     patch = vision_patch(json_object(directory / "config.json"))
     tokenizer_lock = {"files": {}, "stop_ids": stops, **({} if patch is None else {"vision_patch": patch})}
-    job = prepare_job(data, engine, lock, tokenizer_lock, directory, kind=kind)
+    job = prepare_job(data, engine, lock, tokenizer_lock, directory, kind=train.row_kind, scored=train.scores)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
     sizes: list[list[int]] = []

@@ -37,7 +37,9 @@ def main(data_lock: Path, model_lock: Path, tokenizer_lock: Path, out: Path) -> 
     data, tokenizer = read_data_lock(data_lock), read_tokenizer_lock(tokenizer_lock)
     directory = tokenizer_directory(read_model_lock(model_lock))
     files = verify_files(directory, tokenizer["files"])
-    job = prepare_job(p.data, p.run.tokenizer_engine, data, tokenizer, directory, kind=p.train.row_kind)
+    job = prepare_job(
+        *(p.data, p.run.tokenizer_engine, data, tokenizer, directory), kind=p.train.row_kind, scored=p.train.scores
+    )
     job = replace(job, tokenizer_files=files)
     for note in tokenize_all(job, p.run, out, _note):
         _note(note)

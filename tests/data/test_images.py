@@ -68,10 +68,16 @@ def test_every_form_of_a_row_gives_the_same_tokens_and_trains_no_part_of_an_imag
         row(parts({"type": "image", "image": "images/a.png"})),
         row(parts({"type": "image", "base64": base64_text})),
         row(parts({"type": "image_url", "image_url": {"url": uri}})),
+        row(parts({"type": "image_url", "value": "images/a.png"})),
+        row(parts({"type": "image", "index": 0, "text": None}), images=["images/a.png"]),
+        row(f"<img>images/a.png</img>{QUESTION}"),
+        row(f"<|image_1|>{QUESTION}", images=["images/a.png"]),
     ]
     sources: list[dict[str, Any]] = [{"source": str(write_rows(tmp_path / "rows/messages.jsonl", rows))}]
     turns = [{"from": "human", "value": text}, {"from": "gpt", "value": ANSWER["content"]}]
+    tagged = {"query": f"<img>images/a.png</img>{QUESTION}", "response": ANSWER["content"]}
     others = {
+        "query": tagged,  # The word image is nowhere in the file.
         "sharegpt": {"conversations": turns, "images": ["images/a.png"]},
         "alpaca": {"instruction": text, "output": ANSWER["content"], "images": ["images/a.png"]},
         "prompt": {"prompt": row(text)["messages"][:1], "completion": [ANSWER], "images": ["images/a.png"]},
@@ -87,7 +93,7 @@ def test_every_form_of_a_row_gives_the_same_tokens_and_trains_no_part_of_an_imag
     result = run(sources, model__name=model, data__drop_duplicates=False, **NO_HELDOUT)
     assert result.exit_code == 0, result.output
     found = rows_of_tokens()
-    assert len(found) == 13
+    assert len(found) == 18
     words = tokenizer()
     fill = words.convert_tokens_to_ids("<|image_pad|>")
     for one in found:
@@ -96,7 +102,7 @@ def test_every_form_of_a_row_gives_the_same_tokens_and_trains_no_part_of_an_imag
         assert words.decode(one["input_ids"][start:end]) == "A red field.<|im_end|>"
         assert one["input_ids"].count(fill) == one["input_ids"][:start].count(fill) == TOKENS
     pins = [one.get("images", {}).get("files") for one in json.loads(Path("locks/data.json").read_text())["sources"]]
-    assert pins == [2, 1, 1, 1, None, 1]  # One file by its relative and its absolute path; bytes within rows.
+    assert pins == [2, 1, 1, 1, 1, None, 1]  # One file by its relative and its absolute path; bytes within rows.
 
 
 def test_text_rows_beside_rows_with_images_have_the_tokens_that_they_have_alone(run, model, tmp_path):

@@ -207,6 +207,8 @@ class RowFormat(ABC):
     """Whether a row has an answer, which a column such as `label` can rate. False: its text is all there is."""
     context_key: ClassVar[str | None] = None
     """Key that the column `context` belongs to when this key has no value."""
+    asks_in_text: ClassVar[bool] = False
+    """Whether its question is one text, of which a column `input` may be a part."""
     kind: ClassVar[RowKind] = RowKind.ANSWER
     """What a row is. A labelled row has a format of answers, and a label (`labelled_rows`)."""
     divides_prompt: ClassVar[bool] = False
@@ -279,6 +281,8 @@ class SourceFormat:
     """What its rows are for the objective."""
     images: bool = False
     """Whether the model takes images. If not, rows with images are refused."""
+    scored: bool = False
+    """Whether the objective trains a reward model."""
 
     @property
     def row_format(self) -> RowFormat:

@@ -179,7 +179,10 @@ class Turns:
     """Of all content parts, in the order of the messages."""
 
     def joined(self) -> "Turns":
-        """The turns with each turn of calls joined to the assistant's text or calls before it: one answer."""
+        """The turns with each turn of calls joined to the assistant's text or calls before it: one answer.
+
+        Raises RowFault if only a part of an answer is trained.
+        """
         if not self.calls:
             return self
         messages: list[Message] = []
@@ -187,7 +190,12 @@ class Turns:
         before = None  # Number of the turn before, if it is the assistant's.
         for number, message in enumerate(self.messages):
             is_bare_call = number in self.calls and message.keys() == _CALL_KEYS
-            if is_bare_call and before is not None and (before in self.context) == (number in self.context):
+            if is_bare_call and before is not None and (before in self.context) != (number in self.context):
+                raise RowFault(
+                    f"turns {before + 1} and {number + 1} are one answer with its tool calls, and only one of them is "
+                    "trained; mark both or none"
+                )
+            if is_bare_call and before is not None:
                 calls = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
                 messages[-1] = {**messages[-1], "tool_calls": calls}
             else:

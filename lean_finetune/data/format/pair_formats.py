@@ -119,6 +119,7 @@ class Preference(RowFormat):
     """`prompt`, `chosen` and `rejected`: texts, or lists of messages; without a prompt, what both begin with (TRL)."""
 
     name, required, optional = "preference", ANSWERS, ("prompt", *CONVERSATION_KEYS)
+    asks_in_text = True
     kind = RowKind.PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:
@@ -206,6 +207,9 @@ def _common_start(chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
     """The turns that both conversations begin with, and the rest of each."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen.messages, rejected.messages, strict=False))
     size = min(len(list(same)), len(chosen.messages) - 1, len(rejected.messages) - 1)
+    # Calls are one answer with the text or calls before them.
+    while size and size in chosen.calls | rejected.calls and chosen.messages[size - 1]["role"] == "assistant":
+        size -= 1
     for turns, key in ((chosen, CHOSEN), (rejected, REJECTED)):
         if (role := turns.messages[size]["role"]) != "assistant":
             raise RowFault(

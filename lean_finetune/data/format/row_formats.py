@@ -121,6 +121,7 @@ class QueryResponse(RowFormat):
     """`query`, `response`, and `history`: pairs of earlier questions and answers (ms-swift)."""
 
     name = "query_response"
+    asks_in_text = True
     required = ("query", "response")
     optional = ("history", *CONVERSATION_KEYS)
 
@@ -137,6 +138,7 @@ class PromptCompletion(RowFormat):
     """`prompt` and `completion`: two texts, or two lists of messages. Only the completion is trained."""
 
     name = "prompt_completion"
+    asks_in_text = True
     divides_prompt = True
     required = ("prompt", "completion")
     optional = CONVERSATION_KEYS

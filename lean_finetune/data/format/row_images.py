@@ -16,20 +16,30 @@ from lean_finetune.data.format.format_base import (
     Conversation,
     Example,
     GivenImage,
+    ImagePart,
     Message,
+    PlainText,
     SourceFormat,
     parts_of,
+)
+from lean_finetune.data.format.image_tags import (
+    PATH_TAG,
+    TAG,
+    first_tag,
+    refuse_filled_tags,
+    where_text,
+    with_places,
 )
 from lean_finetune.data.format.messages import not_text
 from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 from lean_finetune.data.format.unread_columns import IGNORE, media_fault
 from lean_finetune.objectives.objective import RowKind
 
-TAG = "<image>"
-"""Text of a message where an image of the row's column stands (LLaMA-Factory, ms-swift)."""
-_PLACE = re.compile(f"{TAG}|{IMAGE}")
-_VALUE_KEYS = ("image", "image_url", "bytes", "base64", "url", "path")
+_PLACE = re.compile(f"{TAG}|{IMAGE}|{PATH_TAG.pattern}")
+_VALUE_KEYS = ("image", "image_url", "bytes", "base64", "url", "path", "value")
 """Keys of an object that hold its image."""
+_INDEX = "index"
+"""Key of a part without an image of its own: which image of the column it shows, from 0."""
 _OTHER_KEYS = ("type", "detail", "mime_type")
 """Keys that change nothing here: a hosted model's choice of resolution, and the format, which the content shows too."""
 _DATA_URI, _FILE_URI = "data:", "file:"
@@ -47,22 +57,39 @@ def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) 
         return example
     if isinstance(example, Conversation) and source.kind is RowKind.ANSWER:
         return placed(example, column_images(row))
-    if any(one.image_parts for one in parts_of(example) if isinstance(one, Conversation)) or column_images(row):
+    texts = [text for one in parts_of(example) for text in _texts(one)]
+    tag = next(filter(None, map(first_tag, texts)), None)
+    has_images = any(_parts(one) for one in parts_of(example)) or column_images(row)
+    if tag or has_images:
+        text_alone = f"; {where_text(tag)}" if tag and not has_images else ""
         if source.kind is RowKind.ANSWER:
             raise RowFault(
                 "a row of plain text cannot have images; write it as a conversation, such as data.format=messages"
+                f"{text_alone}"
             )
         raise RowFault(
-            f"train.objective trains {source.kind.text}, which cannot have images; set train.objective=sft, "
-            "or remove the row"
+            f"train.objective trains {source.kind.text}, which cannot have images; set train.objective=sft, or remove "
+            f"the row{text_alone}"
         )
+    for text in texts:
+        refuse_filled_tags(text, "the row")
     return example
+
+
+def _parts(example: Conversation | PlainText) -> tuple[ImagePart, ...]:
+    return example.image_parts if isinstance(example, Conversation) else ()
+
+
+def _texts(example: Conversation | PlainText) -> list[str]:
+    if isinstance(example, PlainText):
+        return [example.prompt, example.completion]
+    return [message["content"] for message in example.messages]
 
 
 def _refuse_images(example: Example, row: Mapping[str, Any], source: SourceFormat) -> None:
     """Refuse the images of a row for a model of text. `unread_columns` judges columns that data.columns leaves."""
     for one in parts_of(example):
-        for given in one.image_parts if isinstance(one, Conversation) else ():
+        for given in _parts(one):
             raise RowFault(f"{given.where} {not_text(given.part)}; only text can be trained")
     key = IMAGE_COLUMNS[0]
     if key in source.columns and is_given(row.get(key)):
@@ -72,44 +99,74 @@ def _refuse_images(example: Example, row: Mapping[str, Any], source: SourceForma
 def placed(example: Conversation, column: list[GivenImage]) -> Conversation:
     """The conversation with the images of its parts and of its column in their places.
 
-    A part with an image has its own. Other places take those of the column in order. Without any place, the column's
-    stand in front of the first question, as in ms-swift.
+    A part with an image, and a tag around a path, have their own. Other places take those of the column in order.
+    Without any place, the column's stand in front of the first question, as in ms-swift.
     """
     parts = example.image_parts
     if _marks({"messages": example.messages, "tools": example.tools}) > len(parts):
         raise RowFault("the row has the character U+FDD6, which marks images here; remove it")
     messages = example.messages
+    for number, message in enumerate(messages, start=1):
+        refuse_filled_tags(message["content"], f"message {number}")
+    texts = [message["content"] for message in messages]
     # Counting each is several times as fast as searching both.
-    places = len(parts) + sum(message["content"].count(TAG) for message in messages)
+    tags = sum(text.count(TAG) for text in texts)
+    paths = sum(len(PATH_TAG.findall(text)) for text in texts if "<img>" in text)
+    texts, column = with_places(texts, column, has_own=bool(parts or tags or paths))
+    places = len(parts) + paths + sum(text.count(TAG) for text in texts)
     if not places:
         return replace(example, messages=in_front(messages, len(column)), images=tuple(column)) if column else example
     own = [_part_image(one.part, one.where) for one in parts]
-    wanted = places - sum(image is not None for image in own)
+    wanted = places - paths - sum(image is not None for image in own)
     if wanted != len(column):
-        text_alone = f"; where {TAG} is text, name {IMAGE_COLUMNS[0]!r} in data.ignore_columns: no row then has images"
-        remedy = "" if parts or column else text_alone
+        remedy = "" if parts or column else f"; {where_text(TAG)}"
         raise RowFault(
             f"the row has {counted(wanted, 'place')} for images ({TAG}, or a content part without one) and "
             f"{counted(len(column), 'image')} in {IMAGE_COLUMNS[0]!r}; give one image for each place{remedy}"
         )
+    return _filled(example, texts, own, _by_index(example, own, column))
+
+
+def _filled(
+    example: Conversation, texts: list[str], own: list[GivenImage | None], column: list[GivenImage]
+) -> Conversation:
+    """The conversation with `texts`, in which each place has its image: its own, or the next one of the column."""
     images: list[GivenImage] = []
     of_parts, of_column = iter(own), iter(column)
 
     def take(place: re.Match[str]) -> str:
-        image = next(of_parts) if place[0] == IMAGE else None
+        image: GivenImage | None = None
+        if place[1] is not None:
+            image = _of_text(place[1].strip(), "<img>")
+        elif place[0] == IMAGE:
+            image = next(of_parts)
         images.append(next(of_column) if image is None else image)
         return IMAGE
 
     placed: list[Message] = []
-    for number, message in enumerate(messages, start=1):
-        text = _PLACE.sub(take, message["content"])
+    for number, (message, given) in enumerate(zip(example.messages, texts, strict=True), start=1):
+        text = _PLACE.sub(take, given)
         if message["role"] == "assistant" and IMAGE in text:
             raise RowFault(
-                f"message {number} is an answer with an image ({TAG}, or a content part); the model writes text "
-                "only: move the image into the question, or remove the row"
+                f"message {number} is an answer with an image ({TAG}, another tag, or a content part); the model "
+                "writes text only: move the image into the question, or remove the row"
             )
         placed.append({**message, "content": text})
     return replace(example, messages=placed, images=tuple(images), image_parts=())
+
+
+def _by_index(example: Conversation, own: list[GivenImage | None], column: list[GivenImage]) -> list[GivenImage]:
+    """The column's images in the order of their places, which content parts may give by number, from 0."""
+    bare = [one for one, image in zip(example.image_parts, own, strict=True) if image is None]
+    numbers = [one.part.get(_INDEX) for one in bare]
+    if not any(number is not None for number in numbers):
+        return column
+    if len(bare) != len(column) or sorted(map(str, numbers)) != sorted(map(str, range(len(column)))):
+        raise RowFault(
+            f"{bare[0].where}: {_INDEX!r} of content parts must name each image of {IMAGE_COLUMNS[0]!r} once, from 0; "
+            f"got {show(numbers)} for {counted(len(column), 'image')}; change it"
+        )
+    return [column[int(number)] for number in numbers if number is not None]
 
 
 def in_front(messages: list[Message], images: int) -> list[Message]:
@@ -169,9 +226,10 @@ def given_image(value: Any, where: str) -> GivenImage:
 def _part_image(part: Mapping[str, Any], where: str) -> GivenImage | None:
     """The image of an object; None if it has none. Raises RowFault if it has several, or an unknown key."""
     values = {key: value for key, value in part.items() if is_given(value)}
-    if unknown := [key for key in values if key not in (*_VALUE_KEYS, *_OTHER_KEYS)]:
-        raise RowFault(f"{where} has {unknown[0]!r} in an image, which is not read; remove it")
     given = [key for key in _VALUE_KEYS if key in values]
+    known = (*_VALUE_KEYS, *_OTHER_KEYS) if given else (*_OTHER_KEYS, _INDEX)
+    if unknown := [key for key in values if key not in known]:
+        raise RowFault(f"{where} has {unknown[0]!r} in an image, which is not read; remove it")
     if given == ["bytes", "path"]:  # As `datasets` writes an image: the path is only the name that it had.
         image = _of_key("bytes", values["bytes"], where)
         return replace(image, path=values["path"] if isinstance(values["path"], str) else None)

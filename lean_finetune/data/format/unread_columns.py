@@ -8,12 +8,14 @@ from typing import Any
 from cuda_memory.units import counted
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
+    IMAGE_COLUMNS,
     KTO_LABELS,
     PREFERENCE_KEYS,
     Message,
     SourceFormat,
     preference_remedy,
 )
+from lean_finetune.data.format.image_tags import is_image, names_media
 from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
 
 LOSS_MASK = "loss_mask"
@@ -28,6 +30,8 @@ _MARK_WORDS = re.compile(
     r"(?:^|[^a-z])(?:masks?|masked|loss|losses|train|trained|training|trainable|weights?)(?:$|[^a-z])"
 )
 _WORD_STARTS = re.compile("(?<=[a-z])(?=[A-Z])")
+_SWITCH_TEXT = "(?:[01](?:[.]0?)?|[Tt]rue|[Ff]alse)"
+_SWITCHES = re.compile(rf"\s*\[\s*{_SWITCH_TEXT}(?:[\s,]+{_SWITCH_TEXT})*[\s,]*\]\s*")
 # In tables of text, such as CSV files, marks are words.
 _NO_WORDS, _YES_WORDS = ("0", "0.0", "false", "no"), ("1", "1.0", "true", "yes")
 
@@ -98,6 +102,8 @@ def looks_like_mark(key: str, value: Any) -> bool:
 def looks_like_loss_mask(key: str, value: Any) -> bool:
     """Whether an unread column, also as JSON text, may say for each turn whether it is trained."""
     if isinstance(value, str) and value.lstrip().startswith("[") and _names_mark(key):
+        if _SWITCHES.fullmatch(value):  # As JSON, Python or numpy writes it.
+            return True
         value = list_or_nothing(value)
     return type(value) is list and bool(value) and all(_switch(one) is not None for one in value) and _names_mark(key)
 
@@ -135,11 +141,14 @@ QUESTION_COLUMNS = {
     "system_prompt": "name it as data.columns={system: system_prompt}",
     "system_message": "name it as data.columns={system: system_message}",
     "history": "put its turns into the conversation, or read the row as data.format=alpaca",
-    "context": "name it as data.columns={input: context}",
+    "context": "put it into the question",
+    "input": "put it into the question",
     "chat_template_kwargs": "remove it, and set its values in a chat template file named by data.chat_template",
 }
-MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *ROW_MARKS, *QUESTION_COLUMNS))
-"""Columns that change what a row means, unless its format reads them."""
+MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *ROW_MARKS, *QUESTION_COLUMNS, "margin"))
+"""Columns that change what a row means, unless its format reads them. Others are found by their names and values."""
+MARGIN = "margin"
+"""Column by how much the chosen answer of a pair is better, which a loss of reward models may subtract (TRL)."""
 
 IGNORE = "name it in data.ignore_columns to leave it unread"
 
@@ -154,6 +163,7 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
         return []
     unread = [key for key, value in row.items() if key not in read and is_given(value)]
     for key in unread:
+        _refuse_other_media(key, row, source)
         if looks_like_loss_mask(key, row[key]):
             remedy = f"name it as data.columns={{{LOSS_MASK}: {key}}} where 1 means trained"
             if LOSS_MASK not in source.row_format.keys:
@@ -166,6 +176,12 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
 def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     """Return whether a column requests what training does by default, such as weight 1; False for unknown columns."""
     value = row[key]
+    if key == MARGIN:
+        if source.scored and _number(value) != 0.0:
+            raise RowFault(
+                f"{key!r} is {show(value)}, and the loss of train.objective=reward has no margin of a pair; {IGNORE}"
+            )
+        return False
     if key in MEDIA:
         raise RowFault(f"{media_fault(key, source.images)}; remove the row, or {IGNORE}")
     if key in PREFERENCE_KEYS:
@@ -194,11 +210,34 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
                 f"row (data.on_bad_row=skip leaves all such rows out), or {IGNORE}"
             )
         return label == "true"
-    if key == "context":
-        other = row_format.context_key
-        if other is None or is_given(row.get(source.column(other))):
-            return False
-    raise RowFault(f"{key!r} is part of the question, and is not read; {QUESTION_COLUMNS[key]}, or {IGNORE}")
+    if key == "input" and not row_format.asks_in_text:
+        return False
+    raise RowFault(f"{key!r} is part of the question, and is not read; {_remedy(key, row, source)}, or {IGNORE}")
+
+
+def _remedy(key: str, row: Mapping[str, Any], source: SourceFormat) -> str:
+    """How to read a column of the question."""
+    other = source.row_format.context_key
+    if key == "context" and other is not None and not is_given(row.get(source.column(other))):
+        return f"name it as data.columns={{{other}: context}}"
+    return QUESTION_COLUMNS[key]
+
+
+def _refuse_other_media(key: str, row: Mapping[str, Any], source: SourceFormat) -> None:
+    """Refuse a column with images, video or audio by another name than those of MEDIA.
+
+    For a model that takes images, any column with an image is one, unless the row has its images elsewhere.
+    """
+    if key in MEDIA or not (names_media(key, row[key]) or (source.images and is_image(row[key]))):
+        return
+    if not source.images:
+        raise RowFault(f"{media_fault(key)}; remove the row, or {IGNORE}")
+    if any(is_given(row.get(source.column(name))) for name in IMAGE_COLUMNS):
+        return
+    raise RowFault(
+        f"{key!r} seems to hold an image, and is not read; name it as data.columns={{images: {key}}}, put the images "
+        f"of several columns into one list 'images', or {IGNORE}"
+    )
 
 
 def _is_trained(key: str, value: Any) -> bool:

@@ -11,6 +11,7 @@ from lean_finetune.data.format.format_base import (
     IMAGE_COLUMNS,
     GivenImage,
 )
+from lean_finetune.data.format.image_tags import PATH_TAG
 from lean_finetune.data.format.messages import IMAGE_PARTS
 from lean_finetune.data.format.row_images import column_images, given_image
 from lean_finetune.data.format.row_values import list_or_nothing
@@ -22,8 +23,9 @@ from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import DataFile, data_files
 from lean_finetune.pinning.read_locks import DATA_SCHEMA
 
-# The name of each column and kind of part has the first; JSON may write its letters as the second.
-_SIGNS = (b"image", b"\\u006")
+# The name of each column and kind of part has the first, a tag around a path the second; JSON may write their letters
+# as the third.
+_SIGNS = (b"image", b"img", b"\\u006")
 _SEARCHED_BYTES = 1 << 20
 _SIGN_BYTES = max(map(len, _SIGNS))
 
@@ -98,22 +100,27 @@ def _rows(lock: Mapping[str, Any], may_skip: bool) -> Iterator[tuple[int, dict[s
 
 
 def _images(row: Mapping[str, Any]) -> Iterator[GivenImage]:
-    """The images of a row's columns and content parts."""
+    """The images of a row's columns, content parts and tags around paths."""
     with suppress(RowFault):
         yield from column_images(row)
-    for part in _parts(list(row.values())):
-        with suppress(RowFault):
-            yield given_image(part, "")
+    for value in _parts_and_texts(list(row.values())):
+        paths = [tag[1].strip() for tag in PATH_TAG.finditer(value)] if isinstance(value, str) else [value]
+        for path in paths:
+            with suppress(RowFault):
+                yield given_image(path, "")
 
 
-def _parts(value: Any) -> Iterator[dict[str, Any]]:
-    """The content parts with images inside a value of a row, also in JSON text, as in a CSV file."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = list_or_nothing(value)
+def _parts_and_texts(value: Any) -> Iterator[dict[str, Any] | str]:
+    """The content parts with images, and the texts, inside a value of a row, also in text of a list."""
+    if isinstance(value, str):
+        found = list_or_nothing(value) if value.lstrip().startswith("[") else []
+        if not found:
+            yield value
+        value = found
     if isinstance(value, dict):
         if value.get("type") in IMAGE_PARTS:
             yield value
         value = list(value.values())
     if isinstance(value, list):
         for item in value:
-            yield from _parts(item)
+            yield from _parts_and_texts(item)

@@ -241,7 +241,8 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
         rows = _Rows(block=block, kind=self._settings.kind)
         source = self._settings.sources[block.source]
-        if self._settings.images and (b"image" in block.payload or "images" in source.columns):
+        named = b"image" in block.payload or b"<img>" in block.payload or "images" in source.columns
+        if self._settings.images and named:
             _ = self.images  # Before memory is limited: it imports transformers.
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)

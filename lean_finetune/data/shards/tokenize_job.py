@@ -103,10 +103,11 @@ def prepare_job(
     directory: Path,
     *,
     kind: RowKind = RowKind.ANSWER,
+    scored: bool = False,
 ) -> TokenizeJob:
     """Read the first rows of each source and make all choices; `engine` is run.tokenizer_engine.
 
-    `kind` is what the rows are for the objective.
+    `kind` is what the rows are for the objective, and `scored` says whether it trains a reward model.
 
     Raises UserError if a source has no rows, its first row has no known format, the requested engine would change ids,
     or the chat template cannot be used.
@@ -114,7 +115,8 @@ def prepare_job(
     return_freed_memory()
     names = file_names(data_lock)
     takes_images = image_family(directory) is not None
-    inspected = [_inspect(data, data_lock, index, kind, takes_images) for index in range(len(data_lock["sources"]))]
+    sources = range(len(data_lock["sources"]))
+    inspected = [_inspect(data, data_lock, index, kind, takes_images, scored) for index in sources]
     images = kind is RowKind.ANSWER and any(one.source_format.images for one in inspected)
     ignored = tuple(data.ignore_columns or ())
     # A later row may be the first to have a column that changes its meaning, or that the format reads.
@@ -204,7 +206,9 @@ _PlacedRow = tuple[str, dict[str, Any]]
 """(file:line, value) of a readable row."""
 
 
-def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_images: bool) -> _InspectedSource:
+def _inspect(
+    data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, takes_images: bool, scored: bool
+) -> _InspectedSource:
     """Read the first rows of a source for a model that takes images, or text alone."""
     source = lock["sources"][index]
     columns = dict(source["columns"] if source["columns"] is not None else (data.columns or {}))
@@ -228,7 +232,13 @@ def _inspect(data: Data, lock: Mapping[str, Any], index: int, kind: RowKind, tak
         check_columns(columns, wanted, kind)
         reason = "params.yaml says so"
     source_format = SourceFormat(
-        format=wanted, columns=columns, roles=roles, is_heldout=is_heldout_source(source), kind=kind, images=images
+        format=wanted,
+        columns=columns,
+        roles=roles,
+        is_heldout=is_heldout_source(source),
+        kind=kind,
+        images=images,
+        scored=scored,
     )
     return _InspectedSource(
         source_format=source_format,

@@ -12,6 +12,7 @@ from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.objectives.objective import RowKind
 
 QUESTION = {"role": "user", "content": "2+2?"}
+CALL = '{"name": "f", "arguments": {}}'
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("4", "5"))
 
 
@@ -57,6 +58,16 @@ def test_earlier_answers_belong_to_the_prompt():
     assert isinstance(pair.chosen, Conversation)
     assert [message["role"] for message in pair.chosen.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert pair.chosen.trained_turns() == [4] and pair.prompt_key() == pair.rejected.prompt_key()
+
+
+@pytest.mark.parametrize("start", [{"role": "assistant", "content": "Wait."}, {"role": "tool_call", "content": CALL}])
+def test_answers_that_begin_alike_and_end_in_other_calls_are_compared_as_a_whole(start):
+    """The common beginning was a turn of its own in the prompt, and the calls another one."""
+    calls = [{"role": "tool_call", "content": CALL.replace("f", name)} for name in "gh"]
+    pair = parsed({"chosen": [QUESTION, start, calls[0]], "rejected": [QUESTION, start, calls[1]]})
+    for one in (pair.chosen, pair.rejected):
+        assert isinstance(one, Conversation)
+        assert len(one.messages) == 2 and one.trained_turns() == [1]
 
 
 def test_plain_texts_need_no_template():

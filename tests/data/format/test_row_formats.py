@@ -321,11 +321,25 @@ def test_reasoning_parts_are_the_reasoning_of_the_turn():
     assert conversation(row, "messages").messages[1] == {**ANSWER, "reasoning_content": "Hm."}
 
 
-def test_calls_of_untrained_turns_are_not_joined_to_trained_ones():
-    turn = {"from": "function_call", "value": json.dumps(CALL)}
-    row = {"conversations": [{"from": "human", "value": "Q"}, turn, {**turn, "train": False}, turn]}
-    example = conversation(row, "sharegpt")
-    assert (len(example.messages), example.context) == (4, {2})
+@pytest.mark.parametrize("mark", [{"train": False}, {"loss": False}, {"weight": 0}, {"masked": 1}])
+def test_one_answer_is_trained_completely_or_not_at_all(mark: dict[str, Any]):
+    """Calls in turns of their own are one answer. Of two turns, the second began where no generation begins."""
+    question = {"from": "human", "value": "Q"}
+    text, turn = {"from": "gpt", "value": "Wait."}, {"from": "function_call", "value": json.dumps(CALL)}
+    for turns_given in (
+        [{**turn, **mark}, turn],
+        [turn, {**turn, **mark}],
+        [{**text, **mark}, turn],
+        [text, turn | mark],
+    ):
+        with pytest.raises(
+            RowFault, match="turns 2 and 3 are one answer with its tool calls, and only one of them is tra"
+        ):
+            conversation({"conversations": [question, *turns_given]}, "sharegpt")
+    both = {"conversations": [question, {**turn, **mark}, {**turn, **mark}, question, text, turn]}
+    example = conversation(both, "sharegpt")
+    assert (len(example.messages), example.context, example.trained_turns()) == (4, {1}, [3])
+    assert [len(message.get("tool_calls", ())) for message in example.messages] == [0, 2, 0, 1]
 
 
 def test_lists_may_be_json_text_as_in_a_csv_file():
