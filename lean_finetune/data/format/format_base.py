@@ -349,6 +349,7 @@ def complete_columns(
     row: Mapping[str, Any], columns: Mapping[str, str], kind: RowKind = RowKind.ANSWER
 ) -> Mapping[str, str]:
     """data.columns with those of a question and an answer under usual names, where no format has the row's names."""
+    row = with_turns(row)
     is_pair = kind is RowKind.PAIR or any(key in row for key in PREFERENCE_KEYS)
     if is_pair or _suiting(_filled(row), columns, kind):
         return columns
