@@ -304,8 +304,8 @@ def _say_shipped(name: str) -> None:
 def find_model(name: str, revision: str | None = None) -> Path:
     """The directory of a model's config.json.
 
-    `name` is a hub id, `tiny`, a shipped configuration, a directory, or the path of a config.json. Where the hub gives no
-    access to a model whose config.json is in the package, that is taken.
+    `name` is a hub id, `tiny`, a shipped configuration, a directory, or the path of a config.json. Where the hub gives
+    no access to a model whose config.json is in the package, that is taken.
 
     Raises:
         UserError: there is no such file, or the hub cannot be reached.

@@ -40,10 +40,9 @@ SHORT = ["--max-new-tokens", "12", "--bits", "16"]
 @pytest.mark.parametrize("command", [["chat"], ["generate", "a.jsonl", "b.jsonl"], ["export", "out"]])
 def test_a_missing_model_is_named_before_torch_is_imported(tmp_path: Path, command: list[str]):
     """Twenty seconds of imports before the line that there is no model."""
-    code = "import sys; from lean_finetune.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    done = run_bounded(
-        [sys.executable, "-c", code, *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    code = "from lean_finetune.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_bounded([sys.executable, "-c", f"import sys\n{code}", *command], cwd=tmp_path, env=environment)
     assert done.returncode == 2 and "got 'data/tuned', which does not exist" in done.stderr
     assert done.stdout == "False\n"
 
