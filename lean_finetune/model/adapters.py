@@ -36,13 +36,13 @@ from lean_finetune.model.experts.expert_adapters import (
     multiply_by_rows,
     names_as_given,
     names_of_experts,
-    saved_config,
     target_experts,
     target_name,
 )
 from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finite
 from lean_finetune.model.files.safetensors_files import write_loaded
+from lean_finetune.model.files.saved_adapter import saved_config
 from lean_finetune.model.images.image_config import part_of_images
 from lean_finetune.model.images.image_parts import (
     PROJECTOR,
@@ -358,7 +358,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
     """
     try:
         with _without_peft_warnings(), names_as_given():
-            config = _without_head(saved_config(directory), model)
+            config = _without_head(saved_config(directory, model), model)
             if config.modules_to_save:
                 _name_trained_parts(config, model, directory)
             add_rows(model, saved_token_ids(vars(config)))
@@ -407,12 +407,12 @@ def take_experts(
         directory: of the saved adapter.
         tensors: those of its file; what this returns is removed.
     """
-    own_config = saved_config(directory)
-    own_config.base_model_name_or_path = None  # Which peft would compare with the model's.
+    model = meta_model(config)
+    own_config = saved_config(directory, model)
     if not own_config.target_parameters:
         return {}
     with _without_peft_warnings(), names_as_given():
-        adapted = get_peft_model(meta_model(config), own_config, low_cpu_mem_usage=True)
+        adapted = get_peft_model(model, own_config, low_cpu_mem_usage=True)
     multiply_by_rows(adapted)
     found = {}
     for path, module in adapted.named_modules():

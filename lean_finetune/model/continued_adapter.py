@@ -18,13 +18,10 @@ from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finit
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.trained_rows import saved_token_ids
-from lean_finetune.pinning.adapter_files import LORA, adapter_tensors, fault, read_adapter
+from lean_finetune.pinning.adapter_files import LORA, MERGE_FIRST, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 T = TypeVar("T")
-MERGE_FIRST = "merge it into its base with peft, and name the result in model.name"
-CHANGED_BASES = ("corda", "loftq", "olora", "pissa")
-"""Starts of peft that change the frozen weights, which the base's files then do not have."""
 HEADS_OF_SCORES = ("classifier", "score")
 """Heads that PEFT saves with the adapter of a reward model, whatever it is told to save."""
 UNUSED = ("bias", "layer_replication", "layers_to_transform", "lora_bias", "use_qalora")
@@ -77,9 +74,6 @@ def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> N
             f"is that of a reward model, and train.objective is {train.objective}",
             "set train.objective=reward, or name another adapter",
         )
-    start = str(adapter.get("init_lora_weights")).lower()
-    if start.startswith(CHANGED_BASES):
-        raise fault(path, f"has init_lora_weights={shortened(start)}, which changed its base", MERGE_FIRST)
     for key in UNUSED:
         if (value := adapter.get(key)) and value != "none":
             raise fault(path, f"has {key}={shortened(str(value))}, which is not trained here", MERGE_FIRST)

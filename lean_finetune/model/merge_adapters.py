@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import read_json, write_json
@@ -44,8 +45,9 @@ from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
-from lean_finetune.pinning.adapter_files import LORA
-from lean_finetune.pinning.config_file import CONFIG_FILE
+from lean_finetune.pinning.adapter_config import AdaptedLayers
+from lean_finetune.pinning.adapter_files import LORA, MERGE_FIRST, fault, read_adapter
+from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS, CONFIG_FILE
 from lean_finetune.pinning.model_files import INDEX
 
 STACKED_WHILE_LOADING = ([MergeModulelist], [MergeModulelist, Concatenate])
@@ -185,6 +187,8 @@ class MergedExperts:
 SUFFIX = ".safetensors"
 HEAD_OF_SCORES = f"{SCORE}.weight"
 """The head of a reward model in its file."""
+MERGED_PARTS = ("A.weight", "B.weight", "magnitude_vector")
+"""Ends of the names of an adapter's tensors."""
 MERGED = "merged"
 """Subdirectory of the merged model, next to its adapter."""
 
@@ -205,9 +209,9 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     Raises:
         UserError: the base has no weight for an adapter, or a weight has NaN or infinite values.
     """
-    config = read_json(adapter / "adapter_config.json")
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    refuse_not_finite(tensors.items(), of_adapter(adapter / "adapter_model.safetensors"))
+    config = read_adapter(adapter)
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    refuse_not_finite(tensors.items(), of_adapter(adapter / ADAPTER_WEIGHTS))
     base_config = read_config(base, images=are_of_images(tensors))
     model, stored_in_base = meta_model(base_config), file_tensors(base, base_config)
     tensors_of_base = finite_tensors(stored_in_base)
@@ -215,11 +219,17 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     packed_layers = (name.removesuffix(".weight") for name in names_in_model(model, packed).values())
     quantised = _quantised_layers(base_config, weights).difference(packed_layers)
     experts = MergedExperts(tensors_of_base, model, weights, take_experts(base_config, adapter, tensors))
-    others = {key.removeprefix(PEFT_PREFIX): tensors.pop(key) for key in [*tensors] if LORA not in key}
+    _refuse_unmerged(adapter, (key for key in tensors if LORA in key))
+    others = {
+        key.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): tensors.pop(key)
+        for key in [*tensors]
+        if LORA not in key
+    }
     rows = {f"{key.removesuffix(DELTA)}.weight": delta for key, delta in others.items() if key.endswith(DELTA)}
     whole = {key: tensor for key, tensor in others.items() if not key.endswith(DELTA)}
     score = {key: whole.pop(key) for key in [*whole] if key == HEAD_OF_SCORES}  # Of a reward model, at most one.
     first_file = min((name for name in files if name.endswith(SUFFIX)), default="")
+    layers, transposed = AdaptedLayers(config), {name for name, one in model.named_modules() if isinstance(one, Conv1D)}
     ids = {name: ids_of_layer(config, name.removesuffix(".weight")) for name in rows}
     biases = {f"{name.removesuffix('.weight')}.bias": one for name, one in ids.items()}
     unmerged = {_layer(key) for key in tensors} | whole.keys() | rows.keys()
@@ -262,7 +272,9 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
                 return weight
             weight_NK = as_trained(weight, weights, layer in quantised)
             if layer in unmerged:
-                weight_NK = _with_adapter(weight_NK, layer, tensors, config)
+                is_KN = layer in transposed
+                weight_NK = _with_adapter(weight_NK.T if is_KN else weight_NK, layer, tensors, config, layers)
+                weight_NK = weight_NK.T.contiguous() if is_KN else weight_NK
                 unmerged.remove(layer)
             return weight_NK.to(weight.dtype)
 
@@ -365,15 +377,26 @@ def _quantised_layers(config: PretrainedConfig, weights: BaseWeights) -> set[str
 
 
 def _with_adapter(
-    weight_NK: torch.Tensor, layer: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    weight_NK: torch.Tensor,
+    layer: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    layers: AdaptedLayers,
 ) -> torch.Tensor:
     """The weight plus its adapter; with DoRA, rows scaled to their learnt norms."""
     key = f"{PEFT_PREFIX}{layer}.lora_"
     A_RK, B_NR = tensors[f"{key}A.weight"].float(), tensors[f"{key}B.weight"].float()
-    rank, alpha = config["r"], config["lora_alpha"]
-    scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
+    rank, alpha = len(A_RK), layers.alpha(layer)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     merged_NK = weight_NK + scale * (B_NR @ A_RK)
     lengths_N = tensors.get(f"{key}magnitude_vector")
     if lengths_N is None:
         return merged_NK
     return merged_NK * (lengths_N.float() / torch.linalg.norm(merged_NK, dim=1))[:, None]
+
+
+def _refuse_unmerged(directory: Path, tensors: Iterable[str]) -> None:
+    """Raise UserError if an adapter has tensors that are not merged here, such as those of an adapted embedding."""
+    for name in tensors:
+        if name.partition(LORA)[2] not in MERGED_PARTS:
+            raise fault(directory / ADAPTER_WEIGHTS, f"has {name}, which is not merged here", MERGE_FIRST)

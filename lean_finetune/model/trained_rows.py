@@ -8,6 +8,7 @@ Shapes: n trained tokens, V rows of the embedding, D hidden size.
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapter_init import ADAPTER
 from lean_finetune.model.empty_model import token_layers
+from lean_finetune.pinning.adapter_files import DELTA as DELTA
+from lean_finetune.pinning.adapter_files import fault
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG
 
+MOST_ADDED = 2**16
+"""Tokens that a tokenizer may have beyond the rows of the model's embedding."""
 MEAN_ROWS = 4096
 """Rows whose fp32 copies exist at a time while their mean is computed."""
-DELTA = ".token_adapter.trainable_tokens_delta"
-"""In the name of an adapter's tensor, after that of its layer."""
 
 
 def with_token_ids(train: Train, ids: Sequence[int]) -> Train:
@@ -45,6 +49,13 @@ def saved_token_ids(adapter: Mapping[str, Any]) -> list[int]:
     """The ids of the trained tokens in adapter_config.json, those of all layers."""
     found = adapter.get("trainable_token_indices") or []
     return sorted({number for ids in (found.values() if isinstance(found, dict) else [found]) for number in ids})
+
+
+def refuse_far_tokens(directory: Path, adapter: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Raise UserError if an adapter has rows of tokens far beyond the model's: all rows before them would be made."""
+    rows, largest = config.get_text_config().vocab_size, max(saved_token_ids(adapter), default=0)
+    if largest >= rows + MOST_ADDED:
+        raise fault(directory / ADAPTER_CONFIG, f"has a row for token {largest}, and the model has {rows} tokens")
 
 
 def ids_of_layer(adapter: Mapping[str, Any], layer: str) -> list[int]:

@@ -1,57 +1,31 @@
 """The files of a LoRA adapter, which strangers may have made: each is checked before anything uses it."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.pinning.adapter_config import BASE_ID, CHANGED_BASES, AdaptedLayers, AdapterConfig
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NotAnObject, read_object
-from lean_finetune.pinning.hub import HUB_ID
+from lean_finetune.pinning.name_patterns import PatternFault
 
+PEFT_PREFIX = "base_model.model."
+"""In the name of an adapter's tensor, before that of its layer."""
 LORA = ".lora_"
 """In the name of an adapter's tensor, after that of its layer; a trained copy of a layer has the layer's own names."""
+DELTA = ".token_adapter.trainable_tokens_delta"
+"""In the name of the tensor with the trained rows of an embedding or head, after that of the layer."""
 AGAIN = "download or save it again"
-BASE_ID = re.compile(rf"(?:{HUB_ID.pattern}|\w[\w.-]*)")
-"""A hub id; old ones have no organisation."""
-REVISION = re.compile(r"\w[\w./-]*")
-"""A commit, branch or tag of the hub."""
+MERGE_FIRST = "merge it into its base with PEFT, and name the result"
 
 
 def fault(path: Path, what: str, remedy: str = AGAIN) -> UserError:
     """The one form of all refusals."""
     return UserError(f"model.adapter: {path} {what}; {remedy}")
-
-
-class AdapterConfig(BaseModel):
-    """What is read of adapter_config.json here, in PEFT's names; PEFT reads the rest."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    peft_type: Literal["LORA"] = "LORA"
-    task_type: Literal["CAUSAL_LM", "SEQ_CLS"] | None = None
-    base_model_name_or_path: str = Field(min_length=1)
-    revision: str | None = Field(default=None, pattern=rf"^{REVISION.pattern}$")
-    r: int = Field(ge=1)
-    lora_alpha: int | float = Field(allow_inf_nan=False)
-    target_modules: str | list[str] | None = None
-    target_parameters: list[str] | None = None
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, int | float] | None = None
-    use_dora: bool | None = False
-    use_rslora: bool | None = False
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    megatron_config: None = None
-
-    @model_validator(mode="after")
-    def _has_targets(self) -> "AdapterConfig":
-        if not self.target_modules and not self.target_parameters:
-            raise ValueError("target_modules: must name the adapted layers")
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +47,9 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
         adapter = read_object(path)
     except NotAnObject as error:
         raise fault(path, str(error)) from None
+    start = str(adapter.get("init_lora_weights")).lower()
+    if start.startswith(CHANGED_BASES):
+        raise fault(path, f"has init_lora_weights={shortened(start)}, which changed its base", MERGE_FIRST)
     try:
         AdapterConfig.model_validate(adapter)
     except ValidationError as error:
@@ -88,8 +65,18 @@ def read_adapter(directory: Path) -> Mapping[str, Any]:
             "on, or merged, it is another model",
             "name another directory, or use it with peft",
         )
-    _check_weights(directory, adapter)
+    with pattern_faults(directory):
+        _check_weights(directory, adapter)
     return adapter
+
+
+@contextmanager
+def pattern_faults(directory: Path) -> Iterator[None]:
+    """Turn a PatternFault of an adapter's config into a `UserError`."""
+    try:
+        yield
+    except PatternFault as error:
+        raise fault(directory / ADAPTER_CONFIG, f"cannot be used ({error})", "name another directory") from None
 
 
 def check_base_name(directory: Path, adapter: Mapping[str, Any]) -> None:
@@ -108,7 +95,9 @@ def _check_weights(directory: Path, adapter: Mapping[str, Any]) -> None:
     path = directory / ADAPTER_WEIGHTS
     tensors = adapter_tensors(directory)
     parts = ["A.weight", "B.weight", *(["magnitude_vector"] if adapter.get("use_dora") else [])]
-    one_rank = not adapter.get("rank_pattern") and not adapter.get("target_parameters")
+    layers = AdaptedLayers(adapter)
+    if adapter.get("trainable_token_indices") and not any(name.endswith(DELTA) for name in tensors):
+        raise fault(path, f"has no rows of the tokens that {ADAPTER_CONFIG} names")
     for name, tensor in tensors.items():
         if not tensor.dtype.startswith(("F", "BF")):
             raise fault(path, f"has {name} of type {tensor.dtype}; adapters have floating-point numbers")
@@ -117,8 +106,14 @@ def _check_weights(directory: Path, adapter: Mapping[str, Any]) -> None:
             continue
         if missing := [part for part in parts if f"{layer}.lora_{part}" not in tensors]:
             raise fault(path, f"has no {layer}.lora_{missing[0]}")
-        if one_rank and name.endswith(".lora_A.weight") and tensor.shape[0] != adapter["r"]:
-            raise fault(path, f"has rank {tensor.shape[0]} in {name}, and {ADAPTER_CONFIG} has r={adapter['r']}")
+        if name.endswith(".lora_A.weight") and not layers.has_experts(own := layer_name(name)):
+            if tensor.shape[:1] != (rank := layers.rank(own),):
+                raise fault(path, f"has shape {tensor.shape} in {name}, and {ADAPTER_CONFIG} says rank {rank}")
+
+
+def layer_name(tensor: str) -> str:
+    """The layer of an adapter's tensor."""
+    return tensor.removeprefix(PEFT_PREFIX).partition(LORA)[0].removesuffix(".base_layer")
 
 
 def adapter_tensors(directory: Path) -> dict[str, AdapterTensor]:

@@ -143,7 +143,10 @@ def test_values_of_another_type_are_refused(key: str, says: str, tmp_path: Path)
         read_config_of_tool(tmp_path / "run.yaml", 1, with_data=False)
 
 
-@pytest.mark.parametrize("pattern", ["(a", "a)", "a{2}", "a+", "[^a]", "(a|b)" * 20, "^a$"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a", "a)", "a{2}", "a+", "[^a]", "(a|b)" * 20, "^a$", "(" * 2000 + ")" * 2000, "[ab]{}|".format("[ab]" * 10) * 3],
+)
 def test_other_patterns_are_refused(pattern: str):
     """A pattern that takes minutes, or layers that nobody named."""
     with pytest.raises(ValueError, match="must "):

@@ -217,7 +217,7 @@ def without_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             r"config\.json has bias=all, which is not trained here",
         ),
         ({}, lambda path: config_with(path, init_lora_weights="pissa_niter_4"), "which changed its base; merge it"),
-        ({}, lambda path: config_with(path, rank_pattern={"q_proj": 2}), "has another rank or scale for q_proj"),
+        ({}, lambda path: config_with(path, alpha_pattern={"q_proj": 2}), "has another rank or scale for q_proj"),
         ({}, lambda path: config_with(path, peft_type="IA3"), r"model\.adapter: .* is not one of a LoRA adapter"),
         (
             {},

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from itertools import product
 
+MOST_CHARACTERS = 4096
 MOST_NAMES = 4096
 """Names that a regular expression may stand for."""
 TOWER = re.compile(r"(^|[._])(visual|vision\w*)([._]|$)")
@@ -23,8 +24,13 @@ def names_of(pattern: str) -> list[str]:
     Raises:
         ValueError: it has another form, or stands for too many names.
     """
+    if len(pattern) > MOST_CHARACTERS:
+        raise ValueError(f"must have at most {MOST_CHARACTERS} characters")
     tokens = TOKEN.findall(pattern)
-    names, rest = _alternatives(tokens, 0)
+    try:
+        names, rest = _alternatives(tokens, 0)
+    except RecursionError:
+        raise ValueError("must have fewer groups in one another") from None
     if rest != len(tokens) or not names:
         raise ValueError("must be a regular expression of names, groups and alternatives")
     return names
@@ -40,6 +46,8 @@ def _alternatives(tokens: list[str], place: int) -> tuple[list[str], int]:
         if token == "|":
             found += _joined(parts)
             parts = []
+            if len(found) > MOST_NAMES:
+                raise ValueError(f"must stand for at most {MOST_NAMES} names")
             continue
         texts = [token]
         if token in ("(", "(?:"):

@@ -37,7 +37,7 @@ from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_
 from lean_finetune.model.load_model import load_base, read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
-from lean_finetune.model.trained_rows import saved_token_ids
+from lean_finetune.model.trained_rows import refuse_far_tokens, saved_token_ids
 from lean_finetune.pinning.adapter_files import adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, refuse_no_model
 from lean_finetune.pinning.hub import download, list_files
@@ -221,6 +221,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
             config = read_config(base, images=are_of_images(adapter_tensors(directory)))
+            refuse_far_tokens(directory, adapter, config)
             check_weights(base)
             read_generation_config(base)
         return TunedModel(

@@ -10,7 +10,6 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -127,17 +126,6 @@ def names_as_given() -> Iterator[None]:
         yield
     finally:
         conversion.convert_peft_config_for_transformers = convert
-
-
-def saved_config(directory: Path) -> LoraConfig:
-    """The config of a saved adapter, with layers that it names by their weights (see `save_adapter`) as layers."""
-    config = LoraConfig.from_pretrained(str(directory), local_files_only=True)
-    parameters = set(config.target_parameters or ())
-    layers = {name for name in parameters if name.endswith(".weight")}
-    if layers:
-        config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(".weight") for name in layers)}
-        config.target_parameters = sorted(parameters - layers) or None
-    return config
 
 
 def trained_in_experts(model: nn.Module) -> int:
