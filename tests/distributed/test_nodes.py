@@ -245,8 +245,7 @@ DVC = """#!/bin/sh
 test "$*" = "repro estimate" || exec python -m stages.train
 """
 SRUN = """#!/bin/sh
-test "$1" = --kill-on-bad-exit=1 || exit 2
-shift
+test "$1" != --kill-on-bad-exit=1 || shift
 export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node-[a,b]
 set -m
 {first} env SLURM_NODEID=0 "$@" &
