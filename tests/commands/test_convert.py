@@ -292,11 +292,13 @@ def test_a_part_of_a_split_becomes_rows_or_a_share(split: str, entry: dict[str, 
 
 def test_keys_of_data_sets_are_listed_like_every_key(tmp_path: Path):
     """`datasets: [{path, type, shards}]` whose keys vanished without a word, also where a prediction needs no data."""
-    (tmp_path / "run.yaml").write_text(AXOLOTL.replace("type: alpaca", "type: alpaca\n    split: train\n    shards: 2"))
+    (tmp_path / "run.yaml").write_text(
+        AXOLOTL.replace("type: alpaca", "type: alpaca\n    split: train\n    shards: 2\n    of_tomorrow: 1")
+    )
     converted = read_config_of_tool(tmp_path / "run.yaml", gpus=1)
-    assert converted.used["datasets.path"] == "data.source" and converted.used["datasets.split"] == "data.split"
-    assert converted.unknown == ["datasets.shards"]
-    assert any("datasets.type" in keys for keys in converted.ignored.values())
+    assert converted.used["datasets.path"] == "data.source" and converted.used["datasets.split"] == "data.source.split"
+    assert converted.used["datasets.type"] == "data.source.format" and converted.unknown == ["datasets.of_tomorrow"]
+    assert "datasets.shards=2: all rows are read" in converted.differs
     without = read_config_of_tool(tmp_path / "run.yaml", gpus=1, with_data=False)
     assert {"datasets", "datasets.path", "datasets.split"} <= set(without.ignored["a prediction needs no data"])
 
@@ -458,6 +460,9 @@ def test_the_tables_name_parameters_that_exist():
             value = value[part]
     facts = {rule["fact"] for rule in rules if isinstance(rule, dict) and "fact" in rule}
     assert facts <= set(shared()["facts"]) | {"padded", "dataset_dir", "template", "processor", "freeze_language"}
+    # A comma in a text without quotation marks makes keys of its parts.
+    known_keys = {"to", "fact", "values", "refuse", "differs", "also", "adapts", "source", "one_of_list"}
+    assert [rule for rule in rules if isinstance(rule, dict) and not {*rule} <= known_keys] == []
     for table in tables():
         listed = [key for keys in table["ignored"].values() for key in keys]
         assert len(listed) == len(set(listed)) and not set(listed) & set(table["keys"]), table["tool"]

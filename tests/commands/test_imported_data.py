@@ -139,7 +139,10 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = ("alpaca_en_demo", "glaive_toolcall_en_demo", "dpo_en_demo", "kto_en_demo", "wiki_demo")
+
+
+@pytest.mark.parametrize("form", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in FORMS])
 def test_every_form_of_llama_factorys_demo_sets_becomes_tokens(form: str):
     """`import` wrote a data.ignore_columns that tokenize refused: none of them could be trained."""
     stage, entry, rows, expected = FORMS[form]
@@ -199,6 +202,7 @@ DEMO: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEMO)
 def test_llama_factorys_own_demo_sets_become_tokens(name: str, public_data: Path):
     """The first rows of the published files."""

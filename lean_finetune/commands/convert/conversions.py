@@ -39,6 +39,17 @@ class Converted:
     adapted_parts: set[str] = field(default_factory=set)
     """Parts for images, vision and projector, whose layers have adapters by their names."""
 
+    def say(self, difference: str) -> None:
+        """Note what is done otherwise here, once."""
+        if difference not in self.differs:
+            self.differs.append(difference)
+
+    def ignore(self, key: str, reason: str) -> None:
+        """List a key as ignored, no longer as used."""
+        self.used.pop(key, None)
+        listed = self.ignored.setdefault(reason, [])
+        listed += [key] if key not in listed else []
+
     def flags(self) -> list[str]:
         """The parameters as overrides."""
         return [f"{key}={json.dumps(value, default=str)}" for key, value in self.values.items()]
@@ -183,7 +194,7 @@ FACTS: Mapping[str, Conversion] = {
     **dict.fromkeys(("length", "rows", "accumulation", "step_rows"), _positive),
     **dict.fromkeys(("warmup_steps", "max_steps"), _count),
     **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
-    **dict.fromkeys(("component", "dataset_dir"), _text),
+    **dict.fromkeys(("component", "dataset_dir", "chat_template", "template_text"), _text),
     **dict.fromkeys(("freeze_vision", "freeze_projector", "freeze_language", "freeze_parts"), _switch),
     "attention_targets": _targets,
     "start": _one_adapter,

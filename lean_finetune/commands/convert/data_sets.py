@@ -14,10 +14,13 @@ from lean_finetune.commands.convert.dataset_info import (
     columns_to_ignore,
     read_sources,
 )
+from lean_finetune.commands.convert.row_types import chat_template, row_type
+from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
-from lean_finetune.objectives.registry import SFT
+from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.hub import HUB_ID
 
 
@@ -39,26 +42,25 @@ NAMED = re.compile(r"(?P<path>.+?)(?::(?P<config>[^#:/\\]+))?(?:#(?P<rows>\d{1,1
 PAIR = "pair"
 """LLaMA-Factory's v1: `chosen` and `rejected` are whole conversations."""
 FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", PAIR: "preference"}
-PARTS = ("data.config", "data.split")
-NO_DATA = "a prediction needs no data"
+PARTS = ("data.config", "data.split", "data.format")
+GENERIC = ("json", "csv", "parquet", "arrow", "text")
+"""Names of readers of files, where others name a data set."""
 
 
-def name_sub_keys(given: Mapping[str, Any], table: Table, converted: Converted, *, with_data: bool) -> None:
+def name_sub_keys(given: Mapping[str, Any], reading: Reading, *, with_data: bool) -> None:
     """Account for the keys of data sets that a configuration lists: `datasets.split`."""
-    rules = table["keys"]
+    converted, rules = reading.converted, reading.table["keys"]
     for key, listed in given.items():
         rule = rules.get(key)
         if not (isinstance(rule, Mapping) and rule.get("fact") in ("dataset", "eval_dataset")):
             continue
-        names = {f"{key}.{name}" for entry in listed if isinstance(entry, Mapping) for name in entry}
-        for name in sorted(names):
-            reason = next((reason for reason, keys in table["ignored"].items() if name in keys), None)
-            if name in rules and with_data:
-                converted.used[name] = f"data.{rules[name]['source']}"
-            elif name in rules or reason is not None:
-                converted.ignored.setdefault(reason or NO_DATA, []).append(name)
-            else:
-                converted.unknown.append(name)
+        for entry in (entry for entry in listed if isinstance(entry, Mapping)):
+            for name, value in sorted(entry.items(), key=lambda item: str(item[0])):
+                dotted = f"{key}.{name}"
+                if not with_data and reading.rule(dotted) is not None:
+                    converted.ignore(dotted, NO_DATA)
+                elif value not in (None, "") and dotted not in converted.unknown:
+                    reading.read(dotted, value, is_given=True, with_data=with_data)
 
 
 def _names(data: Mapping[str, Any], fact: str) -> list[str]:
@@ -106,19 +108,20 @@ def combine_data(data: Mapping[str, Any], converted: Converted, table: Table, pa
     for fact, ours in (("dataset", "data.source"), ("eval_dataset", "data.heldout_source")):
         names = _names(data, fact)
         if info is None:
-            sources = _sources(data, fact, ours, converted, table, path) if names else []
+            found = _sources(data, fact, ours, converted, table, path) if names else []
         else:
-            described += (found := read_sources(names, info, data.get("objective", SFT)))
-            sources = [one.source for one in found]
-        if sources:
+            found = read_sources(names, info, data.get("objective", SFT))
+        described += found
+        if sources := [one.source for one in found]:
             values[ours] = sources[0]["source"] if [*sources[0]] == ["source"] and len(sources) == 1 else sources
         else:
-            for key in [key for key, name in converted.used.items() if name == ours]:
-                del converted.used[key]
-                converted.ignored.setdefault("not found here", []).append(key)
-    if described:
-        values["data.ignore_columns"], notes = columns_to_ignore(described)
-        converted.differs += notes
+            for key in [key for key, name in converted.used.items() if name.startswith(ours)]:
+                converted.ignore(key, "not found here")
+    ignored, notes = columns_to_ignore([one for one in described if one.read])
+    values |= {"data.ignore_columns": ignored} if ignored else {}
+    converted.differs += notes
+    if (template := chat_template([one.template for one in described], data, converted, path)) is not None:
+        values["data.chat_template"] = template
     if "data.source" not in values:
         drop_parts(converted, "not found here")
     if isinstance(values.get("data.split"), str) and isinstance(values.get("data.source"), str):
@@ -153,51 +156,78 @@ def turn_off_evaluation(values: dict[str, Any]) -> None:
 
 def _sources(
     data: Mapping[str, Any], fact: str, ours: str, converted: Converted, table: Table, path: Path
-) -> list[dict[str, Any]]:
-    """Entries of `data.source`; none, with a word on it, for data sets that are not found."""
-    found = [entry for each in data[fact] for entry in _entries(each, ours, converted, table, path)]
-    if all(entry["source"] for entry in found):
+) -> list[Described]:
+    """The data sets; none, with a word on it, where one is not found."""
+    found = [one for each in data[fact] for one in _entries(each, ours, converted, table, path)]
+    if all(one.source["source"] for one in found):
         return found
     missing = f", and there is no {data['dataset_dir']}/{FILE}" if "dataset_dir" in data else ""
     names = ", ".join(_names(data, fact))
-    converted.differs.append(f"data: {names} has no path here{missing}; set {ours} to your rows")
+    converted.say(f"data: {names} has no path here{missing}; set {ours} to your rows")
     return []
 
 
-def _entries(entry: Any, ours: str, converted: Converted, table: Table, path: Path) -> Iterator[dict[str, Any]]:
-    """The parts of a data set; `source` is blank where it has no path here."""
+def _entries(entry: Any, ours: str, converted: Converted, table: Table, path: Path) -> Iterator[Described]:
+    """The parts of a data set; its `source` is blank where it has no path here."""
     name, given = _name(entry), entry if isinstance(entry, Mapping) else {}
     form = table.get("data_names")
     if form == "files" and (file := find_above(name, path)) and file.suffix in (".yaml", ".yml"):
-        for _, described in _described(file):
-            hub = described.get("source", "hf_hub") == "hf_hub"
-            local = None if hub else find_above(str(described.get("path")), path)
-            found = {
-                "source": f"hf://{described.get('path')}" if hub else str(local or ""),
-                "split": described.get("split"),
-                "format": FORMATS.get(str(described.get("converter"))),
-                "rows": described.get("size"),
-                "weight": described.get("weight"),
-            }
-            yield {key: value for key, value in found.items() if value is not None}
+        yield from (_described_source(title, one, path) for title, one in _described(file))
         return
     if form == "named" and (match := NAMED.fullmatch(name)) and not Path(name).exists():
         rows = {"rows": int(match["rows"])} if match["rows"] else {}
         name, given = match["path"], {"config": match["config"], **rows}
+    objective = OBJECTIVES[converted.values.get("train.objective", SFT)]
+    kind = RowKind.ANSWER if objective is None else objective.kind
+    typed = row_type(given, kind, table, converted, f"{path}: {name}")
     named = {
         "config": given.get("name") or given.get("config"),
         "rows": given.get("rows"),
         "weight": given.get("weight"),
+        "revision": given.get("revision"),
     }
-    on_hub = HUB_ID.fullmatch(name) and form != "named"
-    source = name if Path(name).exists() else f"hf://{name}" if on_hub else ""
     parts = _slices(str(given["split"]), f"{ours}.split", converted) if given.get("split") else [{}]
-    for part in parts:
-        weight = (named["weight"] or 1.0) * part.pop("weight", 1.0)
-        if weight != 1.0 and ours != "data.source":
-            converted.differs.append(f"a share of {weight:g} of {name}: here all its rows are held out")
-        both = {**named, **part, "weight": weight if weight != 1.0 and ours == "data.source" else None}
-        yield {"source": source, **{key: value for key, value in both.items() if value is not None}}
+    for place in _places(name, given, form, path):
+        for part in parts:
+            weight = (named["weight"] or 1.0) * part.get("weight", 1.0)
+            if weight != 1.0 and ours != "data.source":
+                converted.say(f"a share of {weight:g} of {name}: here all its rows are held out")
+            shared = weight if weight != 1.0 and ours == "data.source" else None
+            both = {**named, **part, "weight": shared, **typed.source_keys()}
+            source = {"source": place, **{key: value for key, value in both.items() if value is not None}}
+            yield Described(name=name, source=source, read=typed.read, template=typed.template)
+
+
+def _places(name: str, given: Mapping[str, Any], form: str | None, path: Path) -> list[str]:
+    """Where the rows of a data set are: its files, a path or a name on the hub; blank where they are not found."""
+    if files := given.get("data_files"):
+        found = [_file_of(name, str(file), path) for file in (files if isinstance(files, list) else [files])]
+        return found if all(found) else [""]
+    on_hub = HUB_ID.fullmatch(name) and form != "named"
+    return [name if Path(name).exists() else f"hf://{name}" if on_hub else ""]
+
+
+def _file_of(name: str, file: str, path: Path) -> str:
+    """A file of a data set, which may be a directory; blank where there is none here."""
+    with suppress(OSError, ValueError):
+        if name not in GENERIC and (Path(name) / file).is_file():
+            return str(Path(name) / file)
+    return str(find_above(file, path) or "") if name in GENERIC else ""
+
+
+def _described_source(name: str, described: Mapping[str, Any], path: Path) -> Described:
+    """A data set of a file of LLaMA-Factory's v1."""
+    hub = described.get("source", "hf_hub") == "hf_hub"
+    local = None if hub else find_above(str(described.get("path")), path)
+    found = {
+        "source": f"hf://{described.get('path')}" if hub else str(local or ""),
+        "split": described.get("split"),
+        "format": FORMATS.get(str(described.get("converter"))),
+        "rows": described.get("size"),
+        "weight": described.get("weight"),
+    }
+    source = {key: value for key, value in found.items() if value is not None}
+    return Described(name=name, source=source, read=frozenset())
 
 
 def _described(file: Path) -> list[tuple[str, Mapping[str, Any]]]:

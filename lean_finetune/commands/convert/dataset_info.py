@@ -85,13 +85,15 @@ class Described:
     name: str
     source: dict[str, Any]
     read: frozenset[str]
-    """Its columns that LLaMA-Factory reads."""
+    """Its columns that the tool reads; empty where they are not known."""
+    template: str | None = None
+    """The tool's name of its chat template, if it has one of its own."""
 
     @property
     def unread(self) -> frozenset[str]:
         """Columns that it does not read, and that our format would where rows have them."""
         columns = self.source.get("columns", {})
-        keys = FORMATS[self.source["format"]].keys - {"family"}
+        keys = FORMATS[self.source["format"]].keys - {"family"} if "format" in self.source else ()
         return frozenset(columns.get(key, key) for key in keys) - self.read
 
 

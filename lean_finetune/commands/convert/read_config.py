@@ -3,14 +3,12 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from lean_finetune.commands.convert.conversions import FACTS, PARAMETERS, Conversion, Converted, combine_facts
+from lean_finetune.commands.convert.conversions import Converted, combine_facts
 from lean_finetune.commands.convert.data_sets import (
-    NO_DATA,
     check_kinds,
     combine_data,
     drop_parts,
@@ -21,7 +19,8 @@ from lean_finetune.commands.convert.data_sets import (
 from lean_finetune.commands.convert.images import combine_images
 from lean_finetune.commands.convert.objectives import combine_objective
 from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
-from lean_finetune.config.other_tools import Table, shared, tables
+from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
+from lean_finetune.config.other_tools import Table, tables
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_yaml
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
@@ -145,7 +144,6 @@ def _word(word: str) -> Any:
 
 # Turn a configuration of another tool into our parameters; lean_finetune/other_tools has a table for each.
 
-DATA_FACTS = ("dataset", "eval_dataset", "dataset_dir")
 READS_IMAGES = re.compile(
     r"(?i)(?<![a-z])(\d*vl\d*|vision|omni|mllm|multimodal|llava|pixtral|paligemma|smolvlm\d*|internvl\w*|minicpm-?[vo]|"
     r"mllama|voxtral|audio|asr|ocr\w*|image\w*|video\w*)(?![a-z])"
@@ -172,15 +170,18 @@ def read_config_of_tool(
     if given.get("fp16") is True:
         defaults.pop("bf16", None)
     converted = Converted(tool=table["tool"], keys={**defaults, **given})
-    reading = _Reading(path, table, converted)
+    reading = Reading(path, table, converted)
     for key, value in {**defaults, **given}.items():
         reading.read(key, value, is_given=key in given, with_data=with_data)
     facts = reading.facts
-    name_sub_keys(given, table, converted, with_data=with_data)
+    name_sub_keys(given, reading, with_data=with_data)
     if has_pairs(facts, path, table):
         facts.setdefault("objective", "dpo")
     combine_objective(facts, converted, table, path)
     check_kinds(facts, path, facts.get("objective", SFT))
+    if OBJECTIVES[converted.values.get("train.objective", SFT)] is None:
+        for line in (one["text"] for one in table.get("says", ()) if not any(key in given for key in one["keys"])):
+            converted.say(line)
     combine_facts(facts, converted, table, gpus, path)
     combine_images(facts, converted, path, _named_by_images(facts, converted))
     _combine_start(facts, converted, path)
@@ -215,94 +216,6 @@ def _table_of(given: Mapping[str, Any], path: Path) -> Table:
         keys = shortened(", ".join(list(given)[:5]))
         raise UserError(f"{path}: must be a training configuration of {names}; got keys {keys}; name another")
     return max(found, key=lambda table: sum(key in table["keys"] for key in given))
-
-
-@dataclass
-class _Reading:
-    """Applies a table's rules to keys, one after the other."""
-
-    path: Path
-    table: Table
-    converted: Converted
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def read(self, key: str, value: Any, *, is_given: bool, with_data: bool) -> None:
-        """Apply the rule of a key, or list it with the reason why it has none."""
-        rule = self.table["keys"].get(key)
-        rule = {"to": rule} if isinstance(rule, str) else rule
-        if rule is None:
-            reason = next((reason for reason, keys in self.table["ignored"].items() if key in keys), None)
-            if reason is None and key.startswith("ENV."):
-                reason = "variables of the environment stay yours"
-            if reason is None and key.startswith("deepspeed."):
-                reason = "set by train.sharding"
-            if reason is None:
-                self.converted.unknown.append(key)
-            else:
-                self.converted.ignored.setdefault(reason, []).append(key)
-            return
-        self._apply(rule, key, value, is_given=is_given)
-        if rule.get("fact") in DATA_FACTS and not with_data and is_given:
-            self.converted.used.pop(key, None)
-            self.converted.ignored.setdefault(NO_DATA, []).append(key)
-
-    def _apply(self, rule: Mapping[str, Any], key: str, value: Any, *, is_given: bool) -> None:
-        converted, values = self.converted, rule.get("values")
-        unknown = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Unresolved)]
-        if unknown and "differs" not in rule:
-            raise UserError(f"{self.path}:{unknown[0].line}: {key}: must be a value; {unknown[0].why}; write it there")
-        if "adapts" in rule:
-            adapted = self.facts.setdefault("adapted_layers", [])
-            adapted += rule["adapts"] if value is True else []
-            converted.used[key] = shared()["facts"]["adapted_layers"]
-            return
-        for ours, by_value in rule.get("also", {}).items():
-            if not isinstance(value, list) and value in by_value:
-                converted.values[ours] = by_value[value]
-        if "differs" in rule:
-            if value not in (False, 0):
-                converted.differs.append(f"{key}={shortened(str(value))}: {rule['differs']}")
-            return
-        if values is not None:
-            values = shared()[values] if isinstance(values, str) else values
-            if rule.get("one_of_list") and isinstance(value, list) and len(value) == 1:
-                [value] = value
-            if isinstance(value, list) or value not in values:
-                self._refuse_value(rule, key, value)
-                kept = f"; {rule['to']} stays as it is by default" if "to" in rule else ""
-                converted.differs.append(f"{key}={shortened(str(value))} is not known here{kept}")
-                return
-            value = values[value]
-        if value is None:
-            if is_given:
-                converted.used[key] = "as here"
-        elif "to" in rule:
-            ours = rule["to"]
-            converted.values[ours] = self._convert(PARAMETERS.get(ours), key, value)
-            if is_given:
-                converted.used[key] = ours
-        elif "fact" in rule:
-            self._note_fact(rule["fact"], key, self._convert(FACTS.get(rule["fact"]), key, value), is_given=is_given)
-
-    def _refuse_value(self, rule: Mapping[str, Any], key: str, value: Any) -> None:
-        if "refuse" in rule:
-            remedy = f"change it, or run it with {self.converted.tool}"
-            raise UserError(f"{self.path}: {key}: {rule['refuse']}; got {shortened(str(value))}; {remedy}")
-
-    def _note_fact(self, fact: str, key: str, value: Any, *, is_given: bool) -> None:
-        self.facts[fact] = value
-        if is_given:
-            self.converted.used[key] = str(shared()["facts"].get(fact, "")).partition(" (")[0] or "as here"
-
-    def _convert(self, convert: Conversion | None, key: str, value: Any) -> Any:
-        """A value of the tool in our type. Raises UserError if it is of another."""
-        if convert is None:
-            return value
-        try:
-            return convert(key, value, self.converted)
-        except (TypeError, ValueError, OverflowError) as error:
-            got = shortened(repr(value))
-            raise UserError(f"{self.path}: {key}: {error}; got {got}; correct it") from None
 
 
 def _named_by_images(facts: Mapping[str, Any], converted: Converted) -> str | None:
