@@ -17,7 +17,7 @@ from cuda_memory.gpus import GPUS, gpu_names
 from cuda_memory.units import GIB, round_up
 from lean_finetune.commands.fit_apply import apply_offer, check_target
 from lean_finetune.commands.fit_images import Images, asked_images
-from lean_finetune.commands.row_lengths import row_index
+from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
@@ -27,6 +27,7 @@ from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
+from lean_finetune.plan.step_tokens import step_tokens_of, with_step_tokens
 
 if TYPE_CHECKING:
     from lean_finetune.commands.convert.conversions import Converted
@@ -235,6 +236,8 @@ def _predicted(
         index = row_index(lengths, p, truncates=not shorten)
         if shorten:
             p = with_flags(p, [*_length_flags(p, int(index.lengths.max()), usual=usual), *sets])
+        if not is_of_quantiles(lengths):
+            p = with_step_tokens(p, step_tokens_of(index.shortened(p.data.max_length), p.train))
         run = with_rows(fit_run(p, shorten=shorten), index)
     prediction, stairs = predict_staircase(run)
     return replace(run, steps=prediction.steps_of_peak), prediction, stairs.memory, stairs

@@ -45,7 +45,7 @@ def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
         UserError: the value has another form, or the file has no lengths.
     """
     path = Path(value)
-    if "=" in value and not path.exists():
+    if is_of_quantiles(value):
         return index_of(np.repeat(of_quantiles(value), p.train.row_kind.token_rows))
     if not path.exists():
         raise UserError(f"{OPTION}: must be {FORMS}; got {value!r}, which is no file")
@@ -58,6 +58,11 @@ def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     if not len(found.lengths):
         raise UserError(f"{OPTION}: {path} has no rows; name another file")
     return found
+
+
+def is_of_quantiles(value: str) -> bool:
+    """Whether the value of the option describes rows, whose number is not known, and names no file."""
+    return "=" in value and not Path(value).exists()
 
 
 def index_of(lengths: np.ndarray, supervised: np.ndarray | None = None) -> RowIndex:

@@ -90,7 +90,7 @@ def _first_error(error: ValidationError) -> str:
 
 def _keys(fault: Any) -> list[str]:
     """The keys to a wrong value, without what pydantic adds: forms of a value, and a marker for a dictionary's key."""
-    forms = (*SOURCE_FORMS, "constrained-float", "bool", "[key]")
+    forms = (*SOURCE_FORMS, "constrained-float", "constrained-int", "bool", "[key]")
     return [str(part) for part in fault["loc"] if part not in forms and not str(part).startswith("literal[")]
 
 

@@ -205,8 +205,9 @@ class Train(BaseWeights):
     """Share of all optimizer steps with linear warm-up."""
     epochs: PositiveInt
     """Passes over the training rows."""
-    tokens_per_step: PositiveInt
-    """Tokens without padding per optimizer step. With seed and epoch it alone decides the rows of a step."""
+    tokens_per_step: PositiveInt | Literal["auto"]
+    """Tokens without padding per optimizer step. With seed and epoch it alone decides the rows of a step. auto: from
+    the training rows (`plan.step_tokens`)."""
     max_grad_norm: PositiveFloat | None
     """Clip gradients to this global L2 norm. None disables clipping."""
     loss_chunk: PositiveInt | None
@@ -225,6 +226,12 @@ class Train(BaseWeights):
     """Adapters, for every method but full."""
     merge: bool
     """Also write the full model with merged adapters to data/tuned/merged."""
+
+    @property
+    def step_tokens(self) -> int:
+        """tokens_per_step, which must not be `auto` any more."""
+        assert self.tokens_per_step != "auto", "train.tokens_per_step is still auto"
+        return self.tokens_per_step
 
     @property
     def preferences(self) -> Objective | None:

@@ -35,14 +35,17 @@ class PlanSettings:
     """What the rows are for the objective."""
 
     @classmethod
-    def from_params(cls, p: Params) -> "PlanSettings":
-        """Read section `bucket`, the data sources, and the settings that decide the rows of a step."""
+    def from_params(cls, p: Params, tokens_per_step: int | None = None) -> "PlanSettings":
+        """Read section `bucket`, the data sources, and the settings that decide the rows of a step.
+
+        `tokens_per_step` is what train.tokens_per_step means; None if it is a number.
+        """
         bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
             micro_batches=MicroBatchSettings(**bucket | {"pad_multiple": pad_multiple(p)}, ranks=p.layout.data),
             seed=p.seed,
             epochs=p.train.epochs,
-            tokens_per_step=p.train.tokens_per_step,
+            tokens_per_step=p.train.step_tokens if tokens_per_step is None else tokens_per_step,
             weights=source_weights(p.data.source),
             kind=p.train.row_kind,
         )
@@ -97,7 +100,9 @@ def steps_of_epoch(tokens: float, mean_length: float, tokens_per_step: int) -> i
     return max(1, min(math.ceil(tokens / (tokens_per_step + mean_length / 2)), round(tokens / mean_length)))
 
 
-def few_steps_note(steps: int, rows: int, *, mean_length: float, tokens_per_step: int, epochs: int) -> str | None:
+def few_steps_note(
+    steps: int, rows: int, *, mean_length: float, tokens_per_step: int, epochs: int, is_auto: bool = False
+) -> str | None:
     """What would give a plan of few optimizer steps more; None if it has `FEW_STEPS`.
 
     Args:
@@ -106,6 +111,7 @@ def few_steps_note(steps: int, rows: int, *, mean_length: float, tokens_per_step
         mean_length: tokens of a row.
         tokens_per_step: train.tokens_per_step.
         epochs: train.epochs.
+        is_auto: whether tokens_per_step was chosen for the rows, so that fewer are no remedy.
     """
     if steps >= FEW_STEPS:
         return None
@@ -116,7 +122,7 @@ def few_steps_note(steps: int, rows: int, *, mean_length: float, tokens_per_step
     ):
         smaller //= 2
     expected = epochs * steps_of_epoch(rows / epochs * mean_length, mean_length, smaller)
-    if expected >= FEW_STEPS:
+    if expected >= FEW_STEPS and not is_auto:
         remedies.append(f"lower train.tokens_per_step (now {tokens_per_step}; {smaller} gives about {expected})")
     more = math.ceil(epochs * FEW_STEPS / steps)
     if more <= USUAL_EPOCHS:

@@ -13,8 +13,9 @@ from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_js
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
-from lean_finetune.plan.optimizer_steps import read_index
+from lean_finetune.plan.optimizer_steps import read_index, source_weights
 from lean_finetune.plan.planner import PlanSettings, few_steps_note, summarise
+from lean_finetune.plan.step_tokens import step_tokens_of
 
 
 @click.command(cls=StageCommand)
@@ -27,18 +28,33 @@ def main(index_path: Path, out: Path) -> None:
     divides a step into micro-batches, so it changes memory and speed and never the training result.
     """
     p = read_params()
-    run = PlanSettings.from_params(p)
-    index = read_index(index_path, run.weights, run.kind)
+    train = p.train
+    index = read_index(index_path, source_weights(p.data.source), train.row_kind)
+    step = step_tokens_of(index, train)
+    is_auto = train.tokens_per_step == "auto"
+    if is_auto:
+        click.echo(step.text, err=True)
+    run = PlanSettings.from_params(p, step.tokens)
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)
-        write_plan(aside / "plan.arrow", parts, settings_hash=sha256_json(run.micro_batches.deciding))
+        write_plan(
+            aside / "plan.arrow",
+            parts,
+            settings_hash=sha256_json(run.micro_batches.deciding),
+            auto_step_tokens=step.tokens if is_auto else None,
+        )
         plan = read_plan(aside / "plan.arrow")
         summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
-        write_json(aside / FIGURES, summary)
+        chosen = {"tokens_per_step": step.tokens, "tokens_per_step_auto": step.reason if is_auto else None}
+        write_json(aside / FIGURES, summary | chosen)
         rows, mean_length = len(plan.rows), float(index.lengths[plan.rows].mean())
-    steps, train = summary["optimizer_steps"], p.train
     few = few_steps_note(
-        steps, rows, mean_length=mean_length, tokens_per_step=train.tokens_per_step, epochs=train.epochs
+        summary["optimizer_steps"],
+        rows,
+        mean_length=mean_length,
+        tokens_per_step=step.tokens,
+        epochs=train.epochs,
+        is_auto=is_auto,
     )
     if few is not None:
         click.echo(f"note: {few}", err=True)

@@ -37,7 +37,7 @@ from lean_finetune.pinning.locate import (
     verify_files,
 )
 from lean_finetune.pinning.read_locks import read_model_lock
-from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective, worst_steps
+from lean_finetune.plan.batch_plan import Plan, longest_row, planned_step_tokens, read_plan, refuse_other_objective, worst_steps
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.image_inputs import read_image_inputs
@@ -312,6 +312,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         enforce=read_json(paths.verdict)["enforce"],
     )
     lr, lr_note = _lr(train, config)
+    chosen = {"lr": lr, "tokens_per_step": planned_step_tokens(paths.plan, train)}
     state_disk = DiskPlace(directory=SCRATCH, buffer_bytes=params.run.offload_buffer_mib * MIB)
     predicted = read_json(paths.estimate)
     return TrainJob(
@@ -323,7 +324,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         rows=rows,
         heldout=heldout,
         pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
-        train=train.model_copy(update={"lr": lr}),
+        train=train.model_copy(update=chosen),
         seed=params.seed,
         foreach=device.type == "cuda",
         offload=make_offload(train.offload_activations, train.compress_activations, device, SCRATCH),
@@ -336,7 +337,11 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         stage_layers=tuple(read_json(paths.verdict).get("stage_layers", ())) or None,
         rank_timeout=timedelta(seconds=params.run.rank_timeout_seconds),
         part=token_part(params.layout, world.rank),
-        settings=dotted(tracked_values(params)) | {"run.loader_threads": params.run.loader_threads, "train.lr": lr},
+        settings={
+            **dotted(tracked_values(params)),
+            "run.loader_threads": params.run.loader_threads,
+            **{f"train.{name}": value for name, value in chosen.items()},
+        },
         predicted_peak_bytes=predicted["peak_bytes_predicted"],
         predicted_duration=predicted["duration"],
         note=lr_note,

@@ -12,7 +12,7 @@ import click
 from cuda_memory.gpus import gpu_names
 from cuda_memory.units import round_up
 from lean_finetune.commands.preset import change_params
-from lean_finetune.commands.row_lengths import row_index
+from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
@@ -25,8 +25,10 @@ from lean_finetune.data.images.families import MODELS
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
+from lean_finetune.plan.step_tokens import StepTokens, step_tokens_of, with_step_tokens
 
 if TYPE_CHECKING:
+    from lean_finetune.commands.choose.sampled_rows import SampledRows
     from lean_finetune.memory.choice.choose import Chosen
 
 PATH = click.Path(path_type=Path)
@@ -109,7 +111,7 @@ def plan(
         rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
     elif length is None and "data.max_length" not in asked.fixed:
         raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
-    chosen, flags = _chosen(asked, rows, length)
+    chosen, flags, step = _chosen(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
         click.echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
     if not chosen.choices:
@@ -126,7 +128,7 @@ def plan(
     if as_json:
         click.echo(json.dumps({**plan_json(chosen, rows, flags), "written": str(target) if target else None}, indent=2))
         return
-    for line in plan_lines(chosen, rows, None if target is None else choice):
+    for line in plan_lines(chosen, rows, None if target is None else choice, step):
         click.echo(line)
     click.echo("")
     own = load_params(asked.file).model_dump()
@@ -201,8 +203,13 @@ def _asked(
     return _Asked(params=p, file=file, methods=methods, fixed=fixed, flags=tuple(flags))
 
 
-def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list[str]]":
-    """The answer, and the overrides of the command line with the length of rows."""
+def _chosen(
+    asked: _Asked, rows: "SampledRows | None", length: int | None, *, rows_known: bool
+) -> "tuple[Chosen, list[str], StepTokens]":
+    """The answer, the overrides of the command line with the length of rows, and the tokens of a step.
+
+    `rows_known`: whether `rows` are the user's, and not assumed ones.
+    """
     from lean_finetune.memory.choice.choose import choose
     from lean_finetune.memory.devices import resolve_gpu
     from lean_finetune.memory.predict.assumed_images import most_images
@@ -227,7 +234,10 @@ def _chosen(asked: _Asked, rows: Any, length: int | None) -> "tuple[Chosen, list
         raise UsageFault(str(error)) from None
     if index is not None:
         index = index.shortened(p.data.max_length)
-    return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags
+    share = 1.0 if rows is None else rows.trained(p) / len(rows.index.lengths) * p.train.row_kind.token_rows
+    step = step_tokens_of(index if rows_known else None, p.train, share=share)
+    p = with_step_tokens(p, step)
+    return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags, step
 
 
 def _nested(flags: Mapping[str, str]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None) ->
     mode = "packed" if best.run.bucket.mode == "packed" else "padded"
     yield from _wrapped("micro-batches", f"{mode}: {start.mode}")
     rate = "auto" if p.train.lr == "auto" else f"{p.train.lr:g}"
-    kept = f"{p.train.tokens_per_step:,} tokens a step, lr {rate}, epochs {p.train.epochs}, {p.train.optimizer}"
+    kept = f"{p.train.step_tokens:,} tokens a step, lr {rate}, epochs {p.train.epochs}, {p.train.optimizer}"
     yield labelled("as given", kept)
     if rows is not None:
         yield from _duration_lines(chosen, rows)
@@ -191,7 +191,7 @@ def _length_text(rows: SampledRows, max_length: int) -> str:
 def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:
     """How many optimizer steps the run has, how long it takes, and what would give it more steps if they are few."""
     p = chosen.start.run.params
-    epochs, tokens_per_step = p.train.epochs, p.train.tokens_per_step
+    epochs, tokens_per_step = p.train.epochs, p.train.step_tokens
     trained = rows.total * (1 - p.data.heldout_fraction)
     mean_length = float(np.minimum(rows.index.lengths, p.data.max_length).mean())
     tokens = trained * mean_length

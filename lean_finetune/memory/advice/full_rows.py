@@ -27,6 +27,7 @@ from lean_finetune.objectives.objective import RowKind
 from lean_finetune.pinning.locate import find_adapter, find_model, find_tokenizer
 from lean_finetune.pinning.model_files import trained_ids
 from lean_finetune.plan.planner import pad_multiple
+from lean_finetune.plan.step_tokens import step_tokens_of, with_step_tokens
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -154,11 +155,12 @@ def full_rows_run(
 ) -> Run:
     """A run with every micro-batch full of rows of data.max_length, all of their tokens trained.
 
-    With `images` in each row, all but those of the images.
+    With `images` in each row, all but those of the images. No row is known, so `auto` tokens per step are the most.
 
     Raises:
         UserError: the device, the model's rows or the steps do not suit a parameter.
     """
+    p = with_step_tokens(p, step_tokens_of(None, p.train))
     layout, bucket, longest = p.layout, p.bucket, p.data.max_length
     row = None if images is None else images.made(config, p.data)
     if row is not None:
@@ -167,7 +169,7 @@ def full_rows_run(
     if row is not None and row.assumed.beside_text:
         bucket = bucket.model_copy(update={"max_tokens": max(bucket.max_tokens, length)})
     shape = full_batch(bucket, length, p.train.row_kind, row)
-    micro_batches = max(1, math.ceil(p.train.tokens_per_step / (shape.rows * shape.length) / layout.data))
+    micro_batches = max(1, math.ceil(p.train.step_tokens / (shape.rows * shape.length) / layout.data))
     setting, precision_reason = setting_on(device, p, accumulates_gradients=micro_batches > 1)
     refuse_unsupported(
         setting.train,
@@ -187,7 +189,7 @@ def full_rows_run(
         bucket=bucket,
         steps=largest_steps(shape, several=micro_batches > 1, in_flight=min(layout.pipeline, micro_batches)),
         longest=length,
-        tokens_per_step=max(p.train.tokens_per_step / layout.data, length) / layout.context,
+        tokens_per_step=max(p.train.step_tokens / layout.data, length) / layout.context,
         micro_batches_per_step=micro_batches,
         nodes=p.run.nodes,
         reasons={"gpu": device_reason, "precision": precision_reason},

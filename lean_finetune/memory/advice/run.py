@@ -52,7 +52,7 @@ from lean_finetune.pinning.locate import (
     tokenizer_directory,
 )
 from lean_finetune.pinning.read_locks import read_model_lock
-from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
+from lean_finetune.plan.batch_plan import Plan, longest_row, planned_step_tokens, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
@@ -360,14 +360,14 @@ class Run:
             pad_multiple=math.lcm(settings.micro_batches.pad_multiple, layout.context),
             ranks=layout.data,
         )
-        settings = replace(settings, micro_batches=micro_batches, tokens_per_step=setting.train.tokens_per_step)
+        settings = replace(settings, micro_batches=micro_batches, tokens_per_step=setting.train.step_tokens)
         planned = replace(self.planned, plan=settings.plan(index), lengths=index.lengths, settings=settings)
         return replace(self, setting=setting, bucket=changed.bucket).with_plan(planned)
 
 
 def _plan_key(run: Run) -> tuple[object, ...]:
     """What decides the rows of a GPU's micro-batches."""
-    return run.bucket, run.longest, run.setting.train.tokens_per_step, run.setting.layout
+    return run.bucket, run.longest, run.setting.train.step_tokens, run.setting.layout
 
 
 def setting_on(device: Device, p: Params, *, accumulates_gradients: bool) -> tuple[Setting, str]:
@@ -398,8 +398,11 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     lock = read_model_lock(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
     inputs = None if images is None else read_image_inputs(tokenizer_directory(lock), config, images)
-    planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=PlanSettings.from_params(p))
+    step_tokens = planned_step_tokens(plan_path, p.train)
+    settings = PlanSettings.from_params(p, step_tokens)
+    planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=settings)
     setting, precision_reason = setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
+    setting = setting.with_train(tokens_per_step=step_tokens)
     setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
     config = with_rows(config, setting.train)
     if (adapter := adapter_directory(lock)) is not None:

@@ -240,7 +240,7 @@ def _of_one_micro_batch(option: Option) -> Iterator[Option]:
         return
     yield _packed_steps(option)
     tokens = max(run.bucket.max_tokens - run.longest, run.longest)
-    if tokens < run.setting.train.tokens_per_step:
+    if tokens < run.setting.train.step_tokens:
         smaller = replace(
             option,
             flags=(f"train.tokens_per_step={tokens}", *option.flags),
@@ -256,7 +256,7 @@ def _packed_steps(option: Option) -> Option:
     """The option with every step packed into one micro-batch that has room for the largest step."""
     run, flags, bucket = option.run, option.flags, option.run.bucket
     # A step ends with the row that reaches its tokens.
-    max_tokens = run.setting.train.tokens_per_step - 1 + run.longest
+    max_tokens = run.setting.train.step_tokens - 1 + run.longest
     if bucket.mode == "packed" and bucket.max_tokens >= max_tokens:
         max_tokens = bucket.max_tokens
     else:

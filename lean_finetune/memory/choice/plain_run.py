@@ -80,11 +80,11 @@ def plain_start(
     mode = "packed" if packed else "bucketed" if "bucket.mode" not in fixed else p.bucket.mode
     length = round_up(changed.data.max_length, pad_multiple(changed))
     least = length * changed.train.row_kind.unit
-    tokens = max(math.ceil(changed.train.tokens_per_step / changed.layout.data), least)
+    tokens = max(math.ceil(changed.train.step_tokens / changed.layout.data), least)
     if mode != "packed":
         tokens = -(-tokens // least) * least
     if changed.train.optimizer_in_backward:  # A step is one micro-batch, and ends with the row that reaches its tokens.
-        mode, tokens = "packed", round_up(changed.train.tokens_per_step - 1 + length, pad_multiple(changed))
+        mode, tokens = "packed", round_up(changed.train.step_tokens - 1 + length, pad_multiple(changed))
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
     flags += [flag(key, value) for key, value in sized.items() if key not in fixed]
     changed = with_flags(p, flags)
