@@ -261,6 +261,7 @@ def fit_json(run: Run, prediction: Prediction, memory: PlanMemory | None) -> dic
         },
         "model": {"name": run.params.model.name, "type": run.config.model_type},
         "precision": run.setting.train.precision,
+        "tokens_per_step": run.setting.train.step_tokens,
         "tokens_per_second": tokens_per_second(run),
         "traffic": (traffic := traffic_of(run)) and traffic.as_json(run.params.run.nodes),
         "step_seconds": device_step_seconds(run),

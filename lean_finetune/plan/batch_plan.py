@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +13,6 @@ import pyarrow as pa
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.row_images import RowImages, Sizes
-
-if TYPE_CHECKING:
-    from lean_finetune.config.schema import Train
 
 # Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
 READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
@@ -314,8 +311,7 @@ def write_plan(
         path: of the file.
         parts: at least one.
         settings_hash: of the settings that decide the micro-batches; `plan_settings_hash` reads it.
-        auto_step_tokens: what train.tokens_per_step: auto is for these rows, for `planned_step_tokens`; None if it is
-            a number.
+        auto_step_tokens: what train.tokens_per_step: auto is for these rows, None if it is a number.
     """
     stream = iter(parts)
     first = next(stream)
@@ -373,24 +369,8 @@ def refuse_other_objective(plan: Plan, kind: RowKind) -> None:
 
 def plan_settings_hash(path: Path) -> str:
     """The hash that `write_plan` stored; raises UserError if the file is missing or damaged."""
-    return _metadata(path).get(b"cut", b"").decode()
-
-
-def planned_step_tokens(path: Path, train: "Train") -> int:
-    """What train.tokens_per_step was when the rows were planned.
-
-    Raises UserError if the file is missing or damaged, or was not planned for `auto`.
-    """
-    if train.tokens_per_step != "auto":
-        return train.tokens_per_step
-    found = _metadata(path).get(AUTO_STEP_TOKENS.encode(), b"")
-    if not (found.isdigit() and 0 < int(found) < 2**31):
-        raise UserError(f"{path}: was not planned with train.tokens_per_step: auto; run `dvc repro bucket`")
-    return int(found)
-
-
-def _metadata(path: Path) -> Mapping[bytes, bytes]:
-    return open_batches(path, {})[0].schema.metadata or {}
+    metadata = open_batches(path, {})[0].schema.metadata or {}
+    return metadata.get(b"cut", b"").decode()
 
 
 def _check(path: Path, plan: Plan) -> None:

@@ -1,10 +1,13 @@
 """What `train.tokens_per_step: auto` means for some rows."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from lean_finetune.config.schema import Params, Train
+from lean_finetune.core.errors import UserError
+from lean_finetune.plan.batch_plan import AUTO_STEP_TOKENS, open_batches
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import FEW_STEPS, steps_of_epoch
 
@@ -18,6 +21,8 @@ class StepTokens:
 
     tokens: int
     reason: str
+    is_auto: bool = True
+    """Whether params.yaml leaves it open."""
 
     @property
     def text(self) -> str:
@@ -38,7 +43,7 @@ def step_tokens_of(index: RowIndex | None, train: Train, *, share: float = 1.0) 
         share: number of training rows for one of `index`.
     """
     if train.tokens_per_step != "auto":
-        return StepTokens(tokens=train.tokens_per_step, reason="as set")
+        return StepTokens(tokens=train.tokens_per_step, reason="as set", is_auto=False)
     if index is None:
         return StepTokens(tokens=MOST_STEP_TOKENS, reason="the most that it takes, as no rows are known")
     rows, epochs = index.of_kind(train.row_kind, joined=False), train.epochs
@@ -57,6 +62,20 @@ def step_tokens_of(index: RowIndex | None, train: Train, *, share: float = 1.0) 
     if size < longest:
         size, why = longest, "the tokens of the longest row"
     return StepTokens(tokens=size, reason=f"{why}: about {steps(size):,} steps in all")
+
+
+def planned_step_tokens(plan: Path, train: Train) -> int:
+    """What train.tokens_per_step was when the rows of a plan were chosen.
+
+    Raises UserError if the file is missing or damaged, or has no such number for `auto`.
+    """
+    if train.tokens_per_step != "auto":
+        return train.tokens_per_step
+    metadata = open_batches(plan, {})[0].schema.metadata or {}
+    found = metadata.get(AUTO_STEP_TOKENS.encode(), b"")
+    if not (found.isdigit() and 0 < int(found) < 2**31):
+        raise UserError(f"{plan}: was not planned with train.tokens_per_step: auto; run `dvc repro bucket`")
+    return int(found)
 
 
 def with_step_tokens(p: Params, step: StepTokens) -> Params:

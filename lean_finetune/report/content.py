@@ -209,6 +209,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         ("tokens", f"{tokenize['train_tokens']:,}, {tokenize['supervised_percent']:.1f} % of them trained"),
         ("longest row", f"{tokenize['longest']:,} tokens"),
         ("optimizer steps", f"{bucket['optimizer_steps']:,}, in {counted(bucket['micro_batches'], 'micro-batch')}"),
+        ("tokens a step", _step_tokens(bucket)),
         (
             "micro-batches",
             f"{bucket['mode']}; at most {bucket['max_batch_tokens']:,} padded tokens, "
@@ -225,6 +226,12 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *((name, str(value).lower() if isinstance(value, bool) else value) for name, value in shown.items()),
     ]
     return Table(("", ""), rows)
+
+
+def _step_tokens(bucket: Mapping[str, Any]) -> str:
+    """What train.tokens_per_step is, and why if it is automatic."""
+    reason = bucket["tokens_per_step_auto"]
+    return f"{bucket['tokens_per_step']:,}" + ("" if reason is None else f", by train.tokens_per_step: auto: {reason}")
 
 
 def _experts(train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

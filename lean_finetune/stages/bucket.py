@@ -31,8 +31,7 @@ def main(index_path: Path, out: Path) -> None:
     train = p.train
     index = read_index(index_path, source_weights(p.data.source), train.row_kind)
     step = step_tokens_of(index, train)
-    is_auto = train.tokens_per_step == "auto"
-    if is_auto:
+    if step.is_auto:
         click.echo(step.text, err=True)
     run = PlanSettings.from_params(p, step.tokens)
     with atomic_directory(out) as aside:
@@ -41,11 +40,11 @@ def main(index_path: Path, out: Path) -> None:
             aside / "plan.arrow",
             parts,
             settings_hash=sha256_json(run.micro_batches.deciding),
-            auto_step_tokens=step.tokens if is_auto else None,
+            auto_step_tokens=step.tokens if step.is_auto else None,
         )
         plan = read_plan(aside / "plan.arrow")
         summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
-        chosen = {"tokens_per_step": step.tokens, "tokens_per_step_auto": step.reason if is_auto else None}
+        chosen = {"tokens_per_step": step.tokens, "tokens_per_step_auto": step.reason if step.is_auto else None}
         write_json(aside / FIGURES, summary | chosen)
         rows, mean_length = len(plan.rows), float(index.lengths[plan.rows].mean())
     few = few_steps_note(
@@ -54,7 +53,7 @@ def main(index_path: Path, out: Path) -> None:
         mean_length=mean_length,
         tokens_per_step=step.tokens,
         epochs=train.epochs,
-        is_auto=is_auto,
+        is_auto=step.is_auto,
     )
     if few is not None:
         click.echo(f"note: {few}", err=True)

@@ -37,8 +37,15 @@ from lean_finetune.pinning.locate import (
     verify_files,
 )
 from lean_finetune.pinning.read_locks import read_model_lock
-from lean_finetune.plan.batch_plan import Plan, longest_row, planned_step_tokens, read_plan, refuse_other_objective, worst_steps
+from lean_finetune.plan.batch_plan import (
+    Plan,
+    longest_row,
+    read_plan,
+    refuse_other_objective,
+    worst_steps,
+)
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
+from lean_finetune.plan.step_tokens import planned_step_tokens
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload

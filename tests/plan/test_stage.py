@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.optimizer_steps import COLUMNS, read_index
+from lean_finetune.plan.step_tokens import planned_step_tokens
 from stages.bucket import main
 from tests.plan.common import all_batches, log_normal_lengths, rows_by_step, write_index
 from tests.workspace import error, invoke, lay_out
@@ -62,6 +64,32 @@ def test_a_plan_of_few_steps_says_what_gives_more(workspace):
     more, note = steps(train__epochs=6, train__tokens_per_step=tokens)
     assert 100 <= more == pytest.approx(expected, rel=0.05) and note == ""
     assert steps(train__epochs=epochs, train__tokens_per_step=4096) == (expected_of_epochs, "")
+
+
+def test_auto_steps_are_said_and_kept_where_later_stages_read_them(workspace):
+    """9 steps for 1,000 rows; and a number that later stages would choose again, for other rows."""
+    lay_out(workspace, train__tokens_per_step="auto", train__epochs=3)
+    done = invoke(main)
+    figures = json.loads(Path("data/batches/figures.json").read_text())
+    tokens = figures["tokens_per_step"]
+    assert done.stderr.count("\n") == 1 and figures["optimizer_steps"] >= 95 and tokens >= 512
+    assert done.stderr.startswith(f"train.tokens_per_step: auto is {tokens}, the most that gives 100 optimizer steps")
+    plan, train = Path("data/batches/plan.arrow"), load_params().train
+    assert planned_step_tokens(plan, train) == tokens and figures["tokens_per_step_auto"] in done.stderr
+    rows = rows_by_step(read_plan(plan))
+    lay_out(workspace, train__tokens_per_step=tokens, train__epochs=3)
+    assert invoke(main).stderr == "" and rows_by_step(read_plan(plan)) == rows
+    refusal = "plan.arrow: was not planned with train.tokens_per_step: auto; run `dvc repro bucket`"
+    with pytest.raises(UserError, match=refusal):
+        planned_step_tokens(plan, train)
+
+
+def test_rows_too_few_for_a_hundred_steps_get_no_advice_against_auto(workspace):
+    lay_out(workspace, train__tokens_per_step="auto", train__epochs=3)
+    write_index(workspace / INDEX, np.array([50] * 40 + [400]), np.full(41, 20))
+    line, note = invoke(main).stderr.splitlines()
+    assert line == "train.tokens_per_step: auto is 400, the tokens of the longest row: about 18 steps in all"
+    assert note == "note: 18 optimizer steps in all, and most fine-tunings take 100 or more: add rows"
 
 
 def test_a_hundred_epochs_of_the_same_rows_are_no_remedy(workspace):

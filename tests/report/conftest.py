@@ -105,6 +105,8 @@ def metrics() -> dict[str, dict[str, Any]]:
             "max_batch_length": 512,
             "padding_percent": 12.157,
             "straggler_percent": 1.5,
+            "tokens_per_step": 2048,
+            "tokens_per_step_auto": None,
         },
         "estimate": {
             "peak_bytes_predicted": peak,

@@ -106,7 +106,8 @@ def plan(
     rows: SampledRows | None = None
     if lengths is not None:
         given = row_index(lengths, asked.params, truncates=False)
-        rows = SampledRows(index=given, tokenized=len(given.lengths), total=len(given.lengths))
+        count = len(given.lengths) // asked.params.train.row_kind.token_rows
+        rows = SampledRows(index=given, tokenized=count, total=count)
     elif data is not None or (length is None and asked.file != COMMON_PARAMS):
         rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
     elif length is None and "data.max_length" not in asked.fixed:
@@ -234,7 +235,7 @@ def _chosen(
         raise UsageFault(str(error)) from None
     if index is not None:
         index = index.shortened(p.data.max_length)
-    share = 1.0 if rows is None else rows.trained(p) / len(rows.index.lengths) * p.train.row_kind.token_rows
+    share = 1.0 if rows is None else rows.trained(p) * p.train.row_kind.token_rows / len(rows.index.lengths)
     step = step_tokens_of(index if rows_known else None, p.train, share=share)
     p = with_step_tokens(p, step)
     return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags, step

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets
 from lean_finetune.plan.planner import few_steps_note, steps_of_epoch
+from lean_finetune.plan.step_tokens import StepTokens
 
 LABEL = 21
 """Columns of a label, as in the answer of fit."""
@@ -34,7 +36,7 @@ SAME_SPEED = 0.005
 """Shares of time below this are not shown."""
 
 
-def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None) -> Iterator[str]:
+def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None, step: StepTokens) -> Iterator[str]:
     """The lines of the answer for a run that fits; `written`: the number of the set that was written."""
     best, start = chosen.choices[0], chosen.start
     p, train = start.run.params, start.run.setting.train
@@ -61,10 +63,12 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None) ->
     mode = "packed" if best.run.bucket.mode == "packed" else "padded"
     yield from _wrapped("micro-batches", f"{mode}: {start.mode}")
     rate = "auto" if p.train.lr == "auto" else f"{p.train.lr:g}"
-    kept = f"{p.train.step_tokens:,} tokens a step, lr {rate}, epochs {p.train.epochs}, {p.train.optimizer}"
+    kept = f"{step.tokens:,} tokens a step, lr {rate}, epochs {p.train.epochs}, {p.train.optimizer}"
     yield labelled("as given", kept)
+    if step.is_auto:
+        yield from _wrapped("tokens a step", f"auto: {step.tokens:,}, {step.reason}")
     if rows is not None:
-        yield from _duration_lines(chosen, rows)
+        yield from _duration_lines(chosen, rows, step)
 
 
 def _wrapped(label: str, text: str) -> Iterator[str]:
@@ -188,21 +192,27 @@ def _length_text(rows: SampledRows, max_length: int) -> str:
     return f"{text}, which would cut longer rows added later" if max_length < LENGTH_STEP + lengths.max() else text
 
 
-def _duration_lines(chosen: Chosen, rows: SampledRows) -> Iterator[str]:
+def _duration_lines(chosen: Chosen, rows: SampledRows, step: StepTokens) -> Iterator[str]:
     """How many optimizer steps the run has, how long it takes, and what would give it more steps if they are few."""
     p = chosen.start.run.params
-    epochs, tokens_per_step = p.train.epochs, p.train.step_tokens
-    trained = rows.total * (1 - p.data.heldout_fraction)
-    mean_length = float(np.minimum(rows.index.lengths, p.data.max_length).mean())
+    epochs, trained = p.train.epochs, rows.trained(p)
+    cut = replace(rows.index, lengths=np.minimum(rows.index.lengths, p.data.max_length))
+    mean_length = float(cut.of_kind(p.train.row_kind, joined=False).step_tokens.mean())
     tokens = trained * mean_length
-    steps = epochs * steps_of_epoch(tokens, mean_length, tokens_per_step)
-    each = f"{counted(epochs, 'epoch', 'epochs')} of {round(tokens):,} tokens, {tokens_per_step:,} a step"
+    steps = epochs * steps_of_epoch(tokens, mean_length, step.tokens)
+    each = f"{counted(epochs, 'epoch', 'epochs')} of {round(tokens):,} tokens, {step.tokens:,} a step"
     yield from _wrapped("optimizer steps", f"about {steps:,}: {each}")
     if (speed := chosen.start.tokens_per_second(chosen.choices[0].slowdown)) is not None:
         slow, fast = (epochs * tokens / rate for rate in speed)
         yield labelled("duration", f"{readable_times(fast, slow)} for all epochs, by the data sheet")
-    planned = round(trained * epochs)
-    note = few_steps_note(steps, planned, mean_length=mean_length, tokens_per_step=tokens_per_step, epochs=epochs)
+    note = few_steps_note(
+        steps,
+        round(trained * epochs),
+        mean_length=mean_length,
+        tokens_per_step=step.tokens,
+        epochs=epochs,
+        is_auto=step.is_auto,
+    )
     if note is not None:
         yield from _wrapped("note", f"{note}. plan changes neither, as both change training")
 
@@ -243,6 +253,7 @@ def plan_json(chosen: Chosen, rows: SampledRows | None, flags: Sequence[str]) ->
         ],
         "why_not": list(_lost_sets(chosen)) if chosen.choices else [],
         "bucket_mode": chosen.start.mode,
+        "tokens_per_step": chosen.start.run.setting.train.step_tokens,
         "rows": rows and _rows_json(rows),
         "would_do": None if chosen.choices else vars(what_would_do(chosen)),
         "traces": len(chosen.sets.traced),

@@ -35,6 +35,10 @@ class SampledRows:
     total: int
     """Rows of the source."""
 
+    def trained(self, p: Params) -> float:
+        """About how many rows of the source are trained, and not held out."""
+        return self.total * (1 - p.data.heldout_fraction)
+
     @property
     def text(self) -> str:
         """How much was read, in words."""

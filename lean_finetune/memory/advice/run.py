@@ -52,10 +52,11 @@ from lean_finetune.pinning.locate import (
     tokenizer_directory,
 )
 from lean_finetune.pinning.read_locks import read_model_lock
-from lean_finetune.plan.batch_plan import Plan, longest_row, planned_step_tokens, read_plan, refuse_other_objective
+from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
 from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
+from lean_finetune.plan.step_tokens import planned_step_tokens
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported

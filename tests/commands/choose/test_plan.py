@@ -145,3 +145,22 @@ def test_a_set_for_rows_with_images_trains_them(drawn: Path, tmp_path: Path, mon
     assert text.stderr == "note: rows of text are assumed; --data names rows, whose images are counted\n"
     with_tower, without = (json.loads(one.stdout)["sets"][0]["peak_bytes"] for one in (result, text))
     assert with_tower > without
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--data", "rows.jsonl"), "the tokens of the longest row"),
+        (("--lengths", "lengths.txt"), "the most that gives 100 optimizer steps"),
+    ],
+)
+def test_auto_steps_are_those_of_all_rows(project: Path, words: tuple[str, str], reason: str):
+    """65,536 tokens a step for 200 short rows; or a number that other rows would lead to."""
+    (project / "lengths.txt").write_text("".join(f"{20 + n % 100}\n" for n in range(200)))
+    auto = ("--gpu", "T4", "--set", "train.tokens_per_step=auto", *words)
+    text = " ".join(plan(*auto, "--out", "planned.yaml").output.split())
+    found = re.search(rf"tokens a step auto: ([\d,]+), {reason}: about (\d+) steps", text)
+    assert found is not None, text
+    assert f"optimizer steps about {found[2]}: 2 epochs of" in text and f"as given {found[1]} tokens a step" in text
+    assert ("100 or more" in text) == (int(found[2]) < 100)
+    assert load_params(project / "planned.yaml").train.tokens_per_step == "auto"

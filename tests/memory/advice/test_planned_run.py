@@ -105,6 +105,21 @@ def test_a_run_whose_blocks_do_not_fit_does_not_fit(index):
 
 
 @pytest.mark.slow
+def test_advice_for_auto_steps_is_that_for_their_number(index, tmp_path, small_llama, monkeypatch):
+    """Changes of a run judged by steps of 65,536 tokens, or by none."""
+    monkeypatch.chdir(tmp_path)
+    pin(tmp_path, small_llama)
+    write_index(index, [([3] * length, [1, length], None) for length in LENGTHS * 20])
+    limits = {"bucket__max_tokens": 4096, "train__method": "full", "train__loss_chunk": None}
+    values = {**limits, "train__expandable_segments": False}
+    free, _ = estimated(tmp_path, gpu="24GiB", train__tokens_per_step="auto", **values)
+    gpu = card_for(0.8 * free["peak_bytes_predicted"])
+    auto = estimated(tmp_path, gpu=gpu, **values, train__tokens_per_step="auto")
+    tokens = json.loads((tmp_path / "batches/figures.json").read_text())["tokens_per_step"]
+    assert auto == estimated(tmp_path, gpu=gpu, **values, train__tokens_per_step=tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0.99, 0.8, 0.6])
 def test_the_stage_accepts_what_it_advised(index, tmp_path, small_llama, monkeypatch, spare):
     """Advice that fits in the search and not in the stage."""
@@ -127,9 +142,11 @@ def estimated(directory: Path, *, gpu: str, **values: Any) -> tuple[dict[str, An
     common = {"bucket__max_tokens": 1024, "data__max_length": 256, "train__tokens_per_step": 1200, "train__epochs": 2}
     lay_out(directory, hardware__gpu=gpu, estimate__headroom_percent=0.0, **{**common, **values})
     assert invoke(bucket, "--index", "index.arrow", "--out", "batches").exit_code == 0
-    paths = {"plan": "batches/plan.arrow", "index": "index.arrow", "model-lock": "model.json", "out": "estimate"}
+    paths = {"plan": "batches/plan.arrow", "model-lock": "model.json", "out": "estimate"}
+    paths |= dict.fromkeys(("index", "heldout-index"), "index.arrow")
     flags = [part for key, value in {**paths, "metrics": "estimate.json"}.items() for part in (f"--{key}", value)]
-    assert invoke(estimate, *flags).exit_code == 0
+    result = invoke(estimate, *flags)
+    assert result.exit_code == 0, result.output
     remedies = json.loads((directory / "estimate" / "advice.json").read_text())["remedies"]
     return json.loads((directory / "estimate/figures.json").read_text()), [remedy["command"] for remedy in remedies]
 
