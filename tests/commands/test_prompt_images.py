@@ -80,11 +80,12 @@ def test_images_of_prompts_give_the_answers_of_transformers(drawn: Path, tmp_pat
         {"messages": [{"role": "user", "content": f"<image>{QUESTION}"}], "images": ["images/train-0000.png"]},
         {"messages": [{"role": "user", "content": QUESTION}]},
         {"messages": [{"role": "user", "content": parts}], "images": ["images/train-0000.png"]},
+        {"messages": [{"role": "user", "content": f"<img>images/train-0000.png</img>{QUESTION}"}]},
     ]
     found = answers(write_rows(drawn / "prompts.jsonl", rows), "--model", str(drawn / "model"))
-    assert found == [expected(drawn / "model", files) for files in ([one], [], [one, wide])]
+    assert found == [expected(drawn / "model", files) for files in ([one], [], [one, wide], [one])]
     source = write_rows(tmp_path / "plain.jsonl", rows[1:2])
-    assert answers(source, "--model", str(drawn / "model"), "--image", str(one), "--image", str(wide)) == found[2:]
+    assert answers(source, "--model", str(drawn / "model"), "--image", str(one), "--image", str(wide)) == found[2:3]
     assert found[0] != found[2]
 
 

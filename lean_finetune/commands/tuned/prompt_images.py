@@ -12,6 +12,7 @@ from lean_finetune.commands.tuned.tuned_files import named_by_option
 from lean_finetune.core.errors import RowFault, UsageFault, UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
 from lean_finetune.data.format.format_base import IMAGE_COLUMNS, Conversation, GivenImage, ImagePart, Message
+from lean_finetune.data.format.image_tags import PATH_TAG
 from lean_finetune.data.format.messages import IMAGE_PARTS, read_content
 from lean_finetune.data.format.row_images import column_images, given_image, in_front, placed
 from lean_finetune.data.images.image_files import IMAGES, ImageFiles
@@ -165,11 +166,12 @@ def given_files(names: Sequence[str]) -> list[GivenImage]:
 
 
 def conversation_of(
-    row: Mapping[str, Any], messages: Sequence[Message], shown: Sequence[GivenImage]
+    row: Mapping[str, Any], messages: Sequence[Message], shown: Sequence[GivenImage], *, takes_images: bool
 ) -> Conversation | None:
     """The conversation of a row with images, as rows of training have them; None if it has none.
 
-    `shown` are images of the option --image, in front of the first question.
+    `shown` are images of the option --image, in front of the first question. `takes_images` says whether the model
+    takes any: else a tag around a path is text.
 
     Raises:
         RowFault: its images and their places differ in number, an image is not as rows name them, or the row has
@@ -178,6 +180,7 @@ def conversation_of(
     has_own = any(row.get(key) for key in IMAGE_COLUMNS) or any(
         part.get("type") in IMAGE_PARTS for message in messages for part in _parts(message)
     )
+    has_own |= takes_images and any(map(_names_path, messages))
     if not (shown or has_own):
         return None
     if shown and has_own:
@@ -195,3 +198,9 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     """The content parts of a message; empty if it is text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def _names_path(message: Message) -> bool:
+    """Whether the text of a message has a tag around the path of an image."""
+    content = message.get("content")
+    return isinstance(content, str) and PATH_TAG.search(content) is not None

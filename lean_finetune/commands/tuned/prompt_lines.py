@@ -60,7 +60,7 @@ class PromptReader:
         return PromptLine(row, self.prompter.of_text(text), ())
 
     def _conversation(self, row: dict[str, Any], messages: list[Message], directory: Path) -> PromptLine:
-        example = conversation_of(row, messages, self.shown)
+        example = conversation_of(row, messages, self.shown, takes_images=self.images is not None)
         if example is None:
             return PromptLine(row, self.prompter.of_messages(messages, row.get("tools")), ())
         if self.images is None:

@@ -12,7 +12,7 @@ import orjson
 
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.row_values import show, with_turns
-from lean_finetune.data.format.usual_columns import suggested_columns, usual_columns
+from lean_finetune.data.format.usual_columns import suggested_columns, suggested_pair_columns, usual_columns
 from lean_finetune.objectives.objective import RowKind
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -207,8 +207,8 @@ class RowFormat(ABC):
     """Whether a row has an answer, which a column such as `label` can rate. False: its text is all there is."""
     context_key: ClassVar[str | None] = None
     """Key that the column `context` belongs to when this key has no value."""
-    asks_in_text: ClassVar[bool] = False
-    """Whether its question is one text, of which a column `input` may be a part."""
+    question_key: ClassVar[str | None] = None
+    """Key whose text is the whole question where it has a value: a column `input` may then be a part of it."""
     kind: ClassVar[RowKind] = RowKind.ANSWER
     """What a row is. A labelled row has a format of answers, and a label (`labelled_rows`)."""
     divides_prompt: ClassVar[bool] = False
@@ -339,9 +339,10 @@ def detect_format(
             "train.objective=sft, or kto if a label rates the answer"
         )
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
+    suggested = suggested_pair_columns(row) if kind is RowKind.PAIR else suggested_columns(row)
     raise RowFault(
-        f"data.format auto knows no format with the keys {show(list(row))}; name them, as in "
-        f"{suggested_columns(row)}, or rename them, as one of ({listed})"
+        f"data.format auto knows no format with the keys {show(list(row))}; name them, as in {suggested}, or rename "
+        f"them, as one of ({listed})"
     )
 
 

@@ -21,6 +21,8 @@ _OTHER_TAG = re.compile(
     r"|<\|vision_start\|>(?:<\|image_pad\|>)*<\|vision_end\|>|<\|image(?:_pad)?\|>|<start_of_image>"
     r"|<image_soft_token>|<IMG_CONTEXT>|\[IMG\]"
 )
+_WRAPPED_TAG = re.compile(f"(?:<im_start>|<[Ii]mg>|<[|]vision_start[|]>){TAG}(?:<im_end>|</[Ii]mg>|<[|]vision_end[|]>)")
+"""`TAG` between tokens that a chat template writes around an image."""
 _BARE_TAG = "<img>"
 """Also an element of HTML: only beside images it may be one."""
 # What ms-swift replaces by video, audio, and boxes of the column `objects`.
@@ -49,6 +51,11 @@ def refuse_filled_tags(text: str, where: str) -> None:
                 f"{where} has {tag[0]}, which other tools replace by video, audio or a box; only text and images can "
                 f"be trained: write boxes in the model's own form, or remove the row; {where_text(tag[0])}"
             )
+
+
+def unwrapped(text: str) -> str:
+    """The text without the tokens around each `TAG`."""
+    return _WRAPPED_TAG.sub(TAG, text) if f"{TAG}<" in text else text
 
 
 def first_tag(text: str) -> str | None:

@@ -10,13 +10,13 @@ from lean_finetune.data.format.format_base import IMAGE_COLUMNS, PROMPT_ROLES, M
 from lean_finetune.data.format.row_values import is_given, is_turns, show
 
 # Where a turn begins in a transcript: with a name at the beginning of a line, or a control token of a chat template.
-_LINE = r"(?:\A|\n)[ \t]*(?:#+[ \t]*|\*\*)?(?:{})(?:\*\*)?[ \t]*:(?:\*\*)?"
-_USER = _LINE.format("[Hh]uman|HUMAN|User|USER") + (
-    r"|<\|im_start\|>user\b|<\|(?:user|User|prompter)\|>|<｜User｜>|<\|start_header_id\|>user\b|<start_of_turn>user\b"
-    r"|\[INST\]"
+_LINE = r"(?:(?:\A|\n)[ \t]*(?:\*\*)?|\#+[ \t]*)(?:{})(?:\*\*)?[ \t]*:(?:\*\*)?"
+_USER = _LINE.format("[Hh]uman|HUMAN|[Uu]ser") + (
+    r"|\bUSER:|<\|im_start\|>user\b|<\|(?:user|User|prompter)\|>|<｜User｜>|<\|start_header_id\|>user\b"
+    r"|<start_of_turn>user\b|\[INST\]"
 )
-_ASSISTANT = _LINE.format("[Aa]ssistant|ASSISTANT") + (
-    r"|<\|im_start\|>assistant\b|<\|(?:a|A)ssistant\|>|<｜Assistant｜>"
+_ASSISTANT = _LINE.format("[Aa]ssistant") + (
+    r"|\bASSISTANT:|<\|im_start\|>assistant\b|<\|(?:a|A)ssistant\|>|<｜Assistant｜>"
     r"|<\|start_header_id\|>assistant<\|end_header_id\|>|<start_of_turn>model\b|\[/INST\]"
 )
 _USER_TURN, _TURN = re.compile(_USER), re.compile(f"{_USER}|{_ASSISTANT}")

@@ -7,6 +7,7 @@ from typing import Any
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     KTO_LABELS,
+    PROMPT_ROLES,
     Conversation,
     Example,
     Labelled,
@@ -22,12 +23,13 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 def labelled(row: Mapping[str, Any], example: Example, row_format: RowFormat) -> Labelled:
     """The example of a row with its label.
 
-    Raises RowFault if the label is none, or the row does not end with an answer that it can rate.
+    Raises RowFault if the label is none, or the row does not have a prompt and end with an answer that it can rate.
     """
     assert isinstance(example, Conversation | PlainText)
     desirable = _label(row)
     if isinstance(example, Conversation) and not row_format.divides_prompt:
         example = _last_answer(example)
+    _refuse_without_prompt(example)
     return Labelled(answer=example, desirable=desirable)
 
 
@@ -50,6 +52,16 @@ def _truth(value: Any) -> bool | None:
     if isinstance(value, str):
         return _WORDS.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int) and value in (0, 1) else None
+
+
+def _refuse_without_prompt(example: Conversation | PlainText) -> None:
+    """Refuse an answer to nothing: its label says how good it is as an answer to its prompt."""
+    if isinstance(example, PlainText):
+        asks = bool(example.prompt.strip())
+    else:
+        asks = any(message["role"] in PROMPT_ROLES for message in example.messages[: max(example.turns(), default=0)])
+    if not asks:
+        raise RowFault("a labelled row needs a prompt in front of its answer; add it, or remove the row")
 
 
 def _last_answer(example: Conversation) -> Conversation:

@@ -12,7 +12,7 @@ from lean_finetune.data.format.format_base import (
     ImagePart,
     Message,
 )
-from lean_finetune.data.format.row_values import is_given, parse_json, parse_text, show
+from lean_finetune.data.format.row_values import is_given, list_or_nothing, parse_json, parse_text, show
 from lean_finetune.data.format.unread_columns import TRAINED_KEYS, looks_like_mark, pop_marks, refuse_media
 
 CALL = "tool_call"
@@ -232,8 +232,16 @@ def parse_turns(given: list[Any], where: str) -> Turns:
                 context.append(number)
             if parsed.is_call:
                 calls.append(number)
+        _refuse_parts_as_text(message, f"{where} {number + 1}")
         messages.append(message)
     return Turns(messages=messages, context=frozenset(context), calls=frozenset(calls), images=tuple(images))
+
+
+def _refuse_parts_as_text(message: Message, where: str) -> None:
+    """Refuse a content that is text of typed parts, as in a table. The result of a tool may be such text."""
+    content = message["content"]
+    if content[:1] == "[" and message["role"] != "tool" and (parts := list_or_nothing(content)) and _is_parts(parts):
+        raise RowFault(f"{where} has a list of content parts as text: {show(content)}; write it as a list")
 
 
 def unknown_keys(messages: list[Message]) -> set[str]:

@@ -119,7 +119,7 @@ class Preference(RowFormat):
     """`prompt`, `chosen` and `rejected`: texts, or lists of messages; without a prompt, what both begin with (TRL)."""
 
     name, required, optional = "preference", ANSWERS, ("prompt", *CONVERSATION_KEYS)
-    asks_in_text = True
+    question_key = "prompt"
     kind = RowKind.PAIR
 
     def parse(self, row: Mapping[str, Any]) -> Pair:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
+    PROMPT_ROLES,
     Conversation,
     Example,
     Message,
@@ -15,10 +16,11 @@ from lean_finetune.data.format.format_base import (
     register,
 )
 from lean_finetune.data.format.labelled_rows import labelled
-from lean_finetune.data.format.messages import Turns, parse_tools, parse_turns, with_roles
+from lean_finetune.data.format.messages import ROLE_NAMES, Turns, parse_tools, parse_turns, with_roles
 from lean_finetune.data.format.row_images import with_images
 from lean_finetune.data.format.row_values import (
     is_given,
+    is_turns,
     list_of,
     refuse_unread_turns,
     show,
@@ -27,6 +29,7 @@ from lean_finetune.data.format.row_values import (
     with_turns,
 )
 from lean_finetune.data.format.unread_columns import IGNORE, LOSS_MASK, untrained_by_mask
+from lean_finetune.data.format.usual_columns import QUESTIONS
 from lean_finetune.objectives.objective import RowKind
 
 CONVERSATION_KEYS = ("system", "tools", "functions", "family")
@@ -41,11 +44,25 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     row = with_turns(row_format.rename_columns(row, source.columns))
     refuse_unread_turns(row, row_format.keys)
     example = with_images(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
+    _refuse_unread_question(example, row, source)
     if source.kind is RowKind.LABELLED:
         example = labelled(row, example, row_format)
     for one in parts_of(example):
         _refuse_untrained(one)
     return example
+
+
+def _refuse_unread_question(example: Example, row: Mapping[str, Any], source: SourceFormat) -> None:
+    """Raise RowFault for an answer without a question, if a column that is not read may be the question."""
+    if not isinstance(example, Conversation) or any(message["role"] in PROMPT_ROLES for message in example.messages):
+        return
+    for key, value in row.items():
+        asks = is_turns(value) or (key in QUESTIONS and isinstance(value, str) and is_given(value))
+        if asks and key not in source.row_format.keys:
+            raise RowFault(
+                f"the row has no user's turn, and {key!r} is not read; put the question into the turns, or name it in "
+                "data.ignore_columns"
+            )
 
 
 def _refuse_untrained(example: Conversation | PlainText) -> None:
@@ -121,7 +138,7 @@ class QueryResponse(RowFormat):
     """`query`, `response`, and `history`: pairs of earlier questions and answers (ms-swift)."""
 
     name = "query_response"
-    asks_in_text = True
+    question_key = "query"
     required = ("query", "response")
     optional = ("history", *CONVERSATION_KEYS)
 
@@ -138,7 +155,7 @@ class PromptCompletion(RowFormat):
     """`prompt` and `completion`: two texts, or two lists of messages. Only the completion is trained."""
 
     name = "prompt_completion"
-    asks_in_text = True
+    question_key = "prompt"
     divides_prompt = True
     required = ("prompt", "completion")
     optional = CONVERSATION_KEYS
@@ -173,6 +190,13 @@ class Text(RowFormat):
 
     def parse(self, row: Mapping[str, Any]) -> PlainText:
         """See the base class."""
+        role = row.get("role")
+        if isinstance(role, str) and role.lower() in (*ROLE_NAMES, "prompter"):
+            raise RowFault(
+                f"the row is one turn of a conversation (role={show(role)}), and its text alone would be trained; join "
+                "the turns of each conversation into a row of data.format=messages, or name 'role' in "
+                "data.ignore_columns"
+            )
         return PlainText(prompt="", completion=text_of(row, "text"))
 
 

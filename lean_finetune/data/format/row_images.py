@@ -27,11 +27,12 @@ from lean_finetune.data.format.image_tags import (
     TAG,
     first_tag,
     refuse_filled_tags,
+    unwrapped,
     where_text,
     with_places,
 )
 from lean_finetune.data.format.messages import not_text
-from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
+from lean_finetune.data.format.row_values import is_given, parse_text, show
 from lean_finetune.data.format.unread_columns import IGNORE, media_fault
 from lean_finetune.objectives.objective import RowKind
 
@@ -45,6 +46,8 @@ _OTHER_KEYS = ("type", "detail", "mime_type")
 _DATA_URI, _FILE_URI = "data:", "file:"
 _URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _PATH_CHARACTERS = 4096
+_TEXT_IN_TABLE = re.compile(r"""\s*(?:\[\s*["'{]|\{|\[\s*\]\s*\Z)""")
+"""The start of a list or an object as a CSV file holds it. A path may begin with a bracket."""
 
 
 def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) -> Example:
@@ -108,7 +111,7 @@ def placed(example: Conversation, column: list[GivenImage]) -> Conversation:
     messages = example.messages
     for number, message in enumerate(messages, start=1):
         refuse_filled_tags(message["content"], f"message {number}")
-    texts = [message["content"] for message in messages]
+    texts = [unwrapped(message["content"]) for message in messages]
     # Counting each is several times as fast as searching both.
     tags = sum(text.count(TAG) for text in texts)
     paths = sum(len(PATH_TAG.findall(text)) for text in texts if "<img>" in text)
@@ -198,13 +201,24 @@ def column_images(row: Mapping[str, Any]) -> list[GivenImage]:
     found: list[GivenImage] = []
     for key in given:
         value = row[key]
-        if isinstance(value, str) and value.lstrip().startswith("["):  # JSON text, as in a CSV file.
-            value = list_or_nothing(value) or value
+        if isinstance(value, str) and _TEXT_IN_TABLE.match(value):
+            value = _value_of(value, repr(key))
         if isinstance(value, list):
             found += [given_image(one, f"{key!r} {number}") for number, one in enumerate(value, start=1)]
         else:
             found.append(given_image(value, repr(key)))
     return found
+
+
+def _value_of(text: str, where: str) -> Any:
+    """The list or object that a table has as text. Raises RowFault for bytes and numpy's text, which keep no images."""
+    try:
+        return parse_text(text, where)
+    except RowFault:
+        raise RowFault(
+            f"{where} is text of a list or an object that cannot be read: {show(text)}; save the rows as Parquet, "
+            "which keeps bytes, or name the files of images as JSON"
+        ) from None
 
 
 def given_image(value: Any, where: str) -> GivenImage:

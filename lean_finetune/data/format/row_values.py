@@ -114,10 +114,13 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 def parse_text(text: str, where: str) -> Any:
     """The value of text in a table: JSON, or Python's repr of lists, objects, texts, numbers, True, False and None.
 
-    Raises RowFault if it is neither, such as numpy's repr, or nested too deep.
+    JSON text of such text is read as what it says. Raises RowFault if it is neither, such as numpy's repr, or nested
+    too deep.
     """
     try:
-        return parse_json(text, where)
+        value = parse_json(text, where)
+        is_text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+        return parse_json(value, where) if is_text else value
     except RowFault:
         json_text = _json_of_python(text)
         if json_text is None:
@@ -146,9 +149,26 @@ def _unescaped(escape: re.Match[str]) -> str:
     return _PLAIN_ESCAPES.get(escape[0]) or chr(int(escape[0][2:], 16))
 
 
+def is_tools(value: Any) -> bool:
+    """Whether a value, also as text, is a list of tools, as calls of functions name them."""
+    if isinstance(value, str):
+        value = list_or_nothing(value) if value.lstrip().startswith("[") else None
+    return isinstance(value, list) and bool(value) and all(map(_is_tool, value))
+
+
+def _is_tool(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    function = value.get("function")
+    if isinstance(function, dict):
+        return isinstance(function.get("name"), str)
+    return isinstance(value.get("name"), str) and ("parameters" in value or "input_schema" in value)
+
+
 # Turns that a table holds as text.
 
-_LIST_OR_OBJECT = re.compile(r"""\s*(?:\[\s*)?\{\s*["']""")
+_LIST_OR_OBJECT = re.compile(r"""\s*"?\s*(?:\[\s*)?\{\s*\\?["']""")
+"""The start of turns as text, or as JSON text of that text."""
 _ROLE_KEY = re.compile(r"""["'](?:role|from)["']\s*:""")
 _CONTENT_KEY = re.compile(r"""["'](?:content|value|tool_calls)["']\s*:""")
 # As numpy and shortening printers write lists of turns too.

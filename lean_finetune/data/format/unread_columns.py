@@ -16,7 +16,7 @@ from lean_finetune.data.format.format_base import (
     preference_remedy,
 )
 from lean_finetune.data.format.image_tags import is_image, names_media
-from lean_finetune.data.format.row_values import is_given, list_or_nothing, show
+from lean_finetune.data.format.row_values import is_given, is_tools, list_or_nothing, show
 
 LOSS_MASK = "loss_mask"
 """Column with 1 for each turn that is trained and 0 for every other."""
@@ -164,6 +164,8 @@ def unread_columns(row: Mapping[str, Any], source: SourceFormat) -> list[str]:
     unread = [key for key, value in row.items() if key not in read and is_given(value)]
     for key in unread:
         _refuse_other_media(key, row, source)
+        if "tools" in source.row_format.keys and is_tools(row[key]) and not is_given(row.get(source.column("tools"))):
+            raise RowFault(f"{key!r} has tools, and is not read; name it as data.columns={{tools: {key}}}, or {IGNORE}")
         if looks_like_loss_mask(key, row[key]):
             remedy = f"name it as data.columns={{{LOSS_MASK}: {key}}} where 1 means trained"
             if LOSS_MASK not in source.row_format.keys:
@@ -210,7 +212,7 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
                 f"row (data.on_bad_row=skip leaves all such rows out), or {IGNORE}"
             )
         return label == "true"
-    if key == "input" and not row_format.asks_in_text:
+    if key == "input" and not is_given(row.get(source.column(row_format.question_key or ""))):
         return False
     raise RowFault(f"{key!r} is part of the question, and is not read; {_remedy(key, row, source)}, or {IGNORE}")
 

@@ -33,3 +33,13 @@ def suggested_columns(row: Mapping[str, Any]) -> str:
     others = [key for key in texts if key != answer]
     question = [*(key for key in others if key in QUESTIONS), *others, "QUESTION"][0]
     return f"data.columns={{instruction: {question}, output: {answer}}}"
+
+
+def suggested_pair_columns(row: Mapping[str, Any]) -> str:
+    """The data.columns to write for a pair that no format suits, as far as its names show them."""
+    question = next((key for key in QUESTIONS if isinstance(row.get(key), str)), "QUESTION")
+    chosen, rejected = (
+        next((key for key, value in row.items() if name in key and isinstance(value, str | list)), name.upper())
+        for name in ("chosen", "rejected")
+    )
+    return f"data.columns={{instruction: {question}, chosen: {chosen}, rejected: {rejected}}}"

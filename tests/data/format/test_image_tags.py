@@ -53,6 +53,8 @@ READ: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         f"{IMAGE}?",
         ["a"],
     ),
+    "wrapped by LLaVA": (asked("<im_start><image><im_end>?", images=["a"]), f"{IMAGE}?", ["a"]),
+    "wrapped by InternVL": (asked("<img><image></img>?", images=["a"]), f"{IMAGE}?", ["a"]),
     "rendered by Gemma": (asked("<start_of_image>?", images=["a"]), f"{IMAGE}?", ["a"]),
     "index": (
         asked([{"index": None, **TEXT}, {"index": 0, "text": None, "type": "image"}], images=["a"]),

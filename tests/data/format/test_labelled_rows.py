@@ -58,6 +58,20 @@ def test_the_label_rates_the_last_answer_alone():
     assert example.answer.trained_turns() == [3]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ANSWER]},
+        {"messages": [{"role": "system", "content": "S"}, ANSWER]},
+        {"prompt": [], "completion": [ANSWER]},
+        {"prompt": " ", "completion": "4"},
+    ],
+)
+def test_an_answer_to_nothing_is_refused(row):
+    with pytest.raises(RowFault, match="a labelled row needs a prompt in front of its answer"):
+        parsed(row | {"label": True})
+
+
 def test_plain_texts_and_columns_of_another_name():
     example = parsed({"prompt": "2+2=", "completion": "4", "good": 0}, label="good")
     assert example == Labelled(answer=PlainText(prompt="2+2=", completion="4"), desirable=False)

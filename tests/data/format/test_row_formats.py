@@ -181,6 +181,21 @@ def test_where_the_answer_is_open_the_refusal_prints_the_mapping_to_write(row: d
         detect_format(row, {})
 
 
+@pytest.mark.parametrize(
+    ("row", "mapping"),
+    [
+        (
+            {"source": "x", "instruction": "Q", "chosen_response": "A", "rejected_response": "B"},
+            "instruction, chosen: chosen_response, rejected: rejected_response",
+        ),
+        ({"id": "a", "response_0": "A", "response_1": "B"}, "QUESTION, chosen: CHOSEN, rejected: REJECTED"),
+    ],
+)
+def test_a_pair_of_unknown_names_is_refused_with_keys_of_pairs(row: dict[str, Any], mapping: str):
+    with pytest.raises(RowFault, match=re.escape(f"name them, as in data.columns={{instruction: {mapping}}}")):
+        detect_format(row, {}, RowKind.PAIR)
+
+
 def test_the_worse_answer_of_a_pair_is_not_dropped_for_a_usual_name():
     row = {"question": "Q", "answer": "A", "rejected": "B"}
     assert complete_columns(row, {}) == complete_columns(row, {}, RowKind.PAIR) == {}

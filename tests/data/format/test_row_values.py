@@ -60,7 +60,11 @@ def read(row: dict[str, Any], kind: RowKind, **columns: str) -> Example:
     return parse_row(row, SourceFormat(format=name, columns=columns, kind=kind))
 
 
-@pytest.mark.parametrize("write", [json.dumps, repr, lambda value: f" {json.dumps(value, indent=1)}\n"])
+@pytest.mark.parametrize(
+    "write",
+    [json.dumps, repr, lambda value: f" {json.dumps(value, indent=1)}\n", lambda value: json.dumps(json.dumps(value))],
+    ids=["json", "python", "indented", "twice"],
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_turns_as_text_are_read_as_the_turns(name: str, write: Any):
     """A CSV file trained `[{"role": "user", ...` as the prompt, and brackets as the answer."""
@@ -171,3 +175,15 @@ def test_what_is_neither_json_nor_a_plain_repr_is_refused(text: str):
     """Text of numpy: its str of two texts reads as one text in Python."""
     with pytest.raises(RowFault):
         parse_text(text, "it")
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_content_parts_as_text_are_refused(write: Any, role: str):
+    """They were trained as brackets. A tool may return such text, and an answer may begin with a bracket."""
+    parts = write([{"type": "text", "text": "Q"}])
+    with pytest.raises(RowFault, match="has a list of content parts as text"):
+        read({"messages": [USER, {"role": role, "content": parts}, ANSWER]}, RowKind.ANSWER)
+    others = [{"role": "tool", "content": parts}, {**USER, "content": "[INST]"}, {**USER, "content": "[]"}]
+    example = read({"messages": [*others, {**ANSWER, "content": '[{"type": "city"}]'}]}, RowKind.ANSWER)
+    assert isinstance(example, Conversation) and example.messages[0]["content"] == parts
