@@ -171,6 +171,8 @@ _LIST_OR_OBJECT = re.compile(r"""\s*"?\s*(?:\[\s*)?\{\s*\\?["']""")
 """The start of turns as text, or as JSON text of that text."""
 _ROLE_KEY = re.compile(r"""["'](?:role|from)["']\s*:""")
 _CONTENT_KEY = re.compile(r"""["'](?:content|value|tool_calls)["']\s*:""")
+_TURN_KEYS = ("role", "from", "human")
+"""A turn has one of these keys. To look for them is much faster than to parse JSON of something else."""
 # As numpy and shortening printers write lists of turns too.
 _TURNS_START = re.compile(
     r"""\s*(?:\w{1,16}\(\s*)?(?:\[\s*(?:\w{1,16}\(\s*)?(?:\[\s*)?)?\{\s*["'](?:role|from|content|value)["']\s*:"""
@@ -210,7 +212,7 @@ def refuse_unread_turns(row: Mapping[str, Any], keys: Container[str]) -> None:
 
 def _turns_of_text(text: str) -> Any:
     """The turns, or the single turn, that a text says; None if it says something else."""
-    if not _LIST_OR_OBJECT.match(text):
+    if not _LIST_OR_OBJECT.match(text) or not any(key in text for key in _TURN_KEYS):
         return None
     try:
         value = parse_text(text, "")
