@@ -337,8 +337,9 @@ class Evaluate(Section):
     """Tokens whose logits exist at once. None means train.loss_chunk, or max_tokens if that is None."""
     generate_rows: Annotated[int, Field(ge=0)]
     """Held-out prompts to answer by greedy decoding."""
-    max_new_tokens: PositiveInt
-    """Longest generated answer in tokens. Answers to rows whose own answer is longer are shown, but not compared."""
+    max_new_tokens: PositiveInt | None
+    """Longest generated answer in tokens. Answers to rows whose own answer is longer are shown, but not compared. None:
+    the longest of held-out rows, up to 256."""
     generate_batch_rows: PositiveInt
     """Most prompts decoded together."""
     merged: bool

@@ -1,7 +1,6 @@
 """Evaluate the base and the tuned model, and compare them."""
 
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from torch import nn
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import DoesNotFit, UserError
-from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums, stop_ids
+from lean_finetune.evaluate.closed_answers import closed_answers, is_exact_match
+from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.evaluate.pair_figures import HeldoutPairs
@@ -215,8 +215,6 @@ LENGTH_EDGES = (64, 128, 256, 512)
 """Upper limits of the length buckets, in tokens of a row; the last bucket has none."""
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 """Above this, `exp` overflows."""
-ANSWER_MARKER = re.compile(r"^(?:Answer: |答案：)", re.MULTILINE)
-"""Start of the line with the final answer after worked steps."""
 
 
 def generation_lines(
@@ -224,12 +222,14 @@ def generation_lines(
 ) -> list[dict[str, Any]]:
     """Return a record per prompt: its text with control tokens, expected and generated answers, whether correct.
 
-    Correctness is None where the expected answer is truncated, or longer than evaluate.max_new_tokens. The hashes of a
-    prompt's images are their names in data/tokens/images.
+    Correctness is None where the expected answer is free text, truncated, or longer than the longest generated one.
+    The hashes of a prompt's images are their names in data/tokens/images.
     """
+    texts = [tokenizer.decode(prompt.answer_ids, skip_special_tokens=True) for prompt in evaluated.prompts]
+    closed = closed_answers(texts, [prompt.family for prompt in evaluated.prompts], NO_FAMILY)
     lines = []
-    for number, prompt in enumerate(evaluated.prompts):
-        expected = tokenizer.decode(prompt.answer_ids, skip_special_tokens=True)
+    for number, (prompt, expected) in enumerate(zip(evaluated.prompts, texts, strict=True)):
+        compared = prompt.can_match and closed[number]
         line: dict[str, Any] = {
             "family": prompt.family,
             "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=False),
@@ -239,7 +239,7 @@ def generation_lines(
             line["images"] = [digest.hex() for digest in prompt.images]
         for name in answers:
             line[name] = tokenizer.decode(answers[name].answers[number], skip_special_tokens=True)
-            line[f"{name}_correct"] = is_exact_match(expected, line[name]) if prompt.can_match else None
+            line[f"{name}_correct"] = is_exact_match(expected, line[name]) if compared else None
         lines.append(line)
     return lines
 
@@ -262,7 +262,11 @@ def evaluate_metrics(
         "evaluated_rows": len(tokens),
         "evaluated_tokens": int(tokens.sum()),
         "generated_rows": len(lines),
-        "compared_rows": sum(prompt.can_match for prompt in evaluated.prompts),
+        "compared_rows": sum(line["tuned_correct"] is not None for line in lines),
+        "free_text_rows": sum(
+            line["tuned_correct"] is None and prompt.can_match
+            for prompt, line in zip(evaluated.prompts, lines, strict=True)
+        ),
         "unanswerable_rows": evaluated.unanswerable_rows,
         **_losses(answers, tokens, np.ones(len(tokens), dtype=bool)),
         **_merge_loss(answers, tokens),
@@ -306,17 +310,3 @@ def _exact_match(lines: Sequence[Mapping[str, Any]], names: Iterable[str]) -> di
         correct = [line[f"{name}_correct"] for line in lines if line[f"{name}_correct"] is not None]
         found[f"{name}_exact_match_percent"] = round(100 * sum(correct) / len(correct), 3) if correct else None
     return found
-
-
-def final_answer(text: str) -> str | None:
-    """Return the text after the last answer marker at the start of a line; None without one."""
-    before, *answers = ANSWER_MARKER.split(text.strip())
-    return answers[-1].strip() if answers else None
-
-
-def is_exact_match(expected: str, generated: str) -> bool:
-    """Whether the final answers are equal or, if none is expected, the stripped texts are."""
-    answer = final_answer(expected)
-    if answer is None:
-        return generated.strip() == expected.strip()
-    return final_answer(generated) == answer

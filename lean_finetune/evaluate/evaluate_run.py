@@ -61,11 +61,12 @@ def run_stage(
     adapter_files = verify_adapter(lock, adapter)
     read = verify_files(base, {**lock["files"], **read_tokenizer_lock(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    evaluated = _choose_rows(p, tokens, base, tokenizer)
+    heldout = TokenRows(tokens, "heldout", p.train.row_kind)
+    limits = EvaluationLimits.from_params(p, heldout.supervised)
+    evaluated = _choose_rows(p, heldout, tokens, base, tokenizer, limits.max_new_tokens)
     if (preferences := p.train.preferences) is not None and preferences.has_reference:
         of, rows = identity(tokens, lock, weights), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
-    limits = EvaluationLimits.from_params(p)
     tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
     if not evaluated.loss_rows:
         click.echo(
@@ -88,7 +89,7 @@ def run_stage(
     adapter_files.refuse_change()
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
-    figures = {**evaluate_metrics(evaluated, outputs, lines), **scores}
+    figures = {**evaluate_metrics(evaluated, outputs, lines), "max_new_tokens": limits.max_new_tokens, **scores}
     results: tuple[str, ...] = RESULTS
     pair_lines = None
     losses = {name: (one.row_losses, one.other_losses) for name, one in outputs.items()}
@@ -145,9 +146,11 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
+def _choose_rows(
+    p: Params, rows: TokenRows, tokens: Path, base: Path, tokenizer: Tokenizer, max_new_tokens: int
+) -> EvaluationRows:
     """Choose held-out rows and prompts."""
-    rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
+    undesirable = list[int]()
     if rows.images is not None:
         rows.image_inputs = read_image_inputs(base, read_config(base, images=True), rows.images)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
@@ -160,13 +163,13 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     meta = read_json(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))
-    most_prompt_tokens = None if positions is None else positions - p.evaluate.max_new_tokens
+    most_prompt_tokens = None if positions is None else positions - max_new_tokens
     prompts, unanswerable_rows = choose_prompts(
         rows,
         p.evaluate.generate_rows,
         max_length=meta["max_length"],
         max_prompt_tokens=most_prompt_tokens,
-        max_new_tokens=p.evaluate.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         special=special,
     )
     pairs = labels = None

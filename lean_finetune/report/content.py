@@ -82,12 +82,15 @@ def _change(before: float | None, after: float | None, digits: int) -> float | N
 
 
 def summary(inputs: Inputs) -> str:
-    """The run in one line: memory and held-out loss."""
+    """The run in one line: memory, held-out loss, and exact match where answers can be compared."""
     predicted, measured = inputs.estimate["peak_bytes_predicted"], inputs.train["peak_bytes_measured"]
     peak = f"tensor peak {readable_size(predicted)} predicted"
     peak += f", {readable_size(measured)} measured" if measured is not None else ", not measured"
     before, after = inputs.evaluate["base_loss"], inputs.evaluate["tuned_loss"]
     text = peak if before is None or after is None else f"{peak}; held-out loss {before:.4g} → {after:.4g}"
+    if inputs.evaluate["compared_rows"]:
+        matches = (f"{inputs.evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
+        text += f"; exact match {' → '.join(matches)}"
     return f"{text}; {order_name(inputs)} {shares_in_order(inputs)}" if has_pairs(inputs) else text
 
 
@@ -170,6 +173,9 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
         found.append(
             Result("Exact match", right, f"before → after, of {counted(evaluate['compared_rows'], 'greedy answer')}")
         )
+    if evaluate["free_text_rows"]:
+        shown = counted(evaluate["free_text_rows"], "answer")
+        found.append(Result("Free text", shown, "before and after side by side, without a verdict: see Answers"))
     return found
 
 
@@ -288,15 +294,22 @@ def answers_note(inputs: Inputs) -> str | None:
         notes.append("No answer is exact: the run was short, the model is small, or answers can differ in wording.")
     if not inputs.generations:
         notes.append("None: no held-out row has a prompt that can be answered, or evaluate.generate_rows is 0.")
-    if cut := inputs.evaluate["generated_rows"] - inputs.evaluate["compared_rows"]:
+    evaluate = inputs.evaluate
+    if free := evaluate["free_text_rows"]:
         notes.append(
-            f"Not compared: {counted(cut, 'answer')} to rows whose own answer is longer than evaluate.max_new_tokens, "
-            "or was truncated at data.max_length. They end at evaluate.max_new_tokens."
+            f"Free text, which can be good in many words: {counted(free, 'answer')}. Read before and after side by "
+            "side; only short, closed answers are called correct or wrong."
         )
-    if too_long := inputs.evaluate["unanswerable_rows"]:
+    longest = f"{counted(evaluate['max_new_tokens'], 'token')} (evaluate.max_new_tokens)"
+    if cut := evaluate["generated_rows"] - evaluate["compared_rows"] - free:
         notes.append(
-            f"Skipped: {counted(too_long, 'held-out row')} whose prompt and evaluate.max_new_tokens are longer than "
-            "the model's context."
+            f"Not compared: {counted(cut, 'answer')} to rows whose own answer is longer than {longest}, or was "
+            "truncated at data.max_length. Answers end there."
+        )
+    if too_long := evaluate["unanswerable_rows"]:
+        notes.append(
+            f"Skipped: {counted(too_long, 'held-out row')} whose prompt and {longest} are longer than the model's "
+            "context."
         )
     return " ".join(notes) or None
 

@@ -179,6 +179,11 @@ def read_lengths(index: Path) -> np.ndarray:
     return read_column(open_batches(index, INDEX_TYPES), "length", np.int32)
 
 
+def read_supervised(index: Path) -> np.ndarray:
+    """Trained tokens of every row, as `read_lengths`."""
+    return read_column(open_batches(index, INDEX_TYPES), "supervised", np.int32)
+
+
 def _first_wrong_row(flat: np.ndarray, counts: np.ndarray, lengths: np.ndarray, supervised: np.ndarray) -> int | None:
     """The first row whose spans are not ascending pairs within its tokens, or train another number of tokens.
 

@@ -63,6 +63,17 @@ def estimated(workspace: Path, **values: Any) -> dict[str, Any]:
     return result(workspace, "figures")
 
 
+def test_answers_without_a_limit_are_predicted_for_the_longest_one_of_held_out_rows(workspace):
+    """Stage evaluate generated more tokens than were predicted."""
+    write_index(workspace / "heldout-index.arrow", [([3] * 64, [64 - n, 64], None) for n in (8, 21, 13)])
+    peaks = []
+    for tokens in (None, 21, 8):
+        lay_out(workspace, data__max_length=128, bucket__max_tokens=2048, evaluate__max_new_tokens=tokens)
+        assert run().exit_code == 0
+        peaks.append(result(workspace, "figures")["predicted_by_phase"]["generate"])
+    assert peaks[0] == peaks[1] != peaks[2]
+
+
 def test_the_results_of_a_run_that_fits_agree(workspace):
     """Files that disagree with each other."""
     assert run().exit_code == 0

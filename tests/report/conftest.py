@@ -144,6 +144,8 @@ def metrics() -> dict[str, dict[str, Any]]:
             "evaluated_rows": 250,
             "generated_rows": 1,
             "compared_rows": 1,
+            "free_text_rows": 0,
+            "max_new_tokens": 64,
             "unanswerable_rows": 0,
             "base_exact_match_percent": 0.0,
             "tuned_exact_match_percent": 100.0,

@@ -8,8 +8,8 @@ import pytest
 
 from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
-from lean_finetune.report.content import memory_records, report_metrics
-from lean_finetune.report.pages import markdown_page
+from lean_finetune.report.content import memory_records, report_metrics, summary
+from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.report_inputs import Inputs, shortened
 from stages.report import main
 from tests.report.conftest import GENERATION, GPU, MIB, OF_PAIRS, PAIR, metrics, write_inputs, write_pairs
@@ -175,8 +175,28 @@ def test_answers_that_nothing_can_match_are_shown_without_a_verdict(place):
     line = {**GENERATION, "base_correct": None, "tuned_correct": None}
     write_inputs(place, [line], evaluate={"compared_rows": 0, "by_family": family, **none})
     text = report(place)[1]
-    assert "Not compared: 1 answer to rows whose own answer is longer than evaluate.max_new_tokens" in text
+    assert "Not compared: 1 answer to rows whose own answer is longer than 64 tokens (evaluate.max_new_tokens)" in text
     assert "| sums | 1 | – | – |" in text and "None" not in text and "wrong" not in text
+
+
+def test_free_text_stands_before_and_after_side_by_side_without_a_verdict(place):
+    """A good answer in other words was called wrong, and exact match stayed at 0 %."""
+    none = dict.fromkeys(("base_exact_match_percent", "tuned_exact_match_percent"))
+    line = {**GENERATION, "base_correct": None, "tuned_correct": None, "tuned": "Gladly."}
+    nothing = {"compared_rows": 0, "free_text_rows": 1, "by_family": {"sums": {"rows": 1, **none}}, **none}
+    write_inputs(place, [line], evaluate=nothing)
+    text = report(place)[1]
+    assert "Free text, which can be good in many words: 1 answer. Read before and after side by side" in text
+    assert "Not compared" not in text and "(wrong)" not in text and "Exact match" not in text
+    page = html_page(
+        inputs_of(place), dotted_values(load_params(place / "params.yaml")), report_metrics(inputs_of(place))
+    )
+    beside = page.partition('<dl class="beside">')[2].partition("</dl>")[0]
+    assert "<dt>Before</dt>" in beside and "<dt>After</dt>" in beside and "Gladly." in beside
+
+
+def test_the_line_of_the_stage_says_whether_training_helped(place):
+    assert summary(inputs_of(place)).endswith("held-out loss 2.5 → 1.25; exact match 0.0 % → 100.0 %")
 
 
 def test_pairs_are_shown_before_and_after_training(place):

@@ -142,7 +142,7 @@ def params_text(here: Path, choices: Choices) -> str:
     values: dict[str, Any] = {}
     if choices.model is not None and choices.model != TINY and choices.preset is None:
         common = read_yaml(COMMON_PARAMS, "is missing")
-        values = {name: common[name] for name in ("bucket", "train")} | {
+        values = {name: common[name] for name in ("bucket", "train", "evaluate")} | {
             "data": {"max_length": common["data"]["max_length"]}
         }
     if choices.gpu is not None and choices.gpu.strip().lower() != "auto":

@@ -45,7 +45,7 @@ from lean_finetune.pinning.locate import adapter_directory
 from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.optimizer_steps import read_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.token_rows import read_lengths
+from lean_finetune.step.token_rows import read_lengths, read_supervised
 
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
@@ -136,7 +136,7 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
     assert run.planned is not None
     objective = run.setting.train.preferences
     p, plan, model = run.params, run.planned.own_plan, run.model
-    limits = EvaluationLimits.from_params(p)
+    limits = EvaluationLimits.from_params(p, read_supervised(heldout_index))
     prompts, in_training = p.evaluate.generate_rows, int(plan.padded_tokens[plan.step == 0].max())
     lengths, images = read_lengths(heldout_index), read_images(heldout_index)
     longest = max(run.longest, int(lengths.max(initial=0)))
