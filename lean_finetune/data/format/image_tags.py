@@ -18,17 +18,15 @@ PATH_TAG = re.compile("<img>([^<>]+)</img>")
 _OTHER_TAG = re.compile(
     r"<\|?(?:image|img)[ _-]?(?P<number>\d{1,4})\|?>|<(?:Image|IMAGE|IMG|image_placeholder|img_placeholder)>"
     r"|(?:<Img>)?<ImageHere>(?:</Img>)?"
-    r"|<\|vision_start\|>(?:<\|image_pad\|>)*<\|vision_end\|>|<\|image(?:_pad)?\|>|<start_of_image>"
-    r"|<image_soft_token>|<IMG_CONTEXT>|\[IMG\]"
+    r"|\[IMG\]|(?P<token><\|vision_start\|>(?:<\|image_pad\|>)*<\|vision_end\|>|<\|image(?:_pad)?\|>"
+    r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>)"
 )
 _WRAPPED_TAG = re.compile(f"(?:<im_start>|<[Ii]mg>|<[|]vision_start[|]>){TAG}(?:<im_end>|</[Ii]mg>|<[|]vision_end[|]>)")
 """`TAG` between tokens that a chat template writes around an image."""
 _BARE_TAG = "<img>"
 """Also an element of HTML: only beside images it may be one."""
 # What ms-swift replaces by video, audio, and boxes of the column `objects`.
-_FILLED_TAG = re.compile(
-    r"<(?P<name>video|audio|bbox|ref-object)>|<\|?(?:video|audio)[ _-]?\d{1,4}\|?>|<\|(?:video|audio)(?:_pad)?\|>"
-)
+_FILLED_TAG = re.compile(r"<(?P<name>video|audio|bbox|ref-object)>|<\|?(?:video|audio)[ _-]?\d{1,4}\|?>")
 
 
 class Tagged(NamedTuple):
@@ -62,17 +60,19 @@ def first_tag(text: str) -> str | None:
     """The first tag that names an image; None without one."""
     if TAG in text:
         return TAG
-    tag = PATH_TAG.search(text) or next(iter(_other_tags(text)), None)
+    tag = PATH_TAG.search(text) or next((tag for tag in _other_tags(text) if not tag["token"]), None)
     return None if tag is None else tag[0]
 
 
 def with_places(texts: Sequence[str], images: Sequence[GivenImage], *, has_own: bool) -> Tagged:
     """The texts with `TAG` for other tags, and the images of the row's column in the order of these places.
 
-    `has_own`: whether the row has `TAG` or another place of an image too. Raises RowFault where it is not clear which
-    image stands where.
+    `has_own`: whether the row has `TAG` or another place of an image too. A template's own token is text then, and in
+    a row without images, as every control token of a row. Raises RowFault where it is not clear which image stands
+    where.
     """
-    tags = [tag for text in texts for tag in _other_tags(text)]
+    by_token = bool(images) and not has_own
+    tags = [tag for text in texts for tag in _other_tags(text) if by_token or not tag["token"]]
     if not tags:
         if images and not has_own and any(_BARE_TAG in text for text in texts):
             raise RowFault(

@@ -68,6 +68,12 @@ READ: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     ),
     "value": (asked([{"type": "image_url", "value": "a.png"}, TEXT]), f"{IMAGE}What?", ["a.png"]),
     "value of an image": (asked([{"type": "image", "value": "a.png"}, TEXT]), f"{IMAGE}What?", ["a.png"]),
+    "token as text": (asked("What is <|image_pad|>?"), "What is <|image_pad|>?", []),
+    "token as text beside a place": (
+        asked("<image>What is <|image_pad|>?", images=["a"]),
+        f"{IMAGE}What is <|image_pad|>?",
+        ["a"],
+    ),
     "element of HTML": (asked("What does <img> do in HTML?"), "What does <img> do in HTML?", []),
     "HTML": (asked('<img src="a.png"> <video src="b"></video>?'), '<img src="a.png"> <video src="b"></video>?', []),
     "forum": (asked("[IMG]http://a.b/c.png[/IMG]?"), "[IMG]http://a.b/c.png[/IMG]?", []),
@@ -81,8 +87,8 @@ def test_a_tag_is_an_image_where_it_is_clear_which(name: str):
     assert example.messages[0]["content"] == text and [image.path for image in example.images] == images
 
 
-TAGS = "<ImageHere>", "<image_1>", "<|image_1|>", "[IMG]", "<image 1>", "<|image_pad|>", "<image_placeholder>"
-FILLED = "<video>", "<audio>", "<bbox>", "<ref-object>", "<video_1>", "<|video_pad|>"
+TAGS = "<ImageHere>", "<image_1>", "<|image_1|>", "[IMG]", "<image 1>", "<image_placeholder>"
+FILLED = "<video>", "<audio>", "<bbox>", "<ref-object>", "<video_1>"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"{tag} without image": (asked(f"{tag}?"), f"the row has {tag}, a place for an image, and no im")
@@ -103,6 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a number twice": (asked("<image_1> <image_1>", images=["a"]), "not clear which image stands where"),
     "fewer numbers": (asked("<image_1>", images=["a", "b"]), "the row has <image_1>, and 2 images in"),
     "tags of two kinds": (asked("[IMG]<ImageHere>", images=["a", "b"]), "not clear which image stands where"),
+    "fewer tokens": (asked("<|image_pad|>", images=["a", "b"]), "not clear which image stands where"),
     "fewer tags": (asked("[IMG]", images=["a", "b"]), "not clear which image stands where"),
     "bare tag": (asked("<img>What?", images=["a"]), "the row has images, and <img> in its text, which may be"),
     "path in an answer": (asked("?", "<img>a</img>"), "message 2 is an answer with an image"),
