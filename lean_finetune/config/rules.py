@@ -207,7 +207,6 @@ def check_heldout_readers(params: Params) -> None:
     if data.heldout_source is None:
         unused |= {
             "train.heldout_every_steps": (params.train.heldout_every_steps, None),
-            "evaluate.loss_rows": (params.evaluate.loss_rows, None),
             "evaluate.generate_rows": (params.evaluate.generate_rows, 0),
             "evaluate.merged": (params.evaluate.merged, False),
         }

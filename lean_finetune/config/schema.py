@@ -212,8 +212,8 @@ class Train(BaseWeights):
     """Clip gradients to this global L2 norm. None disables clipping."""
     loss_chunk: PositiveInt | None
     """Supervised tokens per chunk of the loss: one chunk's logits exist at a time. None: those of all positions."""
-    heldout_every_steps: PositiveInt | None
-    """Optimizer steps between held-out losses. None disables them during training."""
+    heldout_every_steps: PositiveInt | Literal["auto"] | None
+    """Optimizer steps between held-out losses; auto: a tenth of the run. None disables them during training."""
     heldout_rows: PositiveInt
     """Held-out rows, or pairs, in each of these losses."""
     keep: Literal["last", "best"]

@@ -31,6 +31,18 @@ from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import Diverged
 from lean_finetune.train.job import TrainJob
 
+HELDOUT_FIGURES = 10
+"""Held-out figures of a run with train.heldout_every_steps: auto: they show when more steps no longer help."""
+MOST_HELDOUT_STEPS = 500
+"""Steps between them: a long run has more, so that one that fails is seen early."""
+
+
+def heldout_steps(train: Train, total_steps: int) -> int | None:
+    """What train.heldout_every_steps means for a run of so many optimizer steps."""
+    if train.heldout_every_steps != "auto":
+        return train.heldout_every_steps
+    return min(max(1, total_steps // HELDOUT_FIGURES), MOST_HELDOUT_STEPS)
+
 
 class HeldoutLosses:
     """The held-out losses of a run: every `train.heldout_every_steps` steps, and after the last one."""
@@ -41,12 +53,13 @@ class HeldoutLosses:
         They have at most as many patches as the micro-batch that has most, so bucket.max_patches holds for them too.
         """
         self._job, self._total_steps = job, total_steps
+        self._every = heldout_steps(job.train, total_steps)
         self._max_tokens = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
         self._max_patches = job.plan.most_patches(job.rows.images)
 
     def is_due(self, step: int) -> bool:
         """Whether one is computed after this optimizer step."""
-        every = self._job.train.heldout_every_steps
+        every = self._every
         return every is not None and ((step + 1) % every == 0 or step + 1 == self._total_steps)
 
     def after_step(self, step: int, parallel: ParallelModel) -> dict[str, float]:
