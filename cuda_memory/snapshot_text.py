@@ -34,6 +34,7 @@ CAUSES: dict[Cause, str] = {
     "leak": "a leak: memory between steps grows steadily, by {slope} a step",
     "fragmentation": "fragmentation: reserved memory grows by {slope} a step beyond what tensors need",
     "length": "memory grows with the length of batches",
+    "kernels": "memory grows by {slope} a step with kernels for new shapes",
     "jump": "memory {jumps}",
     "steady": "memory does not grow",
     "unclear": "memory grows by {slope} a step, of no certain cause",

@@ -33,6 +33,7 @@ from lean_finetune.train.checkpoint.training_state import TrainingRun, restored_
 from lean_finetune.train.heldout_loss import HeldoutLosses
 from lean_finetune.train.job import TrainJob, TrainResult
 from lean_finetune.train.kept_step import kept_step, stops_early
+from lean_finetune.train.monitor.kernel_shapes import KernelShapes
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import CHECKPOINT, HELDOUT, HostPeak, MemoryMonitor, host_peak
 from lean_finetune.train.monitor.out_of_memory import OomHandler, split_figures
@@ -65,6 +66,7 @@ class Trainer:
         self.job, self.meter, self.checkpoints, self.oom_handler = job, meter, checkpoints, oom_handler
         self.position = oom_handler.position
         self.monitor = MemoryMonitor(job.device, meter)
+        self.kernel_shapes = KernelShapes(job.device, job.train)
         self.total_steps = len(job.plan.steps)
         self.curves: list[CurveRow] = []
         info = RunInfo(
@@ -196,7 +198,8 @@ class Trainer:
         rewards = {} if result.rewards is None else known_figures(result.rewards)
         figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
         more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **rewards}
-        return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, figures, more)
+        shapes = self.kernel_shapes.after(ran, job.rows.lengths)
+        return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, shapes, figures, more)
 
     def _begin(self, numbers: Iterator[int], micro_batches: int, batch: Batch) -> Batch:
         """Start a micro-batch of this process; returns it on the device."""

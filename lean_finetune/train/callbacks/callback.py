@@ -43,6 +43,7 @@ CURVE_COLUMNS = (
     "micro_batches",
     "largest_micro_batch_tokens",
     "longest_row",
+    "kernel_shapes",
     *MEMORY_COLUMNS,
     "measured",
     "seconds",
@@ -62,6 +63,7 @@ def curve_row(
     ran: Sequence[MicroBatch],
     lengths: np.ndarray,
     measured: bool,
+    kernel_shapes: int | None,
     figures: Mapping[str, float],
     more: Mapping[str, float],
 ) -> CurveRow:
@@ -72,6 +74,7 @@ def curve_row(
         ran: those that ran, which are smaller after an out-of-memory error.
         lengths: tokens of every training row.
         measured: whether the step's peak was measured.
+        kernel_shapes: as `KernelShapes` counts them.
         figures: loss, lr, grad_norm and seconds.
         more: `EXPERT_COLUMNS` of a mixture, `preference_loss.FIGURES` of preferences; empty for other runs.
     """
@@ -87,6 +90,7 @@ def curve_row(
         "micro_batches": len(ran),
         "largest_micro_batch_tokens": max(one.padded_tokens for one in ran),
         "longest_row": max(int(lengths[one.rows].max(initial=0)) for one in ran),
+        "kernel_shapes": kernel_shapes,
         "measured": measured,
         "seconds": figures["seconds"],
         **more,
@@ -230,7 +234,7 @@ class GrowthWarnings(Callback):
     def on_start(self) -> None:
         """Start without warnings."""
         # These call for no warning.
-        self._reported: set[Cause] = {"jump", "steady", "unclear", "too_short"}
+        self._reported: set[Cause] = {"jump", "kernels", "steady", "unclear", "too_short"}
         self._counters = make_counters(self.info.device)
 
     def on_step(self, row: CurveRow) -> None:
