@@ -32,7 +32,7 @@ class Case:
         return [sys.executable, "-m", "lean_finetune.cli", "fit", "--gpu", "RTX-4090", *self.options]
 
 
-CASES = (
+CASES: tuple[Case, ...] = (
     Case(name="8B QLoRA, verdict", options=("--model", LLAMA_8B, "--verdict"), limit_s=6),
     Case(name="8B QLoRA, complete answer", options=("--model", LLAMA_8B), limit_s=15),
     Case(name="8B full, too large, with advice", options=("--model", LLAMA_8B, "--method", "full"), limit_s=25),
@@ -42,6 +42,12 @@ CASES = (
         options=("--model", LLAMA_8B, "--length", "131072", "--verdict"),
         limit_s=10,
     ),
+)
+MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-vl-7b", LLAMA_70B)
+"""Beside the 8B: a model whose layers do not extrapolate takes several times as long."""
+CASES += tuple(
+    Case(name=f"{model} QLoRA on an H100, complete answer", options=("--model", model, "--gpu", "H100"), limit_s=25)
+    for model in MODELS
 )
 IMPORT_TORCH = [sys.executable, "-c", "import torch"]
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak
+from lean_finetune.memory.trace.memory_trace import WORKSPACE, MemoryTrace, Peak, Workspace
 from lean_finetune.memory.trace.origin_trace import NO_SEQUENCE
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import decoder_layers, meta_model
@@ -252,6 +252,8 @@ class WindowTrace(MemoryTrace):
         # Highest instant of each window: bytes, number of events, micro-batch.
         self._fullest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._inside = False
+        self._of_operation: set[int] = set()
+        """Temporary blocks of the operation that runs."""
         self._windows: dict[tuple[int, int], Window] | None = None
 
     def begin_steps(self, model: nn.Module) -> None:
@@ -288,8 +290,18 @@ class WindowTrace(MemoryTrace):
         self._outside, self._layer_before = BEFORE, BEFORE
         return super().phase(name)
 
+    def _workspace_blocks(self, rules: Mapping[Any, Workspace], func: Any, args: tuple, kwargs: Mapping) -> list[int]:
+        blocks = super()._workspace_blocks(rules, func, args, kwargs)
+        self._of_operation.update(blocks)
+        return blocks
+
+    def _remove(self, storage_id: int) -> None:
+        self._of_operation.discard(storage_id)
+        super()._remove(storage_id)
+
     def _add(self, count: int, category: str) -> int:
-        self._inside = category == WORKSPACE
+        # A result is allocated inside of its operation, too, if a temporary block was before it.
+        self._inside = category == WORKSPACE or bool(self._of_operation)
         storage_id = super()._add(count, category)
         self._inside = False
         return storage_id

@@ -9,6 +9,8 @@ from lean_finetune.memory.predict.depth_extrapolation import Repetition, find_re
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.model.model_config import read_config
+from lean_finetune.pinning.locate import EXAMPLE_CONFIGS
 from tests.memory.common import CPU_TARGET, gpu_target, joined, setting_of, shape
 from tests.small_model import spec_of
 
@@ -36,7 +38,18 @@ def gemma(layers: int = 20) -> PretrainedConfig:
     return Gemma3TextConfig(num_hidden_layers=layers, layer_types=kinds, sliding_window=64, head_dim=16, **SMALL)
 
 
+def qwen() -> PretrainedConfig:
+    """The norms of clipping have a buffer that is larger than the list of norms in deeper models only."""
+    return read_config(EXAMPLE_CONFIGS / "qwen2.5-0.5b")
+
+
 CASES: dict[str, Any] = {
+    "qlora of Qwen2.5-0.5B, rank 16": (
+        qwen,
+        WINDOWED,
+        H100,
+        {"method": "qlora", "precision": "bf16", "grad_ckpt": True, "lora_rank": 16},
+    ),
     "qlora, recomputed, padded": (llama, PADDED, H100, {"method": "qlora", "precision": "bf16", "grad_ckpt": True}),
     "lora, every other layer recomputed": (
         lambda: llama(20),
@@ -57,7 +70,7 @@ CASES: dict[str, Any] = {
 }
 
 
-FAST = ("qlora, recomputed, padded", "two kinds of layers")
+FAST = ("qlora, recomputed, padded", "two kinds of layers", "qlora of Qwen2.5-0.5B, rank 16")
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
