@@ -330,3 +330,14 @@ def test_a_directory_without_rights_is_refused(home: Path, monkeypatch: pytest.M
         "run: cannot be written (Permission denied); change permissions or write elsewhere, then rerun"
     )
     assert repository.enclosing_repository(home) is None
+
+
+def test_a_project_for_ones_own_model_has_defaults_that_the_rows_decide(home: Path):
+    """Steps of 2,048 tokens and answers of 64, as the toy has them; the toy keeps its numbers."""
+    own, toy = (home / "params.yaml", home / "toy.yaml")
+    own.write_text(create.params_text(home, create.Choices(model="org/model")))
+    toy.write_text(create.params_text(home, create.Choices()))
+    p, tiny = load_params(own), load_params(toy)
+    assert (p.train.tokens_per_step, p.train.heldout_every_steps, p.evaluate.max_new_tokens) == ("auto", "auto", None)
+    assert (tiny.train.tokens_per_step, tiny.train.heldout_every_steps, tiny.evaluate.max_new_tokens) == (2048, 50, 64)
+    assert {p.evaluate.loss_rows, tiny.evaluate.loss_rows} == {2000}
