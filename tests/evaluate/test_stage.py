@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.evaluate import evaluate_run
-from lean_finetune.evaluate.base_and_tuned import ModelOutputs, evaluate_metrics, evaluate_models
+from lean_finetune.evaluate.base_and_tuned import RESULTS, ModelOutputs, evaluate_metrics, evaluate_models
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -142,6 +143,32 @@ def test_answers_shorter_than_the_expected_ones_are_shown_and_not_called_wrong(p
     assert metrics["compared_rows"] == len(compared) == 8, "of 1 to 4 tokens, those up to 2"
     right = sum(line["tuned_correct"] for line in compared)
     assert metrics["tuned_exact_match_percent"] == pytest.approx(100 * right / len(compared), abs=1e-3)
+
+
+def test_free_text_is_answered_up_to_the_longest_own_answer_and_not_judged(
+    place, tmp_path, locks_dir, base_dir, adapter, tokens_dir
+):
+    """Chats of long answers had no answer at all, or answers in other words were called wrong."""
+    tokenizer = Tokenizer.from_file(str(base_dir / "tokenizer.json"))
+
+    def row(question: str, answer: str) -> Row:
+        prompt, ids = (tokenizer.encode(text).ids for text in (question, answer))
+        return [*prompt, *ids, EOS], [len(prompt), len(prompt) + len(ids) + 1], None
+
+    tokens = tmp_path / "chats"
+    shutil.copytree(tokens_dir, tokens)
+    answers = ["Sure", "That depends on the weather, I would say.", "Take two eggs.", "It is late; go home."]
+    write_tokens(tokens, [row(f"Question {n}?", text) for n, text in enumerate(answers)], "heldout")
+    lay_out(place, train__method="lora", evaluate__max_new_tokens=None, evaluate__max_tokens=512)
+    assert evaluate(tokens, locks_dir, adapter).exit_code == 0
+    found = json.loads(Path("data/evaluate/figures.json").read_text())
+    longest = max(len(tokenizer.encode(text).ids) + 1 for text in answers)
+    assert (found["max_new_tokens"], found["compared_rows"], found["free_text_rows"]) == (longest, 0, 4)
+    metrics = json.loads(Path("metrics/evaluate.json").read_text())
+    assert metrics["tuned_exact_match_percent"] is None and metrics.keys() == set(RESULTS)
+    lines = [json.loads(line) for line in Path("data/evaluate/generations.jsonl").read_text().splitlines()]
+    assert sorted(line["expected"] for line in lines) == sorted(answers)
+    assert all(line["tuned"] and line["tuned_correct"] is None for line in lines)
 
 
 def test_plain_text_rows_have_a_loss(place, tmp_path, locks_dir, adapter, tokens_dir):
