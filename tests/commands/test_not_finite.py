@@ -83,7 +83,8 @@ def test_an_activated_adapter_is_refused(parts: dict[str, Path], tmp_path: Path)
     """It was merged, and is another model then: it works only after certain tokens."""
     path = parts["adapter"] / "adapter_config.json"
     config = json.loads(path.read_text())
-    for tokens in ([], None):
+    no_tokens: list[Any] = [[], None]
+    for tokens in no_tokens:
         path.write_text(json.dumps({**config, "alora_invocation_tokens": tokens}))
         assert invoke(export, str(tmp_path / f"{tokens}"), "--model", str(parts["adapter"])).exit_code == 0
     path.write_text(json.dumps({**config, "alora_invocation_tokens": [5, 6]}))

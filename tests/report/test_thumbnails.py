@@ -45,7 +45,7 @@ def with_texts(form: str) -> dict[str, Any]:
     for key, compressed in (("Comment", False), ("Author", True)):
         texts.add_text(key, long.decode(), zip=compressed)
         texts.add_itxt(key, long.decode(), zip=compressed)
-    everywhere = {"exif": exif, "icc_profile": SECRET, "xmp": SECRET}
+    everywhere: dict[str, Any] = {"exif": exif, "icc_profile": SECRET, "xmp": SECRET}
     return {
         "JPEG": {**everywhere, "comment": long},
         "PNG": {"exif": exif, "icc_profile": SECRET, "pnginfo": texts},
