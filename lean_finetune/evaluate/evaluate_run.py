@@ -61,9 +61,8 @@ def run_stage(
     adapter_files = verify_adapter(lock, adapter)
     read = verify_files(base, {**lock["files"], **read_tokenizer_lock(tokenizer_lock)["files"]})
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    heldout = TokenRows(tokens, "heldout", p.train.row_kind)
-    limits = EvaluationLimits.from_params(p, heldout.supervised)
-    evaluated = _choose_rows(p, heldout, tokens, base, tokenizer, limits.max_new_tokens)
+    evaluated = _choose_rows(p, tokens, base, tokenizer)
+    limits = EvaluationLimits.from_params(p, evaluated.rows.supervised)
     if (preferences := p.train.preferences) is not None and preferences.has_reference:
         of, rows = identity(tokens, lock, weights), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
@@ -146,11 +145,10 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _choose_rows(
-    p: Params, rows: TokenRows, tokens: Path, base: Path, tokenizer: Tokenizer, max_new_tokens: int
-) -> EvaluationRows:
+def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
-    undesirable = list[int]()
+    rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
+    max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
     if rows.images is not None:
         rows.image_inputs = read_image_inputs(base, read_config(base, images=True), rows.images)
     if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
