@@ -1,6 +1,7 @@
 """The command `lean-finetune`, which works in any directory without a pipeline."""
 
 from collections import UserDict
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -10,9 +11,12 @@ from cuda_memory.errors import one_line_usage_errors
 from lean_finetune.core.stage_command import one_line_after_signals
 
 COMMANDS = {
+    "run": "lean_finetune.commands.run.run:run",
     "init": "lean_finetune.commands.init:init",
     "fit": "lean_finetune.commands.fit:fit",
     "plan": "lean_finetune.commands.choose.plan:plan",
+    "exp": "lean_finetune.commands.run.experiments:exp",
+    "compare": "lean_finetune.commands.run.experiments:compare",
     "import": "lean_finetune.commands.preset:import_config",
     "preset": "lean_finetune.commands.preset:preset",
     "doctor": "lean_finetune.commands.doctor:doctor",
@@ -23,6 +27,8 @@ COMMANDS = {
     "snapshot": "cuda_memory.snapshot:snapshot",
 }
 """Where each command is: the module, and its name there."""
+OTHER_NAMES = {**dict.fromkeys(("train", "finetune", "sft", "repro"), "run"), "show": "compare"}
+"""Commands of other tools, with ours."""
 
 
 class LazyCommands(UserDict[str, Any]):
@@ -55,6 +61,11 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that `args` name, and its own arguments."""
         with one_line_usage_errors(ctx):
+            name = args[0]
+            if self.get_command(ctx, name) is None and not name.startswith("-"):
+                likely = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, COMMANDS, n=1)
+                meant = "".join(f"; did you mean `{ctx.command_path} {one}`?" for one in likely)
+                raise click.UsageError(f"No such command {name!r}{meant}")
             return super().resolve_command(ctx, args)
 
 
@@ -63,9 +74,10 @@ class CommandGroup(click.Group):
 def main() -> None:
     """Fine-tune language models inside the GPU memory you have: predict it, check this machine, use the result.
 
-    In this order: `fit` asks whether a model fits, `init` makes a project, `plan` chooses its memory switches,
-    `dvc repro` there trains, and `chat` talks to the result. Each command has its own --help. All documentation is
-    in docs/ of the repository and of the source distribution.
+    `fit` asks whether a model fits. `run` makes a project, chooses its memory switches and trains; `init`, `plan` and
+    `dvc repro` do the same step by step. Then `chat` talks to the result, `exp run` tries another setting, and
+    `compare` shows all side by side. Each command has its own --help. All documentation is in docs/ of the repository
+    and of the source distribution.
 
     Exit codes: 0 done, 1 an error, 2 a wrong command line, 3 the run does not fit, 128 + n signal n.
     """

@@ -111,6 +111,18 @@ def _known_keys(keys: list[str]) -> str:
     return f"known: {', '.join(section.model_fields)}"
 
 
+def refuse_unknown(dotted: str, params: Params) -> None:
+    """Raise UserError, with the parameter that may be meant, if there is none of this name."""
+    section: Any = params.model_dump()
+    keys = dotted.split(".")
+    for place, name in enumerate(keys, start=1):
+        if not isinstance(section, Mapping):  # A value, which may be a mapping in another file.
+            return
+        if name not in section:
+            raise UserError(f"{shortened('.'.join(keys[:place]))}: unknown parameter; {_known_keys(keys[:place])}")
+        section = section[name]
+
+
 def _short_json(value: Any) -> str:
     """A value as JSON, shortened."""
     return shortened(json.dumps(value, default=str))

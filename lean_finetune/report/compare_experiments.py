@@ -160,18 +160,18 @@ def _row(revision: Mapping[str, Any], name: str, state: str, own: Own) -> Experi
 def table(rows: Sequence[ExperimentRow]) -> str:
     """Return rows as aligned columns: results, and parameters that differ between rows."""
     baseline = next((row for row in rows if row[NAME] == BASELINE), {})
-    shown = [{**row, CHANGE: _loss_change(row, baseline)} for row in rows]
+    shown = [{**row, CHANGE: loss_change(row, baseline)} for row in rows]
     parameters = {name: None for row in rows for name in row if "." in name or name == "seed"}
     differing = [name for name in parameters if len({str(row[name]) for row in rows if name in row}) > 1]
     possible = (NAME, STATE, *RESULTS, *differing, *OTHER_RESULTS)
-    columns = [name for name in possible if name in differing or any(_cell(row.get(name)) for row in shown)]
-    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in shown)]
+    columns = [name for name in possible if name in differing or any(cell(row.get(name)) for row in shown)]
+    cells = [columns, *([cell(row.get(name)) for name in columns] for row in shown)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = ([f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in cells)
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def _loss_change(row: ExperimentRow, baseline: ExperimentRow) -> str | None:
+def loss_change(row: ExperimentRow, baseline: ExperimentRow) -> str | None:
     """Return the loss minus the baseline's; None if unknown, or if the row has another model or other data."""
     loss, before = row.get(LOSS), baseline.get(LOSS)
     same = all(row.get(name) == baseline.get(name) for name in {*row, *baseline} if name.startswith(OTHER_LOSS))
@@ -187,11 +187,17 @@ def _leaves(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     """Return a value as text: decimal numbers with `DIGITS`, nothing for None."""
     if isinstance(value, float):
         return f"{value:.{DIGITS}g}"
     return "" if value is None else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def own_rows(commits: Iterable[Mapping[str, Any]]) -> list[ExperimentRow]:
+    """The rows of what `dvc exp show --json` prints in this directory, with the metrics of their own stages."""
+    hash_inside = hashes_in_cache()
+    return list(rows_of(commits, lambda revision, params: set(own_files(lock_of(revision), params, hash_inside))))
 
 
 def main() -> None:
@@ -200,8 +206,7 @@ def main() -> None:
     commits = json.loads(text) if text.strip() else []
     if not commits:
         sys.exit("error: dvc exp show: printed no experiments; see its message above")
-    hash_inside = hashes_in_cache()
-    rows = list(rows_of(commits, lambda revision, params: set(own_files(lock_of(revision), params, hash_inside))))
+    rows = own_rows(commits)
     print(table(rows))
     if any(row.keys().isdisjoint(RESULTS[1:]) for row in rows):
         print(EMPTY_NOTE)

@@ -93,8 +93,8 @@ def plan(
         "train.method": None if method == BEST else method,
         "train.precision": precision,
     }
-    _refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
-    asked = _asked(values, method, sets, params, None if dry_run else out)
+    refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
+    asked = asked_for(values, method, sets, params, None if dry_run else out)
     target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if target is not None:
         refuse_link_out(target.parent, target)
@@ -112,7 +112,7 @@ def plan(
         rows = sampled_rows("--data" if data is not None else "data.source", asked.params)
     elif length is None and "data.max_length" not in asked.fixed:
         raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
-    chosen, flags, step = _chosen(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
+    chosen, flags, step = chosen_sets(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
         click.echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
     if not chosen.choices:
@@ -125,7 +125,7 @@ def plan(
     picked = {**dict(text.split("=", 1) for text in flags), **chosen.choices[choice - 1].flags}
     changed: Mapping[str, Any] | None = None
     if target is not None:
-        changed = change_params(_nested(picked), target if target.exists() else asked.file, target)
+        changed = change_params(nested(picked), target if target.exists() else asked.file, target)
     if as_json:
         click.echo(json.dumps({**plan_json(chosen, rows, flags), "written": str(target) if target else None}, indent=2))
         return
@@ -149,7 +149,7 @@ def _value(sections: Any, dotted: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class Asked:
     """What the command line asks for."""
 
     params: Params
@@ -163,16 +163,16 @@ class _Asked:
     """Overrides of the command line."""
 
 
-def _refuse_contradictions(options: Mapping[str, Any], sets: Sequence[str]) -> None:
+def refuse_contradictions(options: Mapping[str, Any], sets: Sequence[str]) -> None:
     """Raise UsageFault if --set names a parameter that an option sets, too."""
     for key in (text.partition("=")[0].strip() for text in sets):
         if options.get(key) is not None:
             raise UsageFault(f"{key}: is given by --set and by an option of its own; leave out one of them")
 
 
-def _asked(
+def asked_for(
     values: Mapping[str, Any], method: str | None, sets: Sequence[str], params: Path | None, out: Path | None
-) -> _Asked:
+) -> Asked:
     """The parameters of a command line; `values` are options by parameter, None where they are not given.
 
     `out`: the file to write, if it is another than the one to start from.
@@ -201,11 +201,11 @@ def _asked(
     best = method == BEST or (method is None and file == COMMON_PARAMS)
     fixed = frozenset(text.partition("=")[0].strip() for text in sets)
     methods = METHODS if best and "train.method" not in fixed else (p.train.method,)
-    return _Asked(params=p, file=file, methods=methods, fixed=fixed, flags=tuple(flags))
+    return Asked(params=p, file=file, methods=methods, fixed=fixed, flags=tuple(flags))
 
 
-def _chosen(
-    asked: _Asked, rows: "SampledRows | None", length: int | None, *, rows_known: bool
+def chosen_sets(
+    asked: Asked, rows: "SampledRows | None", length: int | None, *, rows_known: bool
 ) -> "tuple[Chosen, list[str], StepTokens]":
     """The answer, the overrides of the command line with the length of rows, and the tokens of a step.
 
@@ -241,7 +241,7 @@ def _chosen(
     return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags, step
 
 
-def _nested(flags: Mapping[str, str]) -> dict[str, Any]:
+def nested(flags: Mapping[str, str]) -> dict[str, Any]:
     """Overrides as sections."""
     values: dict[str, Any] = {}
     for dotted, text in flags.items():

@@ -6,7 +6,9 @@ import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,26 @@ class Choices:
     data: str | None = None
     gpu: str | None = None
     method: str | None = None
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """Values of further parameters, by section."""
 
 
 def create_project(directory: Path, choices: Choices) -> list[str]:
     """Make a project in a directory; return the lines that say what was done and what comes next.
+
+    Raises:
+        UserError: it cannot be made there, or a choice is wrong. Nothing is written then.
+    """
+    with new_project(directory, choices) as (done, added):
+        here = Path(os.path.abspath(directory))
+        return [*done, "next:", *(f"  {command}" for command in _next_commands(directory, here, added, choices))]
+
+
+@contextmanager
+def new_project(directory: Path, choices: Choices) -> Iterator[tuple[list[str], list[str]]]:
+    """Make a project; yield the lines that say what was done, and the paths to add to git.
+
+    If the block raises an exception, all is undone.
 
     Raises:
         UserError: it cannot be made there, or a choice is wrong. Nothing is written then.
@@ -74,21 +92,31 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
     files = _new_files(directory, here, params, sample=choices.data is None)
     appended = [name for name in IGNORE_FILES if name in files and (here / name).is_file()]
     kept = [README] if README not in files else []
-    with write_errors(directory), undone_after_fault(here) as undo:
-        repository = enclosing_repository(here)
-        started = []
-        if repository is None:
-            start_git(here, undo)
-            started.append("git init")
-        if not (here / ".dvc").is_dir():
-            start_dvc(here, repository or here, undo)
-            started.append("dvc init")
-        write_all(here, files, {}, undo)
-        # After .gitignore, which decides which rows copies of the project have.
-        links = {name: to for name, to in _links(here, params).items() if not (here / name).is_symlink()}
-        write_all(here, {}, links, undo)
-        # Stages refuse rows in the project that git neither tracks nor ignores.
-        stage_files(here, sorted({*files, *links} - {*appended}), undo)
+    with ExitStack() as block:
+        with write_errors(directory):
+            undo = block.enter_context(undone_after_fault(here))
+            repository = enclosing_repository(here)
+            started = []
+            if repository is None:
+                start_git(here, undo)
+                started.append("git init")
+            if not (here / ".dvc").is_dir():
+                start_dvc(here, repository or here, undo)
+                started.append("dvc init")
+            write_all(here, files, {}, undo)
+            # After .gitignore, which decides which rows copies of the project have.
+            links = {name: to for name, to in _links(here, params).items() if not (here / name).is_symlink()}
+            write_all(here, {}, links, undo)
+            # Stages refuse rows in the project that git neither tracks nor ignores.
+            stage_files(here, sorted({*files, *links} - {*appended}), undo)
+        added = ["."] if was_empty else sorted({name.partition("/")[0] for name in (*files, *links, ".dvc/config")})
+        yield _done_lines(directory, params, started, appended, kept, choices), added
+
+
+def _done_lines(
+    directory: Path, params: str, started: list[str], appended: list[str], kept: list[str], choices: Choices
+) -> list[str]:
+    """What was done, and what the user should know of the model and the rows."""
     done = f"{directory}: a new project of lean-finetune {installed_version()}"
     lines = [f"{done} ({', '.join(started)})" if started else done]
     lines += [f"{name}: lines added" for name in appended] + [f"{name}: yours is kept" for name in kept]
@@ -96,8 +124,7 @@ def create_project(directory: Path, choices: Choices) -> list[str]:
         lines.append(f"note: {note}")
     if choices.data is not None and (need := _objective_note(choices.data, params)) is not None:
         lines.append(f"note: {need}")
-    added = ["."] if was_empty else sorted({name.partition("/")[0] for name in (*files, *links, ".dvc/config")})
-    return [*lines, "next:", *(f"  {command}" for command in _next_commands(directory, here, added, choices))]
+    return lines
 
 
 def _new_files(directory: Path, here: Path, params: str, *, sample: bool) -> dict[str, str]:
@@ -145,6 +172,20 @@ def params_text(here: Path, choices: Choices) -> str:
         values = {name: common[name] for name in ("bucket", "train", "evaluate")} | {
             "data": {"max_length": common["data"]["max_length"]}
         }
+    values = merged(values, chosen_values(here, choices))
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / PARAMS
+        path.write_text(template_files()[PARAMS], encoding="utf-8")
+        if choices.preset is not None:
+            apply_preset(choices.preset, path)
+        if values:
+            change_params(values, path, path)
+        return path.read_text(encoding="utf-8")
+
+
+def chosen_values(here: Path, choices: Choices) -> dict[str, Any]:
+    """The parameters that the user chose, by section, without the preset's. Raises UserError for a wrong choice."""
+    values: dict[str, Any] = {}
     if choices.gpu is not None and choices.gpu.strip().lower() != "auto":
         try:
             named_gpu(choices.gpu)
@@ -159,14 +200,15 @@ def params_text(here: Path, choices: Choices) -> str:
     for (section, key), value in chosen.items():
         if value is not None:
             values[section] = {**values.get(section, {}), key: value}
-    with tempfile.TemporaryDirectory() as made:
-        path = Path(made) / PARAMS
-        path.write_text(template_files()[PARAMS], encoding="utf-8")
-        if choices.preset is not None:
-            apply_preset(choices.preset, path)
-        if values:
-            change_params(values, path, path)
-        return path.read_text(encoding="utf-8")
+    return merged(values, choices.sets)
+
+
+def merged(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of parameters with the values of `other`."""
+    both = {
+        key: merged(values[key], other[key]) for key in values.keys() & other.keys() if isinstance(other[key], Mapping)
+    }
+    return {**values, **other, **both}
 
 
 def _model(here: Path, name: str) -> str:

@@ -1,0 +1,199 @@
+"""The commands `lean-finetune exp`, DVC's with checked parameters, and `compare`: experiments side by side."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+import click
+
+from lean_finetune.commands.run.place import is_project
+from lean_finetune.config.load import PARAMS_FILE, load_params, refuse_unknown
+from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.stage_command import StageCommand
+from lean_finetune.report.compare_experiments import (
+    CHANGE,
+    EMPTY_NOTE,
+    LOSS,
+    NAME,
+    NO_RESULT,
+    PAIRS,
+    RESULTS,
+    STATE,
+    WORKSPACE,
+    ExperimentRow,
+    cell,
+    loss_change,
+    own_rows,
+)
+
+# The command `lean-finetune exp`.
+
+SET = ("-S", "--set-param")
+"""DVC's option for a value of a parameter."""
+OPERATORS = "+~"
+"""Hydra's, before a key: add it, remove it."""
+
+
+@click.command("exp", cls=StageCommand, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def exp(arguments: tuple[str, ...]) -> None:
+    """Run `dvc exp ARGUMENTS`, after a check of the parameters that -S sets.
+
+    DVC answers an unknown parameter with advice to add it. Here the answer is the parameter that may be meant.
+
+    For example: lean-finetune exp run -S train.epochs=3
+    """
+    _need_project()
+    p = load_params()
+    for text in _overrides(arguments):
+        file, _, key = text.partition("=")[0].lstrip(OPERATORS).rpartition(":")
+        if file in ("", PARAMS_FILE.name):
+            try:
+                refuse_unknown(key.strip(), p)
+            except UserError as error:
+                raise UsageFault(f"-S: {error}") from None
+    from lean_finetune.commands.run.pipeline import use_this_python
+
+    use_this_python()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "dvc", "exp", *arguments])
+
+
+def _overrides(arguments: Sequence[str]) -> Iterator[str]:
+    """The values of -S in DVC's arguments."""
+    for number, word in enumerate(arguments):
+        if word in SET:
+            yield from arguments[number + 1 : number + 2]
+        elif word.startswith("--set-param="):
+            yield word.partition("=")[2]
+        elif word.startswith("-S"):
+            yield word.removeprefix("-S")
+
+
+def _need_project() -> None:
+    if not is_project(Path()):
+        raise UserError("here is no project; run in a project's directory, or make one with `lean-finetune run`")
+
+
+# The command `lean-finetune compare`.
+
+COLUMNS = 100
+"""Columns where the output is no terminal."""
+CHANGED, FEWEST, MOST_NAME = "changed", 26, 18
+TITLES = {
+    NAME: "experiment",
+    STATE: "state",
+    "peak_gib_predicted": "predicted",
+    "peak_gib_measured": "measured",
+    "tokens_per_second": "tok/s",
+    LOSS: "loss",
+    CHANGE: "change",
+    "tuned_exact_match_percent": "exact %",
+    **dict(zip(PAIRS, ("in order", "margin"), strict=True)),
+}
+"""Titles of the columns that matter; the last one is what was changed."""
+LEGEND = "predicted, measured: peak of tensors in GiB; loss: held out, and its change from the baseline's"
+
+
+@click.command(cls=StageCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with all figures and parameters that differ.")
+def compare(as_json: bool) -> None:
+    """Show this commit's experiments side by side: what changed, memory, speed and loss. `dvc exp show` has the rest.
+
+    A figure is shown only if it was measured with the experiment's own parameters.
+    """
+    _need_project()
+    rows = own_rows(_commits())
+    if not rows:
+        raise UserError("no commit yet, from which experiments start; `git add . && git commit`, then rerun")
+    baseline = next((row for row in rows if row[NAME] != WORKSPACE), rows[0])
+    shown = [
+        {
+            **{key: value for key, value in row.items() if key in TITLES},
+            CHANGE: loss_change(row, baseline),
+            CHANGED: _changed(row, baseline),
+        }
+        for row in rows
+    ]
+    if as_json:
+        click.echo(json.dumps([_json(row) for row in shown], indent=2, default=str))
+        return
+    for line in _table_lines(shown, get_terminal_size((COLUMNS, 24)).columns):
+        click.echo(line)
+    click.echo(LEGEND)
+    if any(row.keys().isdisjoint(RESULTS[1:]) and not row.get(STATE) for row in rows):
+        click.echo(EMPTY_NOTE)
+
+
+def _json(row: ExperimentRow) -> dict[str, Any]:
+    figures = {key: row.get(key) for key in TITLES if key not in (NAME, STATE, CHANGE)}
+    change = None if row[CHANGE] is None else float(row[CHANGE])
+    return {
+        "experiment": row[NAME],
+        "state": row.get(STATE) or "finished",
+        **figures,
+        CHANGE: change,
+        CHANGED: dict(row[CHANGED]),
+    }
+
+
+def _commits() -> list[Any]:
+    """What `dvc exp show --json` prints."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from scmrepo.exceptions import SCMError
+
+    from lean_finetune.commands.run.pipeline import dvc_refusal
+
+    try:
+        with Repo() as repo:
+            return [json.loads(json.dumps(one.dumpd(), default=str)) for one in repo.experiments.show()]
+    except (DvcException, SCMError) as error:
+        raise dvc_refusal(error) from error
+
+
+def _changed(row: ExperimentRow, baseline: ExperimentRow) -> list[tuple[str, Any]]:
+    """The parameters of a row that differ from the baseline's."""
+    names = [name for name in row if ("." in name or name == "seed") and not name.startswith(NO_RESULT)]
+    return [(name, row[name]) for name in names if name not in baseline or row[name] != baseline[name]]
+
+
+def _table_lines(rows: Sequence[ExperimentRow], columns: int) -> Iterator[str]:
+    """The rows as a table. What changed is the last column or, where the terminal is too narrow, below each row."""
+    names = [name for name in TITLES if name == NAME or any(cell(row.get(name)) for row in rows)]
+    cells = [[TITLES[name] for name in names]]
+    cells += [[_clipped(cell(row.get(name)), MOST_NAME) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = sum(widths) + 2 * len(widths)
+    below = columns - left < FEWEST
+    indent = 4 if below else left
+    texts = [[CHANGED], *(list(_packed(row[CHANGED], columns - indent)) for row in rows)]
+    for line, parts in zip(cells, texts, strict=True):
+        first = "  ".join(_aligned(text, width, k) for k, (text, width) in enumerate(zip(line, widths, strict=True)))
+        yield first.rstrip() if below or not parts else f"{first}  {parts[0]}"
+        yield from (f"{'':<{indent}}{part}" for part in (parts if below else parts[1:]))
+
+
+def _aligned(text: str, width: int, column: int) -> str:
+    return f"{text:<{width}}" if column == 0 else f"{text:>{width}}"
+
+
+def _packed(changed: Sequence[tuple[str, Any]], width: int) -> Iterator[str]:
+    """`key=value` texts in lines of at most `width` columns."""
+    line = ""
+    for name, value in changed:
+        text = _clipped(f"{name}={json.dumps(value, default=str)}", width)
+        if line and len(line) + 1 + len(text) > width:
+            yield line
+            line = ""
+        line = f"{line} {text}".strip()
+    if line:
+        yield line
+
+
+def _clipped(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
