@@ -46,7 +46,8 @@ def init(directory: str | None, check: bool, upgrade: bool, preset: str | None, 
         raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
     if preset is not None and preset not in presets():
         raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {preset}")
-    choices = Choices(preset=presets()[preset] if preset else None, **values)
+    model, data, gpu, method = (values[name] for name in ("model", "data", "gpu", "method"))
+    choices = Choices(preset=presets()[preset] if preset else None, model=model, data=data, gpu=gpu, method=method)
     click.echo("\n".join(create_project(Path(directory), choices)))
 
 

@@ -16,15 +16,15 @@ lean-finetune. `import` converts a configuration of one of these tools into para
 `lean-finetune fit --from config.yaml` [predicts its run](command.md#configurations-of-other-tools). Both convert values
 too, because these can differ.
 
-If you use another tool's name in `--set` or in params.yaml, the error message shows the name here. If
-you use one in `-S learning_rate=1e-4` of `dvc exp run`, DVC stops before lean-finetune starts, with exit code 255. Its
-message means that params.yaml has no such parameter:
+If you use another tool's name in `--set`, in `lean-finetune exp run -S` or in params.yaml, the error message shows the
+name here. If you use one in `-S learning_rate=1e-4` of `dvc exp run`, DVC stops before lean-finetune starts, with exit
+code 255. Its message means that params.yaml has no such parameter:
 
     ERROR: Invalid `--set-param` value: Could not override 'learning_rate'.
     To append to your config use +learning_rate=1e-4: Key 'learning_rate' is not in struct
 
-Look the name up in the table. Or add the `+`: the first stage then prints the name here. `git restore params.yaml`
-removes the added key.
+Run it by [`lean-finetune exp run`](command.md#exp), or look the name up in the table. Don't add the `+`: the first
+stage refuses the added key, which `git restore params.yaml` removes.
 
 """
 

@@ -13,6 +13,7 @@ from lean_finetune.commands.run.shown import Shown
 from lean_finetune.config.load import PARAMS_FILE
 from lean_finetune.core.atomic_files import rewrite_text
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml
 
 PIPELINE = Path("dvc.yaml")
@@ -101,6 +102,7 @@ def commit_first(shown: Shown) -> None:
 def changed_project(directory: Path, choices: Choices, shown: Shown) -> Iterator[None]:
     """Write what the user chose into params.yaml. If the block raises an exception, the file is put back."""
     params = directory / PARAMS_FILE
+    refuse_link_out(directory, params)
     before = params.read_text(encoding="utf-8")
     changed = change_params(chosen_values(Path(os.path.abspath(directory)), choices), params, params)
     if changed:
