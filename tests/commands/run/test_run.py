@@ -307,8 +307,6 @@ def test_one_command_from_rows_to_a_report_also_after_a_kill(user: User, tmp_pat
     measured = json.loads((user.place / "metrics/train.json").read_text())["peak_gib_measured"]
     assert events[-1]["peak_bytes_measured"] / 2**30 == pytest.approx(measured) and len(events[-1]["answers"]) == 3
     assert len(git("log", "--format=%h", cwd=user.place).splitlines()) == 1
-    refused = user.run("--gpu", "526MiB", code=3)
-    assert refused.stderr.count("error: ") == 1 and stages(refused.stdout)[-1] == "train"
 
 
 @pytest.mark.slow
@@ -335,9 +333,9 @@ def test_a_terminal_sees_bars_and_ctrl_c_ends_in_one_line(user: User):
             os.write(terminal, b"\x03")
             sent = True
     _, status = os.waitpid(pid, 0)
-    text = output.decode()
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", output.decode()).replace("\r\n", "\n")
     assert sent and os.waitstatus_to_exitcode(status) == 130, text
-    assert "\r" in text and "tok/s" in text and stages(text.replace("\r\n", "\n"))[-1] == "train"
+    assert "\r" in text and "tok/s" in text and stages(text)[-1] == "train", text
     assert "train: stopped by SIGINT; the checkpoint of optimizer step" in text and "Traceback" not in text
     done = user.run("sub", *SETS)
     assert "train: resumed at optimizer step" in done.stderr and "next           cd sub" in done.stdout
