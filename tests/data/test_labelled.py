@@ -103,9 +103,7 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
         run(source, data__heldout_fraction=0.5, evaluate__loss_rows=5, evaluate__generate_rows=2, **KTO).exit_code == 0
     )
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
-    p, tokens = load_params(), Path("data/tokens")
-    held_out = TokenRows(tokens, "heldout", p.train.row_kind)
-    labels = _choose_rows(p, held_out, tokens, tiny_dir, tokenizer, max_new_tokens=8).labels
+    labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).labels
     assert labels is not None and len(labels.desirable) + len(labels.undesirable) == 5
     assert labels.rows.desirable is not None
     assert labels.rows.desirable[labels.desirable].all() and not labels.rows.desirable[labels.undesirable].any()
