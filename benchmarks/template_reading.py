@@ -50,11 +50,6 @@ class ReadRow:
         """The text of each trained span."""
         return [text for text, is_trained in self.pieces if is_trained]
 
-    @property
-    def has_control_text(self) -> bool:
-        """Whether a message has a control token as text, which must not become one."""
-        return "<|im_end|>" in json.dumps(self.conversation.messages)
-
 
 def read_row(conversation: Conversation, ids: Sequence[int], spans: Sequence[int], tokenizer: Tokenizer) -> ReadRow:
     """Decode a row at the boundaries of its spans."""
@@ -79,7 +74,7 @@ def fault_of(row: ReadRow, renderings: Sequence[str], tokenizer: Tokenizer, head
     faults = (
         _tokens_fault(row, pattern, control, tokenizer),
         _span_fault(row, pattern, header, has_marks),
-        _words_fault(row) if "zqp" in row.text else _texts_fault(row),
+        _words_fault(row, "" if has_marks else header) if "zqp" in row.text else _texts_fault(row),
         _text_fault(row, renderings, pattern),
     )
     return next((fault for fault in faults if fault), None)
@@ -88,7 +83,8 @@ def fault_of(row: ReadRow, renderings: Sequence[str], tokenizer: Tokenizer, head
 def _tokens_fault(row: ReadRow, pattern: re.Pattern[str], control: dict[str, int], tokenizer: Tokenizer) -> str | None:
     """Control tokens of the text against ids; boundaries inside control tokens."""
     found = list(pattern.finditer(row.text))
-    if not row.has_control_text:
+    given = json.dumps([row.conversation.messages, row.conversation.tools], ensure_ascii=False)
+    if not pattern.search(given):  # Otherwise a message has one as text, which must not become one.
         numbers = set(control.values())
         if [control[match[0]] for match in found] != [number for number in row.ids if number in numbers]:
             return "the ids lack a control token of the text"
@@ -103,12 +99,16 @@ def _tokens_fault(row: ReadRow, pattern: re.Pattern[str], control: dict[str, int
 def _span_fault(row: ReadRow, pattern: re.Pattern[str], header: str, has_marks: bool) -> str | None:
     """The ends of spans."""
     heads = {_last(pattern, one) for (one, _), (_, is_trained) in pairwise(row.pieces) if is_trained} - {""}
+    heads = set() if row.conversation.context else heads  # The end of an answer that is not trained may stand there.
     if any(is_trained and re.search(r"[<\[|]$", before) for (before, _), (_, is_trained) in pairwise(row.pieces)):
         return "a trained span starts inside a tag"
     following = [text for text, is_trained in row.pieces if not is_trained][-len(row.trained) + 1 :]
     for number, text in enumerate(row.trained):
         is_last = number + 1 == len(row.trained)
-        must_end = is_last or (not has_marks and pattern.search(following[number]))  # Some templates write no ends.
+        # Some templates write no ends. GLM-4.5 writes none between two answers, of which one may not be trained.
+        after = "" if is_last else following[number]
+        answers_again = header and after.lstrip().startswith(header)
+        must_end = is_last or (not has_marks and not answers_again and pattern.search(after))
         if must_end and not _last(pattern, text):
             return f"a trained span ends without a control token: {text[-30:]!r}"
         if header and text.lstrip().startswith(header):
@@ -126,12 +126,16 @@ def _last(pattern: re.Pattern[str], text: str) -> str:
     return found[-1] if found and text.rstrip().endswith(found[-1]) else ""
 
 
-def _words_fault(row: ReadRow) -> str | None:
-    """The words of synthetic rows: each answer once, in its span; no prompt in a span."""
+def _words_fault(row: ReadRow, header: str) -> str | None:
+    """The words of synthetic rows: each answer once, in its span; no prompt in a span, and no header between turns."""
     conversation = row.conversation
     joined = "\0".join(row.trained)
     if "zqp" in joined or "Adds." in joined or "A number." in joined:
         return "text of a prompt or tool is trained"
+    for text in row.trained if header else ():
+        found = list(re.finditer(r"zq[acr](\d+)", text))
+        if any(header in text[a.end() : b.start()] for a, b in pairwise(found) if a[1] != b[1]):
+            return f"a trained span has the header between two turns: {text[:60]!r}"
     for turn, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             continue

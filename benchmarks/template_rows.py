@@ -35,6 +35,10 @@ def synthetic_rows() -> Iterator[tuple[str, Conversation]]:
     say, call, calls = _answer(), _answer(text="", calls=1), _answer(text="First, zqa{n}.", calls=2)
     think, think_call = _answer(reasoning=True), _answer(text="", calls=1, reasoning=True)
     tagged = _answer(text="<think>\nSo zqr{n}.\n</think>\n\nIt is zqa{n}.")
+    developer, bare_call = _prompt("developer"), _answer(text="", calls=1, arguments=False)
+    bare_think_call = _answer(text="", calls=1, arguments=False, reasoning=True)
+    bare_result = {"role": "tool", "content": "{p} zqp{n}?"}
+    say_call, think_say_call = (_answer(text="First, zqa{n}.", calls=1, reasoning=thinks) for thinks in (False, True))
     kinds: dict[str, tuple[Sequence[dict[str, Any]], bool]] = {
         "one turn": ((ask, say), False),
         "two turns": ((ask, say, ask, say), False),
@@ -54,15 +58,35 @@ def synthetic_rows() -> Iterator[tuple[str, Conversation]]:
         "reasoning and calls": ((ask, think_call, tool, think, ask, think), True),
         "reasoning in tags": ((ask, tagged), False),
         "reasoning in tags in two turns": ((ask, tagged, ask, tagged), False),
+        "text beside a call": ((ask, say_call, tool, say), True),
+        "text beside a call without a result": ((ask, say_call), True),
+        "reasoning and text beside a call": ((ask, think_say_call, tool, think), True),
+        "two answers in a row": ((ask, say, say), False),
+        "two answers in a row, and another question": ((ask, say, say, ask, say), False),
+        "three answers in a row": ((ask, say, say, say), False),
+        "two answers in a row, the first not trained": ((ask, say, say), False),
+        "two answers in a row, the second not trained": ((ask, say, say, ask, say), False),
+        "an answer and a call in a row": ((ask, say, call, tool, say), True),
+        "a call and an answer in a row": ((ask, call, say), True),
+        "two calls in a row": ((ask, call, call, tool, tool, say), True),
+        "two answers with reasoning in a row": ((ask, think, think), False),
+        "two answers behind a result": ((ask, call, tool, say, say), True),
+        "two questions in a row": ((ask, ask, say), False),
+        "a greeting": ((say, ask, say), False),
+        "a system prompt between turns": ((ask, say, system, ask, say), False),
+        "a developer's message": ((developer, ask, say), False),
+        "a call without arguments": ((ask, bare_call, tool, say), True),
+        "results without names": ((ask, think_call, bare_result, say, ask, bare_think_call, bare_result, think), True),
     }
     for name, (turns, has_tools) in kinds.items():
         messages = [_numbered(turn, number) for number, turn in enumerate(turns)]
         for number, message in enumerate(messages):
             if message["role"] == "tool":
-                caller = next(one for one in reversed(messages[:number]) if "tool_calls" in one)
-                place = sum(one["role"] == "tool" for one in messages[messages.index(caller) : number])
-                message["tool_call_id"] = caller["tool_calls"][place]["id"]
-        context = frozenset({1}) if "not trained" in name else frozenset[int]()
+                calls_made = [made for one in messages[:number] for made in one.get("tool_calls", ())]
+                answered = sum(one["role"] == "tool" for one in messages[:number])
+                message["tool_call_id"] = calls_made[answered]["id"]
+        untrained = [2] if "the second not trained" in name else [1] if "not trained" in name else []
+        context = frozenset(untrained)
         yield name, Conversation(messages=messages, tools=TOOLS if has_tools else None, context=context)
 
 
@@ -82,7 +106,9 @@ def _prompt(role: str) -> dict[str, Any]:
     return {"role": role, "content": "{p} zqp{n}?", **others}
 
 
-def _answer(*, text: str = "It is zqa{n}.", calls: int = 0, reasoning: bool = False) -> dict[str, Any]:
+def _answer(
+    *, text: str = "It is zqa{n}.", calls: int = 0, reasoning: bool = False, arguments: bool = True
+) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = "So zqr{n}."
@@ -91,7 +117,10 @@ def _answer(*, text: str = "It is zqa{n}.", calls: int = 0, reasoning: bool = Fa
             {
                 "id": f"c1B2c3D{{n}}{number}",
                 "type": "function",
-                "function": {"name": "zqtool", "arguments": {"a": number, "b": f"zqc{{n}}x{number}"}},
+                "function": {
+                    "name": "zqtool",
+                    "arguments": {"a": number, "b": f"zqc{{n}}x{number}"} if arguments else {},
+                },
             }
             for number in range(calls)
         ]

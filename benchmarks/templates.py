@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def save_tokenizer(place: Path, source: str) -> tuple[Tokenizer, tuple[int, ...]
         for text in renderings
         for match in re.finditer(rf"zqc\d+x\d(?:(?!zq).)*?({CONTROL.pattern})", text, re.DOTALL)
     ]
-    stops = [ends[0]] if ends[0] in first else [EOS, *following, *behind_calls]
+    heads = CONTROL.findall(_generation_prompt(source, names))  # They follow an answer where another one does.
+    stops = [ends[0]] if ends[0] in first else [EOS, *(one for one in [*following, *behind_calls] if one not in heads)]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     return tokenizer, tuple(vocabulary[token] for token in dict.fromkeys(stops))
 
@@ -219,8 +221,8 @@ def _marks_fault(
 ) -> str | None:
     """Compare spans with the marks of another template, where it renders the same text.
 
-    Marks may begin with a part of the generation prompt. They may end with blanks behind the end of the turn, and leave
-    out the token behind a call at which Gemma 4's generation stops.
+    Marks may begin with a part of the generation prompt, or with the end of their turn's prompt. They may end with
+    blanks behind the end of the turn, and leave out the token behind a call at which Gemma 4's generation stops.
     """
     if conversation.context:
         return None
@@ -232,14 +234,30 @@ def _marks_fault(
         if is_trained:
             spans.append((place, place + len(part)))
         place += len(part)
-    if len(marked) != len(spans):
-        return f"{len(spans)} spans, {len(marked)} marks"
-    prompt = _generation_prompt(marks, named)
-    for (start, end), (first, last) in zip(spans, marked, strict=True):
-        stops = end == last or (end > last and CONTROL.fullmatch(text[last:end]))
-        if not stops or not (start == first or text[first:start] in prompt):
-            return f"{text[start:end][:50]!r} against {text[first:last][:50]!r}"
+    prompt, prompts = _generation_prompt(marks, named), _prompts(conversation, marks, named)
+    left_out = [text[start:end] for start, end in _outside(marked, spans)]
+    added = [text[start:end] for start, end in _outside(spans, marked)]
+    for fault in (one for one in left_out if one not in prompt and not any(p.endswith(one) for p in prompts)):
+        return f"marked and not trained: {fault[:50]!r}"
+    for fault in (one for one in added if not CONTROL.fullmatch(one)):
+        return f"trained and not marked: {fault[:50]!r}"
     return None
+
+
+def _prompts(conversation: Conversation, source: str, named: Mapping[str, Any]) -> list[str]:
+    """What a template renders before each answer."""
+    before = (replace(conversation, messages=conversation.messages[:turn]) for turn in conversation.turns())
+    made = (rendered(source, one, named, add_generation_prompt=True) for one in before)
+    return [one[0] for one in made if one is not None]
+
+
+def _outside(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of ranges that are in no other one; both are in order."""
+    for start, end in ranges:
+        for first, last in [*(one for one in others if one[1] > start and one[0] < end), (end, end)]:
+            if start < first:
+                yield start, first
+            start = max(start, last)
 
 
 def _marks(conversation: Conversation, source: str, named: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:

@@ -107,8 +107,9 @@ class MessageRegions:
     def _find(self, number: int) -> Region | None:
         message = self._messages[number]
         placeholder = OTHER_PLACEHOLDER if PLACEHOLDER in message["content"] else PLACEHOLDER
-        for change_names in (False, True):  # Some templates write a call's name in the message of its result too.
-            changed = changed_message(message, placeholder, change_names=change_names)
+        # Some templates write a call's name in the message of its result too, so that it is the last to be changed.
+        for calls in ("arguments", "more arguments", "names"):
+            changed = changed_message(message, placeholder, calls)
             messages = [*self._messages[:number], changed, *self._messages[number + 1 :]]
             other = rendering(
                 self._template, self._conversation, messages, add_generation_prompt=self._add_generation_prompt
@@ -122,21 +123,25 @@ class MessageRegions:
         return None
 
 
-def changed_message(message: Message, text: str, *, change_names: bool) -> Message:
-    """The message with `text` as each of its own texts; those that are empty stay so, since templates ask for that."""
+def changed_message(message: Message, text: str, calls: str) -> Message:
+    """The message with `text` as each of its own texts; those that are empty stay so, since templates ask for that.
+
+    `calls` is what changes in its calls: arguments, more arguments (one is added), or names (also the calls' names).
+    """
     changed = {**message, "content": text if message["content"] or "tool_calls" not in message else ""}
     for field in REASONING_FIELDS:
         if isinstance(value := message.get(field), str) and value.strip():
             changed[field] = text
     if "tool_calls" in message:
-        changed["tool_calls"] = [_changed_call(call, text, change_names) for call in message["tool_calls"]]
+        changed["tool_calls"] = [_changed_call(call, text, calls) for call in message["tool_calls"]]
     return changed
 
 
-def _changed_call(call: dict[str, Any], text: str, change_name: bool) -> dict[str, Any]:
+def _changed_call(call: dict[str, Any], text: str, calls: str) -> dict[str, Any]:
     function = call["function"]
-    changed = {**function, "arguments": dict.fromkeys(function["arguments"], text)}
-    if change_name:
+    names = [*function["arguments"], *([text] if calls == "more arguments" else [])]
+    changed = {**function, "arguments": dict.fromkeys(names, text)}
+    if calls == "names":
         changed["name"] = text
     return {**call, "function": changed}
 
@@ -183,7 +188,7 @@ class TurnFinder:
         self._control = re.compile(any_of(control_tokens) or r"(?!)")
         self._added = re.compile(any_of(added_tokens) or r"(?!)")
         self._longest = max(map(len, added_tokens), default=0)
-        self._header = self._find_generation_prompt().lstrip()
+        self._header = generation_prompt(template).lstrip()
         lead = self._control.match(self._header)
         self._leads = lead is not None
         """Whether the generation prompt begins with a control token, so that no other text can be taken for it."""
@@ -248,7 +253,10 @@ class TurnFinder:
         is_last = turn + 1 == len(conversation.messages)
         messages = conversation.messages[: turn + 1]
         upto = full if is_last else rendering(self._template, conversation, messages)
-        stop = None if upto is None else self._last_control_token(upto, start)
+        there = None
+        if upto is not None and not upto.startswith(full[:start]):  # Then the turn has another place in it.
+            there = MessageRegions(self._template, conversation, messages, upto)[turn]
+        stop = None if upto is None else self._last_control_token(upto, there[1] if there else start)
         if upto is not None and full.startswith(upto[: stop[1] if stop else len(upto)]):
             return stop[1] if stop else len(upto)
         own = regions[turn]
@@ -258,7 +266,7 @@ class TurnFinder:
         if limit < own[1]:
             return None
         if upto is not None and stop is not None:
-            there = MessageRegions(self._template, conversation, messages, upto)[turn]
+            there = there or MessageRegions(self._template, conversation, messages, upto)[turn]
             tail = upto[there[1] : stop[1]] if there is not None else ""
             if tail and full.startswith(tail, own[1]):
                 return own[1] + len(tail)
@@ -302,12 +310,13 @@ class TurnFinder:
                 return None if text[end:].strip() else found[-1].span()
         return None
 
-    def _find_generation_prompt(self) -> str:
-        """The text before an answer; empty where there is none or the template refuses a lone question."""
-        question = Conversation(messages=[{"role": "user", "content": "Q"}], tools=None)
-        prompt = rendering(self._template, question, add_generation_prompt=True)
-        text = rendering(self._template, question)
-        return prompt[len(text) :] if prompt and text and prompt.startswith(text) else ""
+
+def generation_prompt(template: CompiledTemplate) -> str:
+    """The text before an answer; empty where there is none or the template refuses a lone question."""
+    question = Conversation(messages=[{"role": "user", "content": "Q"}], tools=None)
+    prompt = rendering(template, question, add_generation_prompt=True)
+    text = rendering(template, question)
+    return prompt[len(text) :] if prompt and text and prompt.startswith(text) else ""
 
 
 def _last_shown(regions: MessageRegions, turn: int) -> tuple[int | None, Region]:

@@ -8,7 +8,13 @@ from pathlib import Path
 import orjson
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.chat.assistant_turns import REASONING_FIELDS, TurnFinder, in_its_form
+from lean_finetune.data.chat.assistant_turns import (
+    PLACEHOLDER,
+    REASONING_FIELDS,
+    TurnFinder,
+    generation_prompt,
+    in_its_form,
+)
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, rendering, work_limits
 from lean_finetune.data.chat.control_tokens import TextSegment, any_of, segments_of_spans, split_segments
 from lean_finetune.data.chat.template_probes import (
@@ -84,6 +90,8 @@ class TurnEnds:
 
     stops: re.Pattern[str]
     """A token at which generation stops, at the start of a text, and the white space before it."""
+    header: str
+    """The generation prompt. Between two answers in a row, it begins the second one and ends no turn."""
     after_answer: str
     """Text to append behind a row's last answer."""
     after_calls: str
@@ -96,7 +104,8 @@ class TurnEnds:
         """
         ended: list[TextSegment] = []
         for text, trained in segments:
-            if not trained and ended and ended[-1].trained and (stop := self.stops.match(text)):
+            follows = not trained and ended and ended[-1].trained and text.strip() != self.header
+            if follows and (stop := self.stops.match(text)):
                 ended[-1] = TextSegment(ended[-1].text + stop[0], True)
                 text = text[stop.end() :]
             ended.append(TextSegment(text, trained))
@@ -129,12 +138,17 @@ def find_ends(template: CompiledTemplate, choice: str, stops: Collection[str], e
         if called and result and result.startswith(called.rstrip()):
             calls = pattern.match(result, len(called.rstrip()))
     after_answer = answer[0] if answer else usual
-    return TurnEnds(stops=pattern, after_answer=after_answer, after_calls=calls[0] if calls else after_answer)
+    header = generation_prompt(template).strip()
+    return TurnEnds(
+        stops=pattern, header=header, after_answer=after_answer, after_calls=calls[0] if calls else after_answer
+    )
 
 
 # The chat template of a run: which one it is, and how the trained text of a conversation is found.
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+UNIQUE_CHARACTERS = 40
+"""A text of so many characters is not in a rendering by chance. Shorter ones are found by rendering once more."""
 
 
 class ChatTemplate:
@@ -174,6 +188,8 @@ class ChatTemplate:
             rendered = f"renders test conversations as {bundled.name} does, which has them"
             self.reason = f"{title} has no generation marks, but {rendered}"
         self._ends: TurnEnds | None = None
+        self._needs_end: tuple[str, ...] = ()
+        """Tokens of which the template writes one behind other answers; empty where none is needed."""
         self.end_reason = ""
         """How turns end, if data.end_of_turn changes what the template writes."""
         self.reasoning_left_out = 0
@@ -194,8 +210,17 @@ class ChatTemplate:
             conversation = replace(conversation, messages=self._tags.moved(conversation))
         segments = self._segments(conversation)
         if may_reason:
+            self._check_texts(conversation, segments)
             self._check_reasoning(conversation, segments)
-        return segments if self._ends is None else self._ends.apply(segments, conversation.messages[-1])
+        if self._ends is not None:
+            return self._ends.apply(segments, conversation.messages[-1])
+        ends_row = len(conversation.messages) - 1 in self._wanted(conversation)
+        if self._needs_end and ends_row and not ends_turn(segments, self._needs_end):
+            raise RowFault(
+                "the chat template writes no end behind the row's last answer, though it ends others; change the row, "
+                "or set data.end_of_turn to eos"
+            )
+        return segments
 
     def end_turns(
         self, choice: str, stops: Sequence[str], special_tokens: Mapping[str, str], control: Set[str]
@@ -209,6 +234,8 @@ class ChatTemplate:
             return
         if choice == "eos" or (choice == "auto" and not ends_turn(segments, control)):
             self._ends = find_ends(self._own, choice, stops, eos)
+        elif choice == "auto":
+            self._needs_end = tuple(control)
         if self._ends is not None:
             self.end_reason = f"the row's last answer ends with {self._ends.after_answer.strip()!r}"
             segments = self._ends.apply(segments, {"role": "assistant", "content": ""})
@@ -272,6 +299,24 @@ class ChatTemplate:
             f"the chat template does not show {omitted[0]!r}, which the row has; set data.chat_template to one "
             f"that does{remedy} or remove it from the row"
         )
+
+    def _check_texts(self, conversation: Conversation, segments: list[TextSegment]) -> None:
+        """Refuse text beside calls or reasoning that the template shows in other rows, and not in this one."""
+        messages = conversation.messages
+        full = "".join(segment.text for segment in segments)
+        for turn in conversation.turns():
+            message = messages[turn]
+            text, beside = message["content"].strip(), "calls" if "tool_calls" in message else "reasoning"
+            if not text or "</think>" in text or not ("tool_calls" in message or reasoning_of(message)):
+                continue
+            if len(text) >= UNIQUE_CHARACTERS and text in full:
+                continue
+            changed = [*messages[:turn], {**message, "content": PLACEHOLDER}, *messages[turn + 1 :]]
+            if rendering(self._own, conversation, changed) == full:
+                raise RowFault(
+                    f"the chat template does not show the text beside the {beside} of turn {turn + 1}, because of what "
+                    "follows it; remove that text, or set data.chat_template to a template that shows it (chatml does)"
+                )
 
     def _check_reasoning(self, conversation: Conversation, segments: list[TextSegment]) -> None:
         """Search the reasoning of trained turns in the rendering, and count the row if an earlier one is omitted."""

@@ -56,11 +56,11 @@ class ThinkTags:
             return message
         lead, _, thought = before.rpartition(OPEN)
         given = [field for field in REASONING_FIELDS if isinstance(message.get(field), str) and message[field].strip()]
-        if given and not lead.strip() and before.lstrip().startswith(OPEN):
+        if given:
             raise RowFault(
                 f"turn {number} has reasoning in {given[0]!r} and in <think> tags of 'content'; remove one of them"
             )
-        if not self._doubled or given:
+        if not self._doubled:
             return message
         if self._field is None:
             raise RowFault(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lean_finetune.commands.tuned.conversation import Prompter
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.format.format_base import Conversation
 from tests.data.common import DATE, chat_row, decoder, meta, read_tokens, spans_of
@@ -147,3 +147,31 @@ def test_the_stage_takes_the_tokens_at_which_the_pinned_model_stops(run, tiny_di
 def test_chat_stops_at_the_token_that_begins_the_next_turn(directory):
     """Ollama's file gets these too; chat and generate add those of generation_config.json."""
     assert Prompter(directory).stop_texts() == ["<|endoftext|>", "<|user|>"]
+
+
+def test_the_token_that_begins_a_second_answer_ends_no_first_one(directory):
+    """GLM-4.5 with two answers in a row, where generation_config.json has that token too: one span over both."""
+    conversation = Conversation(messages=[*TALK.messages[:2], turn("assistant", "A2"), *TALK.messages[2:]], tools=None)
+    template = load(directory, GLM, "auto", (*STOPS, "<|assistant|>"))
+    assert trained(template.render(conversation)) == ["\nA", "\nA2<|user|>", "\nB<|user|>"]
+
+
+MARKED_CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}<|observation|>{% endfor %}{{ m.content }}"
+    "{% if not m.tool_calls %}<|end|>{% endif %}{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_row_whose_last_answer_has_no_end_is_refused(directory):
+    """DiffusionGemma's marks: a call with text behind it ends with that text, where other answers have an end."""
+    template = load(directory, MARKED_CALLS, "auto")
+    assert trained(template.render(TALK)) == ["A<|end|>", "B<|end|>"]
+    calling = Conversation(messages=[turn("user", "Q"), CALL], tools=None)
+    assert trained(template.render(calling)) == ["add<|observation|>"]
+    with_text = Conversation(messages=[turn("user", "Q"), {**CALL, "content": "I add."}], tools=None)
+    with pytest.raises(RowFault, match="writes no end behind the row's last answer, though it ends others; "):
+        template.render(with_text)
+    assert trained(load(directory, MARKED_CALLS, "eos").render(with_text)) == ["add<|observation|>I add.<|endoftext|>"]
+    assert trained(load(directory, MARKED_CALLS, "none").render(with_text)) == ["add<|observation|>I add."]

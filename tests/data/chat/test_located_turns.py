@@ -1,5 +1,6 @@
 """Turns in templates that render messages otherwise once others follow; boundaries outside of control tokens."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,80 @@ def test_a_turn_whose_parts_stand_around_its_results_is_refused(end, open_templa
             template.render(Conversation(messages=messages, tools=None))
         untrained = Conversation(messages=messages, tools=None, context=frozenset({1}))
         assert trained(template.render(untrained)) == ["a<|end|>"]
+
+
+# As gpt-oss': the text beside a call is shown as long as no answer follows.
+DROPPING = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{% generation %}{%- if m.tool_calls -%}"
+    "{%- set later = namespace(found=false) -%}{%- for one in messages[loop.index:] -%}"
+    "{%- if one.role == 'assistant' and not one.tool_calls -%}{%- set later.found = true -%}{%- endif -%}{%- endfor -%}"
+    "{%- if m.content and not later.found -%}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{%- endif -%}"
+    "{%- set f = m.tool_calls[0].function -%}"
+    "<|start|>assistant<|channel|>{{ f.name }}<|message|>{{ f.arguments | tojson }}<|end|>"
+    "{%- else -%}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{%- endif -%}{% endgeneration %}"
+    "{%- else -%}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+)
+UNMARKED_DROPPING = DROPPING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("source", [DROPPING, UNMARKED_DROPPING])
+def test_text_beside_a_call_that_the_rest_of_the_row_hides_is_refused(open_template, source):
+    """gpt-oss: the text was neither shown nor trained, in silence, although the template shows it elsewhere."""
+    template = open_template(source, HARMONY_TOKENS)
+    calling = turn("assistant", "I add.", tool_calls=[CALL])
+    shown = Conversation(messages=[turn("user", "q"), calling, turn("tool", "r")], tools=None)
+    assert "I add." in "".join(trained(template.render(shown)))
+    followed = Conversation(messages=[*shown.messages, turn("assistant", "I add.")], tools=None)
+    with pytest.raises(RowFault, match="does not show the text beside the calls of turn 2, because of what follows"):
+        template.render(followed)
+    without = Conversation(messages=[turn("user", "q"), CALLING.messages[1], *followed.messages[2:]], tools=None)
+    assert "I add." in "".join(trained(template.render(without)))
+
+
+def test_the_end_of_a_turn_before_a_message_that_moves_to_the_front(open_template):
+    """Command R+ writes all system messages first: a place in one rendering was used in another."""
+    source = (
+        "{% for m in messages if m.role == 'system' %}<|start|>system<|message|>{{ m.content * 40 }}<|end|>{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|channel|><|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+    )
+    template = open_template(source, HARMONY_TOKENS)
+    rows = chat("q", "a", "q2", "b")
+    moved = Conversation(messages=[*rows.messages[:2], turn("system", "s"), *rows.messages[2:]], tools=None)
+    assert trained(template.render(moved)) == ["a<|channel|><|end|>", "b<|channel|><|end|>"]
+    assert trained(template.render(rows)) == ["a<|channel|><|end|>", "b<|channel|><|end|>"]
+
+
+@pytest.mark.parametrize("source, control", [(HARMONY, HARMONY_TOKENS), (QWEN, ("<|im_start|>", "<|im_end|>"))])
+def test_no_header_between_two_answers_is_trained(open_template, source, control):
+    """One span over the token that begins the second of two turns in a row."""
+    roles = ("user", "assistant", "assistant", "user", "assistant")
+    messages = [turn(role, text) for role, text in zip(roles, "qabrc", strict=True)]
+    segments = open_template(source, control).render(Conversation(messages=messages, tools=None))
+    assert len(trained(segments)) == 3
+    assert all("start" not in text for text in trained(segments))
+
+
+# As DiffusionGemma's: a result has the name of its call, and earlier reasoning is left out.
+NAMED_RESULTS = (
+    "{%- set ns = namespace(name='') -%}{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    "response:{{ ns.name }}{value:<|channel>{{ m.content }}<channel|>}"
+    "{%- else -%}{{ '<|turn>' + m.role + '\n' }}{% if m.thinking and loop.last %}{{ m.thinking }}<channel|>{% endif %}"
+    "{% for c in m.tool_calls or () %}{% set ns.name = c.function.name %}"
+    "<|tool_call>call:{{ c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>{% endfor %}"
+    "{{ m.content }}{% if not m.tool_calls %}<turn|>\n{% endif %}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|turn>assistant\n' }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"x": 1}])
+def test_the_name_of_a_call_in_its_result_is_not_trained(open_template, arguments):
+    """A call without arguments is found by its name, which stands in the result too: both were one span."""
+    call = {"type": "function", "function": {"name": "quotes", "arguments": arguments}}
+    messages = [turn("user", "q"), turn("assistant", "", tool_calls=[call], thinking="t")]
+    messages += [turn("tool", "r"), turn("assistant", "a")]
+    segments = open_template(NAMED_RESULTS, GEMMA_TOKENS).render(Conversation(messages=messages, tools=None))
+    assert trained(segments)[1].rstrip() == "a<turn|>"
+    assert trained(segments)[0] == f"<|tool_call>call:quotes{json.dumps(arguments)}<tool_call|>"
