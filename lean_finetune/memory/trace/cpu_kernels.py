@@ -51,6 +51,7 @@ def cpu_rules() -> OpRules:
         aten._scaled_dot_product_flash_attention_for_cpu.default: flash_cpu_bytes,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: flash_backward_cpu_bytes,
         **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), mixed_cpu_bytes),
+        **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor), mixed_in_place_bytes),
         aten.convolution_backward.default: lambda grad, x, weight, biases, stride, *rest: columns_bytes(
             x, weight, stride
         ),
@@ -137,3 +138,10 @@ def mixed_cpu_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
     common = torch.result_type(first, second)
     tensors = [each for each in (first, second) if isinstance(each, torch.Tensor) and each.dtype != common]
     return sum(each.numel() * common.itemsize for each in tensors)
+
+
+def mixed_in_place_bytes(first: torch.Tensor, second: Any, **kwargs: Any) -> int:
+    """As `mixed_cpu_bytes`, and the result in the common type, from which it is converted back."""
+    common = torch.result_type(first, second)
+    result = 0 if first.dtype == common else first.numel() * common.itemsize
+    return mixed_cpu_bytes(first, second) + result
