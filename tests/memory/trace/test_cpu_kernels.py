@@ -103,5 +103,6 @@ def test_operands_of_two_types_need_as_much_memory_as_the_rules_say(name, first,
         with memory_profile() as profiler:
             out = function(x, scales)
         made = 0 if in_place else out.nbytes
-        assert highest_bytes(profiler) == made + cpu_rules().workspaces[function](x, scales), in_place
+        rule: Any = cpu_rules().workspaces[function]
+        assert highest_bytes(profiler) == made + rule(x, scales), in_place
         del out  # Not freed inside the next profile.
