@@ -100,16 +100,18 @@ def use_this_python() -> None:
 
 @contextmanager
 def only_logged_by(handler: logging.Handler) -> Iterator[None]:
-    """Give DVC's messages to one handler alone."""
-    logger, lock = logging.getLogger("dvc"), logging.getLogger("zc.lockfile")
-    before = logger.handlers, logger.level, logger.propagate, lock.disabled
+    """Give DVC's messages to one handler alone. Its bars of single files would come between those of the stages."""
+    logger, bars, lock = map(logging.getLogger, ("dvc", "dvc.progress", "zc.lockfile"))
+    before = logger.handlers, logger.level, logger.propagate, bars.level, lock.disabled
     logger.handlers, logger.propagate, lock.disabled = [handler], False, True
     logger.setLevel(logging.INFO)
+    bars.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.handlers, level, logger.propagate, lock.disabled = before
+        logger.handlers, level, logger.propagate, bars_level, lock.disabled = before
         logger.setLevel(level)
+        bars.setLevel(bars_level)
 
 
 def dvc_refusal(error: BaseException, ran: Sequence[str] = ()) -> UserError:

@@ -337,6 +337,7 @@ def test_a_terminal_sees_bars_and_ctrl_c_ends_in_one_line(user: User):
     assert sent and os.waitstatus_to_exitcode(status) == 130, text
     assert "\r" in text and "tok/s" in text and stages(text.replace("\r", "\n"))[-1] == "train", text
     assert "train: stopped by SIGINT; the checkpoint of optimizer step" in text and "Traceback" not in text
+    assert not re.search(r"Committing|memory://|file/s|Running stage", text), text
     done = user.run("sub", *SETS)
     assert "train: resumed at optimizer step" in done.stderr and "next           cd sub" in done.stdout
     assert git("log", "--format=%s", cwd=user.place).splitlines() == ["mine"]
