@@ -65,6 +65,12 @@ if TYPE_CHECKING:
     from lean_finetune.memory.predict.assumed_images import RowOfImages
 
 
+CPU_KERNELS = (
+    "on a CPU in 16 bits the process takes up to 1 GiB for kernels of new batch shapes, beside the predicted tensors "
+    "(docs/out-of-memory.md)"
+)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRows:
     """The rows of a run, and the plan of their micro-batches."""
@@ -229,8 +235,9 @@ class Run:
     def notes(self) -> list[str]:
         """Settings of the environment that differ from those predicted, and kernels that are not traced."""
         train = self.params.train
+        kernels = CPU_KERNELS if self.device.kind == "cpu" and self.setting.train.precision != "fp32" else None
         notes = environment_notes(train.expandable_segments) if self.device.kind == "cuda" else ()
-        return [*notes, *filter(None, [fused_kernels.memory_note(train.fused_kernels)])]
+        return [*notes, *filter(None, [kernels, fused_kernels.memory_note(train.fused_kernels)])]
 
     def layers_note(self) -> str | None:
         """Layers that `all-linear` leaves out; None without any."""

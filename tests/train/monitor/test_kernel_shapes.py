@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from cuda_memory.growth import classify
 from cuda_memory.units import GIB, MIB
 from lean_finetune.core.atomic_files import write_csv
+from lean_finetune.memory.devices import cpu_device
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
 from lean_finetune.train.monitor.growth_advice import check_is_due, explained, growth_line
 from lean_finetune.train.monitor.kernel_shapes import KernelShapes
 from tests.conftest import ROOT
 from tests.memory.common import micro_batch
+from tests.memory.workloads import workload
 from tests.processes import run_bounded
 from tests.small_model import CPU, spec_of
 from tests.train.series import rows_of
@@ -148,3 +151,13 @@ def test_a_cpu_keeps_kernels_for_each_shape_in_16_bits_only():
     assert cause == "kernels" and 100 * MIB < grown < 768 * MIB and shapes > 24
     assert all(cause != "kernels" and abs(grown) < 8 * MIB for cause, grown, _ in flat)
     assert flat[1][2] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "noted"), [("cpu", "bf16", True), ("cpu", "fp32", False), ("H100", "bf16", False)]
+)
+def test_a_prediction_says_that_it_does_not_count_kernels(device, precision, noted):
+    """A container with room for the predicted tensors alone, killed after some steps."""
+    run = workload(method="lora", precision=precision)
+    run = replace(run, device=cpu_device(2**34) if device == "cpu" else run.device)
+    assert any("up to 1 GiB for kernels" in note for note in run.notes()) == noted
