@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "lean_finetune.commands.export:export",
     "explain": "lean_finetune.commands.explain:explain",
     "snapshot": "cuda_memory.snapshot:snapshot",
+    "page": "lean_finetune.page.command:page",
 }
 """Where each command is: the module, and its name there."""
 OTHER_NAMES = {**dict.fromkeys(("train", "finetune", "sft", "repro"), "run"), "show": "compare"}

@@ -224,6 +224,7 @@ def verdict_json(run: Run, prediction: Prediction, memory: PlanMemory | None) ->
     verdict = judge_run(run, prediction, memory)
     return {
         "verdict": verdict.state,
+        "verdict_text": verdict_text(run, prediction, memory),
         "why_tight": verdict.why_tight,
         "margin_percent": run.margin and run.margin.percent,
         "peak_bytes": prediction.peak.bytes,
