@@ -46,8 +46,8 @@ def fit_view(limits: Limits) -> None:
             info="or a size, such as 24GiB",
         )
         gpus = gr.Textbox("", label="Number of GPUs", info="usually 1; several share the state", placeholder="1")
+    method = gr.Radio([USUAL, *get_args(Method)], value=USUAL, label="Method", info="of training; usually qlora")
     with gr.Row():
-        method = gr.Dropdown([USUAL, *get_args(Method)], value=USUAL, label="Method", info="of training; usually qlora")
         length = gr.Textbox("", label="Longest row", info="in tokens", placeholder="4096")
         image = gr.Textbox("", label="Images in rows", info="width x height", placeholder="1280x960")
         per_row = gr.Textbox("", label="Images per row", info="if there are any", placeholder="1")

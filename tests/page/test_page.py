@@ -18,7 +18,7 @@ import pytest
 from cuda_memory.units import GIB, MIB
 from tests.conftest import ROOT
 from tests.cuda_memory.snapshots import Snapshot, frame
-from tests.page.webdriver import ENTER, TAB, Browser, browsers, needs_browser
+from tests.page.webdriver import DELETE, ELEMENT, ENTER, TAB, Browser, browsers, needs_browser
 from tests.processes import kill_group
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
@@ -30,7 +30,10 @@ BUTTON = (
     "!one.closest('.visually-hidden, [aria-hidden=true]'))"
 )
 DOCUMENT = "document.querySelector(arguments[0] + ' iframe')?.contentDocument?.body?.innerText"
-FIELD = "return [...document.querySelectorAll('label')].find(one => one.innerText.startsWith({!r}))?.{}"
+FIELD = (
+    "return document.querySelector(`[aria-label^='${arguments[0]}']`) ?? [...document.querySelectorAll('label')]"
+    ".find(one => one.innerText.startsWith(arguments[0]))?.querySelector('input, textarea')"
+)
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -86,16 +89,11 @@ def click(window: Browser, name: str) -> None:
 
 
 def fill(window: Browser, label: str, text: str) -> None:
-    """Replace the text of a field."""
-    script = FIELD.format(label, "querySelector('input, textarea')")
-    window.wait(script)
-    window.run(
-        f"const field = (() => {{ {script} }})(); const kind = Object.getPrototypeOf(field);"
-        "Object.getOwnPropertyDescriptor(kind, 'value').set.call(field, arguments[0]);"
-        "field.dispatchEvent(new Event('input', {bubbles: true}));"
-        "field.dispatchEvent(new Event('blur')); field.dispatchEvent(new Event('change', {bubbles: true}));",
-        text,
-    )
+    """Replace the text of a field, as with the keyboard."""
+    field = window.wait(FIELD, label)[ELEMENT]
+    window.run("arguments[0].focus(); arguments[0].select()", {ELEMENT: field})
+    window.type(field, f"{DELETE}{text}")
+    window.press(TAB)
 
 
 def answered(window: Browser, view: str, pattern: str) -> str:
@@ -124,7 +122,7 @@ def test_fit_says_what_the_command_says(local, open_window, width, tmp_path):
     fill(window, "Longest row", "1024")
     click(window, "Does it fit?")
     text = answered(window, "#fit-answer", "usable on RTX-4090")
-    command = window.wait(FIELD.format("The same in a terminal", "querySelector('textarea')?.value"))
+    command = window.wait(f"return (() => {{ {FIELD} }})()?.value".replace("arguments[0]", "'The same'"))
     first, second = command.splitlines()
     assert first == "lean-finetune fit --model=llama-3.1-8b --gpu=RTX-4090 --length=1024"
     assert second.startswith("lean-finetune run my-run --data=rows.jsonl --model=llama-3.1-8b --gpu=RTX-4090")

@@ -25,7 +25,7 @@ ARGUMENTS = (
     "--disable-background-networking --disable-component-update --disable-quic --hide-scrollbars"
 ).split()
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-TAB, ENTER = "\ue004", "\ue007"
+TAB, ENTER, DELETE = "\ue004", "\ue007", "\ue017"
 WAIT_SECONDS = 120
 
 
