@@ -14,7 +14,8 @@ from lean_finetune.page.limits import HOSTED, LOCAL, Limits
 LOOPBACK = "127.0.0.1"
 CSS = """
 .gradio-container { padding: 0 !important; }
-.gradio-container main { padding: 12px !important; width: 100%; max-width: 1200px !important; margin: 0 auto !important; }
+.gradio-container main { padding: 12px !important; margin: 0 auto !important; width: 100%; }
+.gradio-container main { max-width: 1200px !important; }
 .gradio-container .wrap.fillable, .gradio-container main > .wrap { padding: 0 !important; }
 h1 { font-size: 1.4rem !important; margin: 0 !important; }
 iframe.answer { width: 100%; min-height: 60px; border: 0; }
