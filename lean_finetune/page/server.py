@@ -51,6 +51,11 @@ def build(limits: Limits, uploads: Path) -> "object":
             fit_view(limits)
         with gr.Tab("Snapshot"):
             snapshot_view(limits)
+        if not limits.is_hosted:
+            from lean_finetune.page.experiments_view import experiments_view
+
+            with gr.Tab("Experiments"):
+                experiments_view(limits)
     blocks.queue(max_size=limits.waiting, api_open=False)
     return gr.mount_gradio_app(
         FastAPI(docs_url=None, redoc_url=None, openapi_url=None),
