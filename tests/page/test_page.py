@@ -249,3 +249,14 @@ def test_two_users_at_once_see_their_own_answers(hosted, open_window, tmp_path):
         texts[name] = answered(window, "#snapshot-answer", "What filled the memory")
     assert "of_first.py" in texts["first"] and "of_second.py" not in texts["first"]
     assert "of_second.py" in texts["second"] and "of_first.py" not in texts["second"]
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_experiments_are_those_of_the_project(open_window, width, tmp_path):
+    """The rows of `compare`, in the checkout under test."""
+    with serving(cwd=ROOT) as address:
+        window = opened(open_window(width), address, "Experiments")
+        click(window, "Compare")
+        answered(window, "#experiments-answer", "experiment.*workspace.*baseline")
+        window.picture(tmp_path / f"experiments-{width}.png")
+        sound(window, address)
