@@ -6,6 +6,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.page.guard import Guard
@@ -27,7 +28,7 @@ KEPT_SECONDS = 600
 """Uploads that nobody asked about are removed after it."""
 
 
-def build(limits: Limits, uploads: Path) -> "object":
+def build(limits: Limits, uploads: Path) -> Any:
     """The page as an ASGI application. `uploads` is where Gradio puts files that are being read."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
@@ -109,7 +110,7 @@ def serve(*, hosted: bool, host: str, port: int | None, say: Callable[[str], Non
         port = connection.getsockname()[1]
         key = None if hosted else secrets.token_urlsafe(24)
         hosts = None if hosted else {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
-        guard = Guard(app, limits, hosts=hosts, key=key, kept_bytes=lambda: kept_bytes(uploads))  # type: ignore[arg-type]
+        guard = Guard(app, limits, hosts=hosts, key=key, kept_bytes=lambda: kept_bytes(uploads))
         say(f"http://{host}:{port}/" + ("" if key is None else f"?key={key}"))
         config = uvicorn.Config(
             guard,

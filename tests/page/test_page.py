@@ -210,16 +210,14 @@ def test_hosted_page_has_limits(hosted, open_window, tmp_path):
     window = opened(open_window(400), hosted)
     assert "Or the file" not in window.text() and "Chat" not in window.text()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for name in (str(tmp_path), "../x", "~/x"):
-        fill(window, "Model", name)
-        click(window, "Does it fit?")
-        answered(window, "#fit-answer", "Error: the model must be one of the list or a hub id")
-        window.run("document.querySelector('#fit-answer iframe').remove()")
+    fill(window, "Model", str(tmp_path))
+    click(window, "Does it fit?")
+    answered(window, "#fit-answer", "Error: the model must be one of the list or a hub id")
     click(window, "Other parameters")
     config = f"base_model: {tmp_path}\nadapter: lora\nsequence_len: 512\nmicro_batch_size: 1\ndatasets: []\n"
     fill(window, "YAML", config)
     click(window, "Does it fit?")
-    assert "usable on" not in answered(window, "#fit-answer", "Error: ")
+    assert "usable on" not in answered(window, "#fit-answer", "Error: (?!the model must be one)")
     large = tmp_path / "large.pickle"
     with large.open("wb") as file:
         file.truncate(2 * GIB)
