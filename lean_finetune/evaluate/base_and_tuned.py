@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -28,7 +29,7 @@ from lean_finetune.model.images.image_parts import adapted_parts
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
-from lean_finetune.pinning.adapter_files import adapter_tensors
+from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
 from lean_finetune.step.batches import Batch, with_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -171,6 +172,19 @@ def _scores(tasks: HarnessTasks, model: nn.Module, stops: list[int]) -> dict[str
     return score_tasks(tasks, model, stops)
 
 
+@contextmanager
+def _of_training() -> Iterator[None]:
+    """Name the result of training in errors of the functions that read any adapter."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error).removeprefix("model.adapter: ")
+        again = message.removesuffix(AGAIN)
+        raise UserError(
+            message if again == message else f"{again}check the training curves, and run `dvc repro`"
+        ) from None
+
+
 def _models(
     base: Path,
     tuned: Path,
@@ -196,7 +210,8 @@ def _models(
         yield "base", load_adapter(load_base(base, weights, device, attention, **parts), adapter, weights).eval()
     elif replaces_parts:
         yield "base", load_base(base, weights, device, attention, **parts).eval()
-    adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
+    with _of_training():
+        adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
     if adapter is None and not replaces_parts:
         with adapted.disable_adapter():
             yield "base", adapted

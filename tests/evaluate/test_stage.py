@@ -194,7 +194,10 @@ def test_a_missing_or_foreign_adapter_is_one_line(place, tokens_dir, locks_dir, 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(1e38, "loss of the tuned model must be finite"), (torch.inf, "of the adapter has values that are not finite")],
+    [
+        (1e38, "loss of the tuned model must be finite"),
+        (torch.inf, "has values that are not finite (NaN or infinity); check the training curves"),
+    ],
 )
 def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, adapter, tmp_path, value, expected):
     """NaN in a metrics file is no JSON, and a mean over it no figure."""

@@ -61,8 +61,8 @@ def test_a_run_that_fits_is_answered_in_80_columns_and_leaves_no_file(workspace:
     peaks = ["peak by phase, as a s", "at the peak, in forwa"]
     limits = ["smallest GPU", "longest row", "largest micro-batch"]
     settings = ["params", "device", "model", "run", "micro-batches", "speed", "attention"]
-    assert labels == ["verdict", *peaks, "allocator segments", *settings, *limits]
-    assert lines[0].startswith(labelled("verdict", "fits: reserved peak "))
+    assert labels == ["verdict", *peaks, "allocator segments", *settings, *limits, "verdict"]
+    assert lines[0].startswith(labelled("verdict", "fits: reserves ")) and lines[-1] == lines[0]
     assert labelled("smallest GPU", "P4 (of") in result.stdout
     assert labelled("longest row", "256 tokens, limited by the model's 256 positions") in result.stdout
     assert labelled("largest micro-batch", "2,048 tokens, limited by train.tokens_per_step") in result.stdout
@@ -159,7 +159,7 @@ def test_reserved_memory_decides_where_tensors_alone_fit(workspace: Path):
     assert prediction.peak.bytes <= tiers["tensors_bytes"] <= tiers["reserved_bytes"] < tiers["process_bytes"]
     assert large.tiers()["expandable"]["tensors_bytes"] == prediction.peak.bytes == run.predict().peak.bytes
     shown = fit_lines(run, prediction, memory, "", "lean-finetune fit", "--set")
-    assert next(shown).startswith(labelled("verdict", "does not fit: reserved peak "))
+    assert next(shown).startswith(labelled("verdict", "does not fit: reserves "))
     assert not judge_run(run, prediction, memory).fits and judge_run(run, prediction).fits
     assert memory is not None and "fixed segments: out of memory in optimizer step 0, " in shown_tiers(
         run, prediction, memory
