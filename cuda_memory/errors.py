@@ -1,8 +1,6 @@
 """Errors for users, one line each, and the command class that prints them."""
 
-import codecs
 import errno
-import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,12 +10,18 @@ from typing import Any
 
 import click
 
+from cuda_memory.terminal import OutputFault, echo, guarded_streams, visible_line
+
 REMEDIES: Mapping[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change permissions or write elsewhere"),
     errno.ENOENT: "do not remove files while a stage runs",
 }
 """Remedies of errors that writing raises."""
+
+
+MOST_CHARACTERS = 4000
+"""Of a message, which may quote a value of any size."""
 
 
 class UserError(Exception):
@@ -30,9 +34,13 @@ class UserError(Exception):
     """Of the process that ends with this error."""
 
     def __init__(self, message: str, *details: str):
-        """`details` are further lines for what does not fit in one."""
-        super().__init__(message)
-        self.details = details
+        """`details` are further lines for what does not fit in one.
+
+        All become lines that a terminal can show: they quote names, values and errors of other libraries.
+        """
+        line = visible_line(message[:MOST_CHARACTERS])
+        super().__init__(line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 3]}...")
+        self.details = tuple(map(visible_line, details))
 
     @classmethod
     def of_code(cls, exit_code: int, message: str, *details: str) -> "UserError":
@@ -46,11 +54,6 @@ class UsageFault(UserError):
     """An option or argument of the command line has a value that cannot be."""
 
     exit_code = 2  # As for errors that click finds.
-
-
-def escaped(text: str) -> str:
-    """A text with control characters and lone surrogates, which names of files can have, as their codes."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 @contextmanager
@@ -92,16 +95,20 @@ def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        message = escaped(" ".join(error.format_message().split()).removesuffix("."))
-        click.echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
+        message = visible_line(error.format_message()).removesuffix(".")
+        echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
         ctx.exit(UsageFault.exit_code)
 
 
-def replace_unencodable() -> None:
-    """Print `?` where the encoding of standard output lacks a character, such as a bar in a pipe on Windows."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
-        out.reconfigure(errors="replace")
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Guard the streams of a command, and exit with one line if standard output cannot be written."""
+    with guarded_streams():
+        try:
+            yield
+        except OutputFault as fault:
+            echo(f"error: output cannot be written ({fault.strerror}); free space, or write elsewhere", err=True)
+            sys.exit(1)
 
 
 class OneLineCommand(click.Command):
@@ -116,20 +123,23 @@ class OneLineCommand(click.Command):
         """What to append to the message of an error."""
         return ""
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command and exit. A terminal obeys nothing that it prints."""
+        with guarded_output():
+            return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, or with 1 if memory ran out."""
-        replace_unencodable()
         try:
             return super().invoke(ctx)
         except UserError as error:
-            message = escaped(" ".join(str(error).split()))
-            click.echo(f"error: {message}{self.remedy(message)}", err=True)
-            for line in error.details:
-                click.echo(f"  {line}", err=True)
+            message = str(error)
+            for line in (f"error: {message}{self.remedy(message)}", *(f"  {each}" for each in error.details)):
+                echo(line, err=True)
             sys.exit(error.exit_code)
         except MemoryError as error:  # Of Python, NumPy, Arrow or safetensors.
-            reason = escaped(" ".join(str(error).split())) or "no reason given"
-            click.echo(
+            reason = visible_line(str(error)) or "no reason given"
+            echo(
                 f"error: this process got no more of the host's memory ({reason}); free some, or raise the limit "
                 "(ulimit -v), then rerun",
                 err=True,

@@ -1,6 +1,5 @@
 """The command that explains a recording: what filled a GPU's memory in a recording of PyTorch's allocator."""
 
-import json
 import os
 import re
 from dataclasses import asdict, replace
@@ -9,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cuda_memory.errors import OneLineCommand, UsageFault, UserError, escaped
+from cuda_memory.errors import OneLineCommand, UsageFault, UserError
 from cuda_memory.gpus import Device, gpu_names, named_gpu
+from cuda_memory.terminal import echo_json, echo_text, visible_line
+from cuda_memory.user_paths import PATH
 
 if TYPE_CHECKING:
     from cuda_memory.what_if import Outcome, WhatIf
 
 
 @click.command(cls=OneLineCommand)
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @click.option("--gpu", shell_complete=gpu_names, help="Also say which request would have failed on this GPU or size.")
 @click.option(
     "--device", type=click.IntRange(min=0), help="Number of the GPU. Default: one that failed, else the fullest."
 )
-@click.option(
-    "--html", type=click.Path(path_type=Path), help="Also write a page with pictures, which needs no network."
-)
-@click.option("--picture", type=click.Path(path_type=Path), help="Also write the timeline as an SVG picture.")
+@click.option("--html", type=PATH, help="Also write a page with pictures, which needs no network.")
+@click.option("--picture", type=PATH, help="Also write the timeline as an SVG picture.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes.")
 def snapshot(
     file: Path, gpu: str | None, device: int | None, html: Path | None, picture: Path | None, as_json: bool
@@ -65,7 +64,7 @@ def snapshot(
     if device is not None and device not in found:
         raise UsageFault(f"--device: {file} has no device {device}; it has {', '.join(map(str, found))}")
     analyses = [
-        analyse(replace(each, name=escaped(each.name))) for each in found.values() if device in (None, each.device)
+        analyse(replace(each, name=visible_line(each.name))) for each in found.values() if device in (None, each.device)
     ]
     analysis = max(analyses, key=lambda each: (bool(each.failures), each.peak.allocated_bytes))
     recording = analysis.recording
@@ -83,9 +82,9 @@ def snapshot(
     if as_json:
         answer = {**analysis.as_json(), "devices": sorted(found), "contradiction": impossible}
         answer |= _replays_as_json(replays, card, on_card or impossible or "")
-        click.echo(json.dumps(answer, indent=2, default=str))
+        echo_json(answer)
         return
-    click.echo("\n".join(snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card)))
+    echo_text("\n".join(snapshot_lines(analysis, replays or impossible or "", sorted(found), card, on_card)))
 
 
 def _replays_as_json(replays: "WhatIf | None", card: Device | None, on_card: "Outcome | str") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cuda_memory.errors import one_line_usage_errors
+from cuda_memory.errors import guarded_output, one_line_usage_errors
 from lean_finetune.core.stage_command import one_line_after_signals
 
 COMMANDS = {
@@ -44,6 +44,11 @@ class LazyCommands(UserDict[str, Any]):
 
 class CommandGroup(click.Group):
     """A group that answers an unknown command or option in one line and exits with code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit. A terminal obeys nothing that it prints."""
+        with guarded_output():
+            return super().main(*args, **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options before the command. Without any argument, print the help."""

@@ -1,9 +1,10 @@
 """HTML without a template engine: escaped text, tables, and a page that needs no other file."""
 
-import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from cuda_memory.terminal import visible
 
 STYLE_SHEET = Path(__file__).with_name("style.css")
 DOCUMENT = """<!DOCTYPE html>
@@ -24,11 +25,6 @@ DOCUMENT = """<!DOCTYPE html>
 </html>"""
 """Title, style sheet, more style, body."""
 ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&#39;", '"': "&#34;"})
-KEPT = "\n\t"
-NOT_SHOWN = ("Cc", "Cs", "Zl", "Zp")
-"""Categories that are replaced: control characters, which a terminal obeys, surrogates, other line ends."""
-REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Bidirectional controls: they can show text in another order than it has."""
 
 
 class Table(NamedTuple):
@@ -44,18 +40,6 @@ class Html(str):
     def __html__(self) -> "Html":
         """The text, for libraries that ask whether to escape it."""
         return self
-
-
-def visible(text: str) -> str:
-    """A text with the code of each character that a terminal or a browser obeys but does not show."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    hidden = character in REORDERING or (character not in KEPT and unicodedata.category(character) in NOT_SHOWN)
-    return ascii(character)[1:-1] if hidden else character
 
 
 def html(template: str, *values: Any) -> Html:

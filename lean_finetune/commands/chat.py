@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cuda_memory.terminal import echo, echo_text
 from cuda_memory.units import counted
+from cuda_memory.user_paths import PATH
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.config_file import refuse_no_model
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 MODEL = click.option(
     "--model",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("data/tuned"),
     show_default=True,
     help="The directory of an adapter or a full model.",
@@ -91,7 +93,7 @@ def chat(
             streamer = text_streamer(prompter, set(stops))
             arguments = None if shown is None else shown.arguments
             (found,) = answers_of_batch(lm, tuned.weights, [ids], stops, prompter.pad_id, device, streamer, arguments)
-            click.echo()
+            echo()
             return prompter.text(found)
 
         note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
@@ -102,7 +104,7 @@ def chat(
 
 def note(text: str) -> None:
     """Print a note on standard error, so that standard output has the answers alone."""
-    click.echo(text, err=True)
+    echo(text, err=True)
 
 
 def conversation_limit(
@@ -146,7 +148,7 @@ def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
                 return
             for number in value.flatten().tolist():
                 if number not in stops and (text := self._stream.step(prompter.tokenizer, number)):
-                    click.echo(text, nl=False)
+                    echo_text(text, nl=False)
 
         def end(self) -> None:
             sys.stdout.flush()
@@ -176,7 +178,7 @@ class ChatSession:
                 elif line and (ids := self._prompt(line)) is not None:
                     self._answer(ids, answer)
         except KeyboardInterrupt:
-            click.echo(err=True)
+            echo(err=True)
         finally:
             signal.signal(signal.SIGINT, before)
 
@@ -186,7 +188,8 @@ class ChatSession:
             self._turns.append({"role": "assistant", "content": answer(ids)})
         except KeyboardInterrupt:
             self._turns.pop()
-            note("\nnote: stopped; the question is left out of the conversation")
+            echo(err=True)
+            note("note: stopped; the question is left out of the conversation")
 
     def _read(self) -> str | None:
         """The next line; None at the end of the input."""

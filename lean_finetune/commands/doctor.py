@@ -1,7 +1,6 @@
 """The command `lean-finetune doctor`: check this machine."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -15,6 +14,7 @@ from typing import Literal
 import click
 
 from cuda_memory.gpus import BF16_CAPABILITY
+from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import GIB, labelled, readable_size
 from lean_finetune.core.memory_limits import free_host_bytes, memory_limits
 from lean_finetune.core.stage_command import StageCommand
@@ -48,7 +48,9 @@ class Finding:
 def _output(*command: str) -> str | None:
     """Standard output of a command; None if it is missing, fails or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -279,14 +281,14 @@ def doctor(as_json: bool) -> None:
             if as_json:
                 continue
             first = f"{finding.level:<5} {finding.what:<13}"
-            click.echo(labelled(first, finding.text, LABEL_WIDTH))
+            echo_text(labelled(first, finding.text, LABEL_WIDTH))
             if finding.remedy:
-                click.echo(labelled(" " * LABEL_WIDTH + "→", finding.remedy, LABEL_WIDTH + 2))
+                echo_text(labelled(" " * LABEL_WIDTH + "→", finding.remedy, LABEL_WIDTH + 2))
     fails = sum(finding.level == "fail" for finding in findings)
     if as_json:
-        click.echo(json.dumps({"ok": not fails, "findings": list(map(asdict, findings))}, indent=2))
+        echo_json({"ok": not fails, "findings": list(map(asdict, findings))})
     elif fails:
-        click.echo(f"{fails} of {len(findings)} checks failed")
+        echo(f"{fails} of {len(findings)} checks failed")
     else:
-        click.echo("this machine can do it; `lean-finetune fit` says which runs fit")
+        echo("this machine can do it; `lean-finetune fit` says which runs fit")
     sys.exit(1 if fails else 0)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.terminal import echo_text
+from cuda_memory.user_paths import PATH
 from lean_finetune.core.stage_command import StageCommand
 
 
 @click.command(cls=StageCommand)
-@click.argument("curve", type=click.Path(path_type=Path))
+@click.argument("curve", type=PATH)
 @click.option("--left-gib", type=click.FloatRange(min=0), help="Free memory in GiB at the end of the curve.")
 def explain(curve: Path, left_gib: float | None) -> None:
     """Explain why memory grows in a recorded CURVE.
@@ -18,4 +20,4 @@ def explain(curve: Path, left_gib: float | None) -> None:
     """
     from lean_finetune.train.monitor.growth_advice import explained
 
-    click.echo("\n".join(explained(curve, left_gib)))
+    echo_text("\n".join(explained(curve, left_gib)))

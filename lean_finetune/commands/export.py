@@ -1,12 +1,13 @@
 """The command `lean-finetune export`: a tuned model for other programs, and on the hub."""
 
-import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import PATH, no_option, shell_line
 from lean_finetune.commands.chat import BITS, MODEL
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
@@ -20,7 +21,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @click.command(cls=StageCommand)
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=PATH)
 @MODEL
 @BITS
 @click.option(
@@ -54,11 +55,11 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
             "merged, or train from a hub id"
         )
     write_export(tuned, out, what, push or out.name)
-    click.echo(f"{out}: {what}, {sum(file.stat().st_size for file in out.iterdir()) / 2**20:.1f} MiB")
-    for title, line in use_lines(tuned, str(out), what):
-        click.echo(f"{title + ':':<14}{line}")
+    echo(f"{out}: {what}, {sum(file.stat().st_size for file in out.iterdir()) / 2**20:.1f} MiB")
+    for title, line in use_lines(tuned, no_option(out), what):
+        echo(f"{title + ':':<14}{line}")
     if push:
-        click.echo(f"{'hub:':<14}{upload(out, push, private=not public)}")
+        echo(f"{'hub:':<14}{upload(out, push, private=not public)}")
 
 
 def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
@@ -119,7 +120,7 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
         alone = f"AutoPeftModelForCausalLM.from_pretrained({where!r})"
         on_base = f"PeftModel.from_pretrained({kind}.from_pretrained({tuned.base_name!r}), {where!r})"
         return [("PEFT", on_base if multimodal else alone), ("vLLM", vllm_adapter_line(tuned, where))]
-    name, gguf = Path(where).name.lower(), f"{where}/{GGUF}"
+    name, gguf = Path(where).name.lower().lstrip("-") or "model", f"{where}/{GGUF}"
     convert = [["python", "convert_hf_to_gguf.py", where, "--outfile", gguf]]
     run, alone = ["llama-cli", "-m", gguf], ""
     if projector_is_converted(tuned):
@@ -131,7 +132,7 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
     make = [["ollama", "create", name, "-f", f"{where}/Modelfile"], ["ollama", "run", name]]
     return [
         ("transformers", f"{kind}.from_pretrained({where!r})"),
-        ("vLLM", shlex.join(["vllm", "serve", where])),
+        ("vLLM", shell_line(["vllm", "serve", where])),
         ("llama.cpp", _in_turn(*convert, run) + alone),
         ("Ollama", _in_turn(*([] if tuned.architecture in OLLAMA_ARCHITECTURES else convert), *make) + alone),
     ]
@@ -139,7 +140,7 @@ def use_lines(tuned: "TunedModel", where: str, what: str) -> list[tuple[str, str
 
 def _in_turn(*commands: list[str]) -> str:
     """Commands of which each runs if the one before succeeded."""
-    return " && ".join(map(shlex.join, commands))
+    return " && ".join(map(shell_line, commands))
 
 
 def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
@@ -153,7 +154,7 @@ def vllm_adapter_line(tuned: "TunedModel", where: str) -> str:
         return f"does not load {reason} as an adapter: use --what merged"
     revision = ["--revision", tuned.base_revision] if tuned.base_revision else []
     options = ["--tokenizer", where, "--enable-lora", "--max-lora-rank", str(allowed), "--lora-modules"]
-    return shlex.join(["vllm", "serve", tuned.base_name, *revision, *options, f"{Path(where).name.lower()}={where}"])
+    return shell_line(["vllm", "serve", tuned.base_name, *revision, *options, f"{Path(where).name.lower()}={where}"])
 
 
 def card(tuned: "TunedModel", name: str, what: str) -> str:

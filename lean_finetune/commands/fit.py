@@ -1,7 +1,6 @@
 """The command `lean-finetune fit`: its options, and the parameters that they mean."""
 
 import json
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, NoReturn, get_args
 import click
 
 from cuda_memory.gpus import GPUS, gpu_names
+from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import GIB, round_up
+from cuda_memory.user_paths import PATH, shell_line
 from lean_finetune.commands.fit_apply import apply_offer, check_target
 from lean_finetune.commands.fit_images import Images, asked_images
 from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from lean_finetune.memory.advice.run import Run
     from lean_finetune.memory.predict.peak import Prediction
 
-PATH = click.Path(path_type=Path)
 MOST_TOKENS = 2**26
 """Tokens of a micro-batch: more than any GPU holds, and few enough to list their rows."""
 
@@ -105,7 +105,7 @@ def fit(
     line is wrong.
     """
     if list_gpus:
-        click.echo("\n".join(_known_gpus()))
+        echo_text("\n".join(_known_gpus()))
         return
     if offer is not None and (verdict_alone or as_json):
         raise UsageFault("--apply: prints what it changes; leave out --json and --verdict")
@@ -125,11 +125,14 @@ def fit(
     )
     if verdict_alone:
         figures = (run, prediction, memory)
-        click.echo(json.dumps(verdict_json(*figures), indent=2) if as_json else f"verdict {verdict_text(*figures)}")
+        if as_json:
+            echo_json(verdict_json(*figures))
+        else:
+            echo(f"verdict {verdict_text(*figures)}")
         _end(*figures)
     if offer is not None:
         for text in _applied(run, prediction, memory, offer, asked.file, flags):
-            click.echo(text)
+            echo_text(text)
         return
     run_of = partial(_converted_run, run, load_params(asked.file), flags)
     if as_json:
@@ -138,20 +141,20 @@ def fit(
         answer["from"] = converted and vars(converted)
         if converted is not None and config is not None:
             answer["as_tool"] = tool_json(run, converted, config, run_of)
-        click.echo(json.dumps(answer, indent=2, default=str))  # YAML has dates.
+        echo_json(answer)
         _end(run, prediction, memory)
     source = str(config or asked.file) if config or not asked.usual else "the defaults; --set KEY=VALUE changes them"
     words, option = _this_command(), "--set"
     if asked.file == PARAMS_FILE:
         words, option = ["dvc", "exp", "run", *(word for flag in flags for word in ("-S", flag))], "-S"
-    command, of_tools_step = shlex.join(words), converted is not None
+    command, of_tools_step = shell_line(words), converted is not None
     lines = fit_lines(run, prediction, memory, source, command, option, of_tool=of_tools_step, stairs=stairs)
     of_tool: Iterable[str] = ()
     if converted is not None and config is not None:
         as_tool = tool_lines(run, prediction.peak.bytes, converted, config, run_of)
         lines, of_tool = chain(islice(lines, 1), as_tool, lines), ["", *converted.lines()]
     for text in chain(lines, of_tool):
-        click.echo(text)
+        echo_text(text)
     _end(run, prediction, memory)
 
 

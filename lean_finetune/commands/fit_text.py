@@ -1,6 +1,5 @@
 """The answer of `lean-finetune fit` as lines of at most 80 columns, and as JSON."""
 
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from cuda_memory.units import (
     readable_time,
     significant,
 )
+from cuda_memory.user_paths import shell_line
 from lean_finetune.commands.fit_images import image_lines, images_json, largest_line
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.memory.advice.plan_memory import PlanMemory
@@ -199,7 +199,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
 def _remedy_lines(remedy: Remedy, command: str, option: str) -> Iterator[str]:
     """A line to run, continued where it is too long, and what it brings."""
     line = f"  {command}"
-    for words in (f"{option} {shlex.quote(flag)}" for flag in remedy.flags):
+    for words in (f"{option} {shell_line([flag])}" for flag in remedy.flags):
         if len(line) + len(words) + len("  \\") > COLUMNS:
             yield f"{line} \\"
             line = f"     {words}"

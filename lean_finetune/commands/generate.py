@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cuda_memory.units import counted
+from cuda_memory.user_paths import PATH, output_file
 from lean_finetune.commands.chat import BITS, IMAGES, MODEL, NEW_TOKENS, note
-from lean_finetune.core.errors import DoesNotFit
+from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.config_file import refuse_no_model
 
 if TYPE_CHECKING:
     from lean_finetune.commands.tuned.tuned_model import TunedModel
     from lean_finetune.memory.trace.known_values import KnownImages
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)
@@ -51,6 +50,9 @@ def generate(
     For example: lean-finetune generate prompts.jsonl answers.jsonl
     """
     refuse_no_model(model)
+    if not prompts.exists():
+        raise UserError(f"{prompts}: file does not exist; name a JSON Lines file of prompts")
+    out = output_file(answers, "ANSWERS")
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.prompt_images import given_files, image_reader
     from lean_finetune.commands.tuned.prompt_lines import PromptReader, read_prompts
@@ -89,7 +91,7 @@ def generate(
             show=None if reader is None else reader.show,
         )
     rows_out = ({**line.row, "answer": prompter.text(ids)} for line, ids in zip(lines, found, strict=True))
-    write_text(answers, "".join(map(json_line, rows_out)))
+    write_text(out, "".join(map(json_line, rows_out)))
     note(f"{counted(len(lines), 'answer')}: {answers}")
 
 

@@ -7,12 +7,14 @@ from typing import get_args
 import click
 
 from cuda_memory.gpus import gpu_names
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import text_path
 from lean_finetune.commands.preset import preset_names
 from lean_finetune.commands.project.create import Choices, create_project
 from lean_finetune.commands.project.params_file import presets
 from lean_finetune.commands.project.upgrade import apply_upgrade, find_upgrade, version_line
 from lean_finetune.config.field_types import Method
-from lean_finetune.core.errors import UsageFault
+from lean_finetune.core.errors import UsageFault, shortened
 from lean_finetune.core.stage_command import StageCommand
 
 
@@ -40,24 +42,26 @@ def init(directory: str | None, check: bool, upgrade: bool, preset: str | None, 
     if check or upgrade:
         if preset is not None or any(value is not None for value in values.values()) or (check and upgrade):
             raise UsageFault("--check, --upgrade: take no other option")
-        _upgrade(Path("." if directory is None else directory), write=upgrade)
+        _upgrade(text_path("." if directory is None else directory, "DIRECTORY"), write=upgrade)
         return
     if not directory:  # Also "", such as that of an unset variable of a shell, which would be this directory.
         raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
     if preset is not None and preset not in presets():
-        raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {preset}")
+        raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {shortened(preset)}")
     model, data, gpu, method = (values[name] for name in ("model", "data", "gpu", "method"))
     choices = Choices(preset=presets()[preset] if preset else None, model=model, data=data, gpu=gpu, method=method)
-    click.echo("\n".join(create_project(Path(directory), choices)))
+    for line in create_project(text_path(directory, "DIRECTORY"), choices):
+        echo(line)
 
 
 def _upgrade(directory: Path, *, write: bool) -> None:
     """Print what differs from the template, and write it or exit with code 1."""
     found = find_upgrade(directory)
-    click.echo("\n".join([version_line(directory, found), *(f"  {line}" for line in found.lines)]))
+    for each in (version_line(directory, found), *(f"  {line}" for line in found.lines)):
+        echo(each)
     if write:
         apply_upgrade(directory, found)
-        click.echo("upgraded; `git diff` shows it" if found.needed else "nothing to upgrade")
+        echo("upgraded; `git diff` shows it" if found.needed else "nothing to upgrade")
     elif found.needed:
-        click.echo("`lean-finetune init --upgrade` changes all of these that do not stay")
+        echo("`lean-finetune init --upgrade` changes all of these that do not stay")
         sys.exit(1)

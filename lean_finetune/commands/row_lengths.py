@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cuda_memory.user_paths import user_path
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
@@ -44,9 +46,9 @@ def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
     Raises:
         UserError: the value has another form, or the file has no lengths.
     """
-    path = Path(value)
     if is_of_quantiles(value):
         return index_of(np.repeat(of_quantiles(value), p.train.row_kind.token_rows))
+    path = user_path(value, OPTION)
     if not path.exists():
         raise UserError(f"{OPTION}: must be {FORMS}; got {value!r}, which is no file")
     numbers = _numbers(path) if path.is_file() else None
@@ -62,7 +64,7 @@ def row_index(value: str, p: Params, *, truncates: bool) -> RowIndex:
 
 def is_of_quantiles(value: str) -> bool:
     """Whether the value of the option describes rows, whose number is not known, and names no file."""
-    return "=" in value and not Path(value).exists()
+    return "=" in value and not os.path.exists(value)
 
 
 def index_of(lengths: np.ndarray, supervised: np.ndarray | None = None) -> RowIndex:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_memory.errors import UserError, write_errors
+from cuda_memory.user_paths import user_path
 from lean_finetune.core import progress
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.signals import defer_signals
@@ -26,12 +27,15 @@ def repo_root() -> Path:
     return Path(os.environ.get("DVC_ROOT", "."))
 
 
-def find_source(path: str) -> Path:
+def find_source(path: str, parameter: str) -> Path:
     """Resolve a local path of params.yaml in the working directory or in the user's checkout.
+
+    Raises UserError, which names the parameter, if the system cannot look it up.
 
     Temporary and queued experiments run in a copy without the files that git does not track. A directory with some
     untracked files is read from the checkout, where it is complete.
     """
+    user_path(path, parameter)
     here, there = Path(path), repo_root() / path
     if here.is_absolute() or (here.exists() and not _has_more_files(there, here)):
         return here
@@ -78,6 +82,8 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); delete it and run `dvc repro`") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); delete it and run `dvc repro`") from None
 
 
 @contextmanager

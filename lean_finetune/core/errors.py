@@ -3,7 +3,8 @@
 import logging
 
 from cuda_memory.errors import UsageFault as UsageFault
-from cuda_memory.errors import UserError, escaped
+from cuda_memory.errors import UserError
+from cuda_memory.terminal import visible_line
 
 # On import, bitsandbytes warns about an optional inference kernel that no stage uses. Every entry imports this module
 # before bitsandbytes.
@@ -27,7 +28,7 @@ def shortened(text: str, most: int = LONGEST_VALUE) -> str:
 
 def one_line(text: str) -> str:
     """A text as one line of at most LONGEST_LINE characters, escaped."""
-    return shortened(escaped(" ".join(text[: 2 * LONGEST_LINE].split())), LONGEST_LINE)
+    return shortened(visible_line(text[: 2 * LONGEST_LINE]), LONGEST_LINE)
 
 
 class RowFault(Exception):

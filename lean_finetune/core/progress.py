@@ -7,6 +7,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from cuda_memory.terminal import visible_line
+
 # Reports, so that a watchdog does not think that this process hangs. Code that reads, writes, hashes or quantizes
 # much data calls `report` after each part, from any thread.
 
@@ -50,6 +52,11 @@ class _Lines:
     def flush(self) -> None:
         """Flush the stream."""
         self._stream.flush()
+
+
+def write_line(text: str) -> None:
+    """Write a line to standard error, above the bar if there is one."""
+    tqdm.write(visible_line(text), file=sys.stderr)
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:

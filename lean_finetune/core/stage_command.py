@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from cuda_memory.errors import OneLineCommand, escaped
+from cuda_memory.errors import OneLineCommand
+from cuda_memory.terminal import echo, visible_line
 from lean_finetune.core import signals
 from lean_finetune.core.versions import wrong_library
 
@@ -47,7 +48,7 @@ def one_line_after_signals() -> Iterator[None]:
         with signals.raised():
             yield
     except signals.Interrupted as ending:
-        click.echo(stopped_line(ending), err=True)
+        echo(stopped_line(ending), err=True)
         sys.exit(ending.exit_code)
 
 
@@ -63,8 +64,8 @@ def one_line_for_wrong_library() -> Iterator[None]:
             wrong = None
         if wrong is None:
             raise
-        reason = escaped(" ".join(str(error).split()))
-        click.echo(f"error: {wrong.fault} ({reason}); run `{wrong.remedy}`", err=True)
+        reason = visible_line(str(error))
+        echo(f"error: {wrong.fault} ({reason}); run `{wrong.remedy}`", err=True)
         sys.exit(1)
 
 
@@ -153,6 +154,8 @@ def override_remedy(message: str) -> str:
 def _git(*arguments: str) -> str:
     """The output of a git command; empty if git is missing or fails."""
     try:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape"
+        ).stdout
     except OSError:
         return ""

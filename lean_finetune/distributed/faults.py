@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from cuda_memory.terminal import echo
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, LAUNCHER, Interrupted
@@ -210,7 +211,8 @@ def _recorded(world: World, directory: Path) -> Iterator[None]:
                 traceback.print_exc(file=log)
         if not launched:
             line = f"error: {ending.message}{_did_not_come(ending.absent, [''], world.size)}"
-            print("\n  ".join([line, *ending.details]), file=sys.stderr, flush=True)
+            for each in (line, *(f"  {detail}" for detail in ending.details)):
+                echo(each, err=True)
         sys.exit(ending.exit_code)
 
 

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from cuda_memory.terminal import echo
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import locked_directory
@@ -173,7 +174,7 @@ class NodeGroup:
         waits = (
             f"train: node {node.rank} of {node.count} waits up to {node.join_timeout_seconds:g} s for node 0 at {where}"
         )
-        print(waits, file=sys.stderr, flush=True)
+        echo(waits, err=True)
         # A plain socket first: while TCPStore waits, it lets no signal through and prints a C++ stack for each attempt.
         while True:
             try:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import declared_part, read_params
 from lean_finetune.config.schema import BaseWeights, Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
@@ -55,7 +55,7 @@ def run_stage(
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     if note := use_segments(p.train.expandable_segments, device):
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     weights, lock = resolved(p, precision_of(p, precision)), read_model_lock(model_lock)
     base, adapter = model_directory(lock), adapter_directory(lock)
     adapter_files = verify_adapter(lock, adapter)
@@ -68,9 +68,7 @@ def run_stage(
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
     if not evaluated.loss_rows:
-        click.echo(
-            "note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True
-        )
+        echo("note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True)
     outputs = evaluate_models(
         base,
         tuned,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from cuda_memory.user_paths import user_path
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.versions import install_extra
@@ -58,7 +59,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Any, list[Any]]:
     manager, tasks = TaskManager(include_defaults=bool(own_names)), []  # Reading its index takes seconds.
     for name in names:
         if name.endswith(YAML_SUFFIX):
-            if not Path(name).is_file():
+            if not user_path(name, "evaluate.tasks").is_file():
                 raise UserError(f"evaluate.tasks: no such file; got {name}; correct the path")
             tasks.append(load_yaml(str(Path(name).absolute()), resolve_func=True))
         elif manager.match_tasks([name]):

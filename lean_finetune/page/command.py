@@ -5,6 +5,7 @@ import os
 
 import click
 
+from cuda_memory.terminal import echo
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.core.versions import install_extra
@@ -31,7 +32,7 @@ def page(port: int | None, hosted: bool, host: str | None, opens: bool) -> None:
     from lean_finetune.page.server import LOOPBACK, serve
 
     def say(address: str) -> None:
-        click.echo(f"page  {address}  (Ctrl-C ends it)")
+        echo(f"page  {address}  (Ctrl-C ends it)")
         if opens:
             click.launch(address)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
-from cuda_memory.errors import escaped
 from cuda_memory.gpus import GPUS
+from cuda_memory.terminal import visible_line
 from cuda_memory.units import readable_size
 from lean_finetune.core.errors import UserError
 from lean_finetune.page.fit_answer import fault_document
@@ -82,5 +82,5 @@ def snapshot_document(file: Path, gpu: str | None, limits: Limits) -> str:
         words += [] if gpu in (None, "", NO_GPU) else [f"--gpu={gpu}"]
         ended = run_command([*words, "--", str(file.absolute())], place, limits)
         if ended.code != 0:
-            raise UserError(escaped(ended.fault.replace(f"{file.absolute().parent}/", "")))
+            raise UserError(visible_line(ended.fault.replace(f"{file.absolute().parent}/", "")))
         return (place / "answer.html").read_text(encoding="utf-8")

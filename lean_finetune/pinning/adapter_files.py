@@ -1,5 +1,6 @@
 """The files of a LoRA adapter, which strangers may have made: each is checked before anything uses it."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def pattern_faults(directory: Path) -> Iterator[None]:
 def check_base_name(directory: Path, adapter: Mapping[str, Any]) -> None:
     """Raise UserError unless an adapter's base is a directory or a hub id."""
     name = adapter["base_model_name_or_path"]
-    if not Path(name).is_dir() and (Path(name).is_absolute() or not BASE_ID.fullmatch(name)):
+    if not os.path.isdir(name) and (os.path.isabs(name) or not BASE_ID.fullmatch(name)):
         raise fault(
             directory / ADAPTER_CONFIG,
             f"must have a directory or a hub id as base_model_name_or_path; got {name!r}, which does not exist",

@@ -27,7 +27,7 @@ from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_f
 from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import template_file
 from lean_finetune.pinning.read_locks import DATA_SCHEMA
-from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, refuse_outputs, watch_sources
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, git_output, refuse_outputs, watch_sources
 
 SAVED_STATE = "state.json"
 SAVED_SPLITS = "dataset_dict.json"
@@ -62,7 +62,7 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
             "download the file and name it"
         )
     try:
-        path = find_source(source)
+        path = find_source(source, parameter)
         is_saved = (path / SAVED_SPLITS).is_file() or (path / SAVED_STATE).is_file()
     except OSError as error:
         raise UserError(
@@ -101,7 +101,7 @@ def pin_local(parameter: str, source: str, split: str | None, shared_split: str 
 def _pin_glob(parameter: str, source: str) -> LocalSource:
     """Pin the files that a glob matches."""
     base = glob_base(source)
-    root = find_source(base)
+    root = find_source(base, parameter)
     if not root.is_dir():
         raise UserError(f"{parameter}: no such directory {base!r}; got {source!r}; correct the glob")
     refuse_outputs(parameter, source, root)
@@ -267,12 +267,19 @@ def pin_data(data: Data, locks: Path, find_images: FindImages = lambda entry: {}
         "schema": DATA_SCHEMA,
         "bytes": sum(file["bytes"] for entry in pinned for file in entry["files"]),
         "sources": pinned,
-        "chat_template_sha256": None if template is None else sha256_file(template),
+        "chat_template_sha256": None if template is None else _template_hash(template),
     }
     write_json(locks / "data.json", lock)
     unlinked, unwatched = watch_sources(locks, watched, template)
     missing = sum(entry["images"]["missing"] for entry in pinned if "images" in entry)
     return "; ".join(_notes(unlinked, unwatched, missing)) or None
+
+
+def _template_hash(template: Path) -> str:
+    try:
+        return sha256_file(template)
+    except OSError as error:
+        raise UserError(f"data.chat_template: {template} cannot be read ({error.strerror}); name another") from None
 
 
 def _notes(unlinked: list[Path], unwatched: list[Path], missing: int) -> Iterator[str]:
@@ -315,7 +322,7 @@ def unwatched_lock(parameter: str, data: Data) -> dict[str, Any]:
     return {
         "schema": DATA_SCHEMA,
         "sources": [_pin_source(name, one, data)[0] for name, one in named],
-        "chat_template_sha256": None if template is None else sha256_file(template),
+        "chat_template_sha256": None if template is None else _template_hash(template),
     }
 
 
@@ -374,9 +381,9 @@ def refuse_unignored(parameter: str, source: str, paths: Iterable[Path]) -> None
     .git/info/exclude that keeps git away from them.
     """
     root = repo_root().resolve()
-    command = ["git", "-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "--directory"]
+    command = ["-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "--directory"]
     try:
-        listed = subprocess.run([*command, "--no-empty-directory"], capture_output=True, check=True).stdout
+        listed = git_output(*command, "--no-empty-directory")
     except (OSError, subprocess.CalledProcessError):
         return  # Without git nothing is stashed.
     untracked = {root / os.fsdecode(name): os.fsdecode(name) for name in listed.split(b"\0") if name}

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
-
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import user_path
 from lean_finetune.config.field_types import HUB_PREFIX
 from lean_finetune.core.atomic_files import file_digest, find_source, repo_root
 from lean_finetune.core.errors import UserError
@@ -94,7 +94,7 @@ def template_file(chat_template: str) -> Path | None:
     """The file that data.chat_template names; None for a named template. Raises UserError if there is no such file."""
     if chat_template in NAMED_TEMPLATES:
         return None
-    path = find_source(chat_template)
+    path = find_source(chat_template, "data.chat_template")
     if not path.is_file():
         raise UserError(
             f"data.chat_template: must be {' or '.join(NAMED_TEMPLATES)}, or the path of a template; no such file: "
@@ -138,7 +138,7 @@ def _directory(lock: Mapping[str, Any], paths: list[str], parameter: str = "mode
     """The local directory of a lock, with at least `paths`."""
     if lock["kind"] == "hub":
         return download(parameter, lock["name"], "model", lock["revision"], paths)
-    directory = TINY_DIRECTORY if lock["kind"] == TINY else find_source(lock["name"])
+    directory = TINY_DIRECTORY if lock["kind"] == TINY else find_source(lock["name"], parameter)
     remedy = "put it back or change the name"
     if not directory.is_dir():
         raise ModelFault(f"the pinned directory {lock['name']!r} is gone", remedy, parameter)
@@ -189,7 +189,7 @@ def data_files(lock: Mapping[str, Any]) -> list[DataFile]:
     for number, source in enumerate(check_data_lock(lock)["sources"]):
         # The files' paths are relative to `base`, which is looked up once: in a temporary experiment that is slow.
         base = glob_base(source["source"]) if source["kind"] == "glob" else source["source"]
-        root = Path() if source["kind"] == "hub" else find_source(base)
+        root = Path() if source["kind"] == "hub" else find_source(base, "data.source")
         located += [_locate(number, source, file, base, root) for file in source["files"]]
     return located
 
@@ -298,7 +298,7 @@ def shipped_config(name: str) -> Path | None:
 @cache
 def _say_shipped(name: str) -> None:
     """Say once that a configuration is not the hub's."""
-    click.echo(f"note: the hub gives no access to {name}; its config.json is the one in this package", err=True)
+    echo(f"note: the hub gives no access to {name}; its config.json is the one in this package", err=True)
 
 
 def find_model(name: str, revision: str | None = None) -> Path:
@@ -310,7 +310,7 @@ def find_model(name: str, revision: str | None = None) -> Path:
     Raises:
         UserError: there is no such file, or the hub cannot be reached.
     """
-    path = TINY_DIRECTORY if name == TINY else Path(name).expanduser()
+    path = TINY_DIRECTORY if name == TINY else user_path(name, "model.name")
     directory = path.parent if path.name == CONFIG_FILE else path
     if (directory / CONFIG_FILE).is_file():
         return directory
@@ -344,7 +344,7 @@ def find_tokenizer(name: str, revision: str | None = None) -> Path:
         UserError: as `find_model`, or the model has no tokenizer.json.
     """
     directory = find_model(name, revision)
-    if not (directory / "tokenizer.json").is_file() and HUB_ID.fullmatch(name) and not Path(name).exists():
+    if not (directory / "tokenizer.json").is_file() and HUB_ID.fullmatch(name) and not os.path.exists(name):
         directory = download("model.name", name, "model", revision or "main", [CONFIG_FILE, *TOKENIZER_FILES])
     if not (directory / "tokenizer.json").is_file():
         raise UserError(
@@ -359,7 +359,7 @@ def find_adapter(name: str, revision: str | None) -> Path:
 
     Raises UserError if there is none, or the hub cannot be reached.
     """
-    directory = find_source(name)
+    directory = find_source(name, "model.adapter")
     if directory.is_dir():
         return directory
     found = adapter_on_hub(name, revision)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.user_paths import user_path
 from lean_finetune.core.atomic_files import find_source, repo_root, sha256_file, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.adapter_files import read_adapter
@@ -58,7 +59,7 @@ def pin_model(
     Raises UserError if the model is missing, unsafe (pickle, custom code), incomplete, damaged, cannot be reached, or
     is in the checkout where git neither tracks nor ignores it.
     """
-    local = TINY_DIRECTORY if name == TINY else find_source(name)
+    local = TINY_DIRECTORY if name == TINY else find_source(name, "model.name")
     commit = None
     if not local.is_dir():
         kind, watched = "hub", NOTHING_LOCAL
@@ -169,7 +170,7 @@ def pin_adapter(name: str, revision: str | None, model_lock: Mapping[str, Any]) 
 
     Raises UserError if it is missing, no LoRA adapter in safetensors, damaged, of another base, or cannot be reached.
     """
-    directory = find_source(name)
+    directory = find_source(name, "model.adapter")
     lock: dict[str, Any]
     if directory.is_dir():
         if revision is not None:
@@ -202,7 +203,7 @@ def refuse_other_base(directory: Path, adapter: Mapping[str, Any], model_lock: M
     Raises UserError naming both.
     """
     base, name = str(adapter["base_model_name_or_path"]), model_lock["name"]
-    path = Path(base).expanduser()
+    path = user_path(base, f"model.adapter: {directory / ADAPTER_CONFIG}: base_model_name_or_path")
     difference = None
     if model_lock["kind"] == "hub":
         if not path.is_dir() and HUB_ID.fullmatch(base) and base.lower() != name.lower():

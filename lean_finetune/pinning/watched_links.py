@@ -187,7 +187,24 @@ def _is_in_copies(path: Path) -> bool:
 def _tracked(path: Path) -> bool:
     """Whether git tracks the path; True without git, where there are no copies."""
     try:
-        untracked = subprocess.run(["git", "ls-files", "--others", "--", path], capture_output=True, check=True).stdout
+        return not git_output("ls-files", "--others", "--", str(path))
     except (OSError, subprocess.CalledProcessError):
         return True
-    return not untracked
+
+
+def git_output(*arguments: str) -> bytes:
+    """What a git command prints.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: there is no git, or no repository.
+        UserError: git cannot read its index.
+    """
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, check=True, env=environment).stdout
+    except subprocess.CalledProcessError as error:
+        reason = os.fsdecode(error.stderr).strip()
+        if "index" in reason:
+            text = f"git: cannot read which files it tracks ({reason}); see `git status`, and repair the index"
+            raise UserError(text) from None
+        raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from cuda_memory.page.html import visible
+from cuda_memory.terminal import echo, echo_text, visible
 
 # Which stages of an experiment ran with its own parameters and inputs, and so wrote its metrics.
 #
@@ -62,7 +62,9 @@ def lock_of(revision: str) -> Lock:
         lock = Path("dvc.lock")
         text = lock.read_text(encoding="utf-8") if lock.exists() else ""
     else:
-        text = subprocess.run(["git", "show", f"{revision}:./dvc.lock"], capture_output=True, text=True).stdout
+        text = subprocess.run(
+            ["git", "show", f"{revision}:./dvc.lock"], capture_output=True, encoding="utf-8", errors="replace"
+        ).stdout
     return (YAML(typ="safe").load(text) or {}).get("stages", {})
 
 
@@ -207,9 +209,9 @@ def main() -> None:
     if not commits:
         sys.exit("error: dvc exp show: printed no experiments; see its message above")
     rows = own_rows(commits)
-    print(table(rows))
+    echo_text(table(rows))
     if any(row.keys().isdisjoint(RESULTS[1:]) for row in rows):
-        print(EMPTY_NOTE)
+        echo(EMPTY_NOTE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import figure
-from cuda_memory.page.html import Html, Table, document, html, joined, table, visible
+from cuda_memory.page.html import Html, Table, document, html, joined, table
+from cuda_memory.terminal import echo, visible
 from lean_finetune.core.versions import install_extra
 from lean_finetune.data.images.image_files import ImageFiles
 from lean_finetune.pinning.locate import describe_data, describe_model
@@ -145,7 +146,7 @@ def plots_with_data(directory: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     write_template(Path(sys.argv[1]))
-    print(*plots_with_data(Path()))
+    echo(" ".join(plots_with_data(Path())))
 
 
 # Write report.html: one page without scripts or links to other files, for a browser without network.

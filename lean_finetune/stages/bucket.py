@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
 from lean_finetune.core.progress import progress_bar
@@ -19,8 +21,8 @@ from lean_finetune.plan.step_tokens import step_tokens_of
 
 
 @click.command(cls=StageCommand)
-@click.option("--index", "index_path", type=Path, default="data/tokens/train-index.arrow", show_default=True)
-@click.option("--out", type=Path, default="data/batches", show_default=True, help="Directory for plan.arrow.")
+@click.option("--index", "index_path", type=PATH, default="data/tokens/train-index.arrow", show_default=True)
+@click.option("--out", type=PATH, default="data/batches", show_default=True, help="Directory for plan.arrow.")
 def main(index_path: Path, out: Path) -> None:
     """Plan the rows of every optimizer step and its micro-batches, divided evenly among hardware.num_gpus.
 
@@ -32,7 +34,7 @@ def main(index_path: Path, out: Path) -> None:
     index = read_index(index_path, source_weights(p.data.source), train.row_kind)
     step = step_tokens_of(index, train)
     if step.is_auto:
-        click.echo(step.text, err=True)
+        echo(step.text, err=True)
     run = PlanSettings.from_params(p, step.tokens)
     with atomic_directory(out) as aside:
         parts = _shown(run.parts(index), p.run.progress)
@@ -56,7 +58,7 @@ def main(index_path: Path, out: Path) -> None:
         is_auto=step.is_auto,
     )
     if few is not None:
-        click.echo(f"note: {few}", err=True)
+        echo(f"note: {few}", err=True)
 
 
 def _shown(parts: Iterable[Plan], progress: bool) -> Iterator[Plan]:

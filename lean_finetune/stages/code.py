@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.user_paths import PATH
 from lean_finetune.core.atomic_files import atomic_directory, sha256_file, write_json
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.code import ROOT, code_hashes
@@ -27,7 +28,7 @@ def shipped_model() -> dict[str, str]:
 
 
 @click.command(cls=StageCommand)
-@click.option("--out", type=click.Path(path_type=Path), default=Path("locks/code"), show_default=True)
+@click.option("--out", type=PATH, default=Path("locks/code"), show_default=True)
 def main(out: Path) -> None:
     """Write one file per stage, with a hash of each module that the stage imports.
 

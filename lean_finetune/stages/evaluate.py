@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.user_paths import PATH
 from lean_finetune.core.stage_command import StageCommand, exit_on_signal
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)

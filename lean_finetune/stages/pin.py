@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.data.images.named_images import named_images
@@ -17,7 +19,7 @@ from lean_finetune.pinning.model_source import pin_model
 
 @click.command(cls=StageCommand)
 @click.argument("what", type=click.Choice(["data", "model"]))
-@click.option("--locks", type=click.Path(path_type=Path), default=Path("locks"), show_default=True)
+@click.option("--locks", type=PATH, default=Path("locks"), show_default=True)
 def main(what: str, locks: Path) -> None:
     """Pin the data (data.source), or the model (model.name) with an adapter (model.adapter) of params.yaml.
 
@@ -27,7 +29,7 @@ def main(what: str, locks: Path) -> None:
     if what == "data":
         find_images = partial(named_images, columns=p.data.columns, ignore_columns=p.data.ignore_columns)
         if note := pin_data(p.data, locks, find_images):
-            click.echo(f"note: {note}", err=True)
+            echo(f"note: {note}", err=True)
     else:
         pin_model(
             p.model.name,

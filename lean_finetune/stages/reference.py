@@ -8,13 +8,12 @@ from pathlib import Path
 import click
 import numpy as np
 
+from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import atomic_directory
 from lean_finetune.core.stage_command import StageCommand, exit_on_signal
 from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.step.reference_table import SPLITS, identity, write_table
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import dotted_values, read_params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
 from lean_finetune.core.stage_command import StageCommand
@@ -14,8 +16,6 @@ from lean_finetune.report.content import MEMORY_COLUMNS, RESULTS, memory_records
 from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.pairs import REWARD_COLUMNS, reward_records
 from lean_finetune.report.report_inputs import Inputs
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)
@@ -45,4 +45,4 @@ def main(metrics: Path, out: Path, **places: Path) -> None:
         write_text(directory / "report.md", markdown_page(inputs, parameters, figures))
         write_json(directory / FIGURES, figures)
     write_json(metrics / "report.json", {name: figures[name] for name in RESULTS})
-    click.echo(f"report: {summary(inputs)}; open {out / 'report.html'}")
+    echo(f"report: {summary(inputs)}; open {out / 'report.html'}")

@@ -16,14 +16,14 @@ from pathlib import Path  # noqa: E402
 
 import click  # noqa: E402
 
+from cuda_memory.terminal import echo
+from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import read_params  # noqa: E402
 from lean_finetune.core.stage_command import StageCommand  # noqa: E402
 from lean_finetune.data.shards.tokenize_job import prepare_job  # noqa: E402
 from lean_finetune.data.shards.tokenize_run import tokenize_all  # noqa: E402
 from lean_finetune.pinning.locate import tokenizer_directory, verify_files  # noqa: E402
 from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock, read_tokenizer_lock  # noqa: E402
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=StageCommand)
@@ -47,4 +47,4 @@ def main(data_lock: Path, model_lock: Path, tokenizer_lock: Path, out: Path) -> 
 
 def _note(text: str) -> None:
     """Print a note for the user."""
-    click.echo(f"note: {text}", err=True)
+    echo(f"note: {text}", err=True)

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import click
 import torch
-from tqdm import tqdm
 
+from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params, Run
 from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.progress import write_line
 from lean_finetune.distributed.faults import (
     EndProcess,
     explain_timeouts,
@@ -122,7 +122,7 @@ def _run(
     snapshots = MemorySnapshots(params.run.memory_snapshot, device, scratch_root(), world, _notify)
     job = make_job(params, section, device, world, paths)
     if job.note is not None and world.is_first:
-        click.echo(job.note)
+        echo(job.note)
     stop = StopRequest()
     with ExitStack() as stack:
         stack.callback(snapshots.close)
@@ -241,4 +241,4 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
 
 def _notify(line: str) -> None:
     """Write a line for the user, above the progress bar if there is one."""
-    tqdm.write(line, file=sys.stderr)
+    write_line(line)

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from cuda_memory import snapshot_file
-from cuda_memory.errors import escaped
 from cuda_memory.snapshot import snapshot
+from cuda_memory.terminal import visible
 from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.cli import main
 from tests.cuda_memory.snapshots import Snapshot, frame
@@ -211,7 +211,7 @@ def test_names_of_files_are_escaped(name, tmp_path):
     """A name that is not UTF-8 ended in a traceback; an escape sequence in one colours or rewrites the terminal."""
     path = training(3).write(tmp_path / os.fsdecode(name))
     text = run(path, "--html", tmp_path / "page.html", "--picture", tmp_path / "timeline.svg")
-    shown = escaped(os.fsdecode(name))
+    shown = visible(os.fsdecode(name))
     assert shown.isascii() and f"{shown}, device 0" in text and text.replace("\n", "").isprintable()
     assert f"<title>GPU memory: {shown}</title>" in (tmp_path / "page.html").read_text()
     assert shown in (tmp_path / "timeline.svg").read_text()

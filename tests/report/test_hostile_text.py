@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from cuda_memory.page.html import visible
+from cuda_memory.terminal import visible
 from lean_finetune.core.atomic_files import write_csv, write_json
 from lean_finetune.report.compare_experiments import table
 from lean_finetune.report.pages import markdown_text

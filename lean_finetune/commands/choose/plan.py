@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from cuda_memory.gpus import gpu_names
+from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import round_up
+from cuda_memory.user_paths import PATH, output_file
 from lean_finetune.commands.preset import change_params
 from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from lean_finetune.commands.choose.sampled_rows import SampledRows
     from lean_finetune.memory.choice.choose import Chosen
 
-PATH = click.Path(path_type=Path)
 BEST = "best"
 ROUNDED_LENGTH = 64
 """data.max_length is a multiple of this: rows slightly longer than those of the sample are not cut."""
@@ -94,6 +95,8 @@ def plan(
         "train.precision": precision,
     }
     refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
+    if out is not None:
+        output_file(out, "--out")
     asked = asked_for(values, method, sets, params, None if dry_run else out)
     target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if target is not None:
@@ -114,10 +117,10 @@ def plan(
         raise UsageFault("--data: name the rows to train, or the tokens of the longest one by --length")
     chosen, flags, step = chosen_sets(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
-        click.echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
+        echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
     if not chosen.choices:
         if as_json:
-            click.echo(json.dumps(plan_json(chosen, rows, flags), indent=2))
+            echo_json(plan_json(chosen, rows, flags))
         index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
         raise DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
     if choice > len(chosen.choices):
@@ -127,19 +130,19 @@ def plan(
     if target is not None:
         changed = change_params(nested(picked), target if target.exists() else asked.file, target)
     if as_json:
-        click.echo(json.dumps({**plan_json(chosen, rows, flags), "written": str(target) if target else None}, indent=2))
+        echo_json({**plan_json(chosen, rows, flags), "written": str(target) if target else None})
         return
     for line in plan_lines(chosen, rows, None if target is None else choice, step):
-        click.echo(line)
-    click.echo("")
+        echo_text(line)
+    echo("")
     own = load_params(asked.file).model_dump()
     if changed is None:
         changed = {key: parse_yaml(text) for key, text in picked.items() if _value(own, key) != parse_yaml(text)}
-        click.echo("not written; --out FILE writes a params.yaml with" if target is None else "")
+        echo("not written; --out FILE writes a params.yaml with" if target is None else "")
     else:
-        click.echo(f"{target}: {'written with' if changed else 'no change'}")
+        echo(f"{target}: {'written with' if changed else 'no change'}")
     for key, value in changed.items():
-        click.echo(f"  {key}: {'' if value is None else json.dumps(value)}")
+        echo(f"  {key}: {'' if value is None else json.dumps(value)}")
 
 
 def _value(sections: Any, dotted: str) -> Any:

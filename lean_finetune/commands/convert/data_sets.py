@@ -1,5 +1,6 @@
 """Data sets that another tool's configuration names."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -174,7 +175,7 @@ def _entries(entry: Any, ours: str, converted: Converted, table: Table, path: Pa
     if form == "files" and (file := find_above(name, path)) and file.suffix in (".yaml", ".yml"):
         yield from (_described_source(title, one, path) for title, one in _described(file))
         return
-    if form == "named" and (match := NAMED.fullmatch(name)) and not Path(name).exists():
+    if form == "named" and (match := NAMED.fullmatch(name)) and not os.path.exists(name):
         rows = {"rows": int(match["rows"])} if match["rows"] else {}
         name, given = match["path"], {"config": match["config"], **rows}
     objective = OBJECTIVES[converted.values.get("train.objective", SFT)]
@@ -204,7 +205,7 @@ def _places(name: str, given: Mapping[str, Any], form: str | None, path: Path) -
         found = [_file_of(name, str(file), path) for file in (files if isinstance(files, list) else [files])]
         return found if all(found) else [""]
     on_hub = HUB_ID.fullmatch(name) and form != "named"
-    return [name if Path(name).exists() else f"hf://{name}" if on_hub else ""]
+    return [name if os.path.exists(name) else f"hf://{name}" if on_hub else ""]
 
 
 def _file_of(name: str, file: str, path: Path) -> str:

@@ -1,6 +1,7 @@
 """Rows with images in configurations of other tools: their size, their limits, and the parts that are trained."""
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ def _drop_limits(facts: Mapping[str, Any], converted: Converted) -> None:
 def _family(values: Mapping[str, Any], template: str) -> type[ImageFamily] | None:
     """The family of the model by its config.json, or by the names of model and template; None for an unknown one."""
     name = str(values.get("model.name", ""))
-    if (Path(name) / CONFIG_FILE).is_file():
+    if os.path.isfile(os.path.join(name, CONFIG_FILE)):
         config = json_object(Path(name) / CONFIG_FILE)
         tower = config.get("vision_config")
         if isinstance(tower, dict) and tower.get("model_type") == "pixtral":

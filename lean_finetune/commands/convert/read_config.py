@@ -1,5 +1,6 @@
 """Read the configuration of another tool: find its kind, then convert it."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -199,7 +200,7 @@ def _combine_start(facts: Mapping[str, Any], converted: Converted, path: Path) -
     """model.adapter; without it where the adapter is not here, because a prediction needs only its rank and targets."""
     if (name := facts.get("start")) is None or converted.values["train.method"] == "full":
         return
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         converted.values["model.adapter"] = name
     else:
         converted.differs.append(f"adapter {name} is no directory here: set model.adapter to it")

@@ -2,7 +2,6 @@
 
 import glob
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cuda_memory.user_paths import no_option, shell_line, text_path, user_path
 from lean_finetune.commands.project.params_file import apply_preset, change_params
 from lean_finetune.commands.project.repository import (
     enclosing_repository,
@@ -213,7 +213,7 @@ def merged(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
 
 def _model(here: Path, name: str) -> str:
     """The value of model.name."""
-    path = Path(name).expanduser()
+    path = text_path(name, "--model")
     if not path.exists():
         if name in example_names():
             raise UserError(f"--model: {name} is a configuration without weights, for `fit`; name the model itself")
@@ -228,8 +228,8 @@ def _data(here: Path, source: str) -> str:
         if not HUB_ID.fullmatch(source.removeprefix(HUB_PREFIX)):
             raise UsageFault(f"--data: a hub data set is {HUB_PREFIX}org/name; got {source!r}")
         return source
-    path = Path(source).expanduser()
-    if not path.exists() and not glob.glob(str(path), recursive=True):
+    path = text_path(source, "--data")
+    if not path.exists() and not (glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)):
         raise UserError(f"--data: must be a file, a glob, a directory or {HUB_PREFIX}org/name; there is no {source}")
     refuse_outputs("--data", source, path if path.exists() else Path(glob_base(str(path))), project=here)
     return _from_project(here, path)
@@ -246,7 +246,7 @@ def _objective_note(source: str, params: str) -> str | None:
     from lean_finetune.data.shards.tokenize_job import needs_objective  # Here: only rows need them.
     from lean_finetune.pinning.data_source import unwatched_lock
 
-    path = Path(source).expanduser()
+    path = user_path(source, "--data")
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
         return None
     p = parse_values(parse_yaml(params))
@@ -282,14 +282,14 @@ def _next_commands(directory: Path, here: Path, added: list[str], choices: Choic
     """What the user does next, in a shell."""
     commands = []
     if shutil.which("dvc") is None:
-        commands.append(f"source {shlex.quote(os.path.join(sys.prefix, 'bin', 'activate'))}")
+        commands.append(f"source {shell_line([os.path.join(sys.prefix, 'bin', 'activate')])}")
     if here != Path.cwd():
-        commands.append(f"cd {shlex.quote(str(directory))}")
+        commands.append(shell_line(["cd", no_option(directory)]))
     if not has_identity(here):
         commands.append('git config user.name "Your Name" && git config user.email you@example.org')
     if choices.model or choices.data:
         commands.append("lean-finetune plan   # writes the fastest memory switches that fit into params.yaml")
-    commands.append(f'git add {shlex.join(added)} && git commit -m "Start a lean-finetune project"')
+    commands.append(f'git add {shell_line(added)} && git commit -m "Start a lean-finetune project"')
     if choices.preset is not None:
         commands.append("dvc repro estimate   # does it fit? No GPU is needed")
     return [*commands, "dvc repro            # train; then open data/report/report.html"]

@@ -9,6 +9,8 @@ from pathlib import Path
 from lean_finetune.commands.project.write_all import remove_tree
 from lean_finetune.core.errors import UserError
 
+AS_NAME = "surrogateescape"
+"""How git's output is read: names of files may be in any encoding."""
 SETTINGS = {
     "core": {"analytics": "false", "check_update": "false", "autostage": "true"},
     "cache": {"type": "reflink,hardlink,symlink,copy"},
@@ -20,9 +22,17 @@ def git(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run git in a directory. Raises UserError if there is no git."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run(["git", *arguments], cwd=directory, env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            ["git", *arguments], cwd=directory, env=environment, capture_output=True, encoding="utf-8", errors=AS_NAME
+        )
     except FileNotFoundError:
         raise UserError("git: not found; install git, whose commits DVC's experiments are") from None
+
+
+def _reason(output: str) -> str:
+    """The line of git's or DVC's output that says why it failed."""
+    lines = output.strip().splitlines()
+    return next((line for line in lines if line.startswith(("fatal: ", "error: "))), lines[0] if lines else "")
 
 
 def enclosing_repository(directory: Path) -> Path | None:
@@ -35,7 +45,7 @@ def enclosing_repository(directory: Path) -> Path | None:
     if found.returncode:
         if "not a git repository" in found.stderr:
             return None
-        raise UserError(f"{directory}: git refuses it ({found.stderr.strip().splitlines()[0]}); correct that")
+        raise UserError(f"{directory}: git refuses it ({_reason(found.stderr)}); correct that")
     root = Path(found.stdout.rstrip("\n"))
     if directory != root and git(root, "check-ignore", "-q", str(directory)).returncode == 0:
         raise UserError(
@@ -54,12 +64,11 @@ def start_git(directory: Path, undo: ExitStack) -> None:
     undo.callback(remove_tree, directory / ".git")
     done = git(directory, "init", "--quiet")
     if done.returncode:
-        raise UserError(f"{directory}: `git init` failed ({done.stderr.strip().splitlines()[-1]}); correct that")
+        raise UserError(f"{directory}: `git init` failed ({_reason(done.stderr)}); correct that")
 
 
 def start_dvc(directory: Path, repository: Path, undo: ExitStack) -> None:
     """Make a directory of a git repository a DVC repository, with our settings. DVC stages its files in git."""
-    from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
     staged = [".dvc"] if (directory / ".dvcignore").exists() else [".dvc", ".dvcignore"]
@@ -73,8 +82,11 @@ def start_dvc(directory: Path, repository: Path, undo: ExitStack) -> None:
             for section, values in SETTINGS.items():
                 config.setdefault(section, {}).update(values)
         git(directory, "add", "--", ".dvc/config")  # As it is now: DVC has staged it without the settings.
-    except DvcException as error:
-        raise UserError(f"{directory}: `dvc init` failed ({str(error).splitlines()[0]}); correct that") from error
+    except Exception as error:  # Of DVC, or of the libraries by which it reads git: a broken or locked index.
+        raise UserError(
+            f"{directory}: `dvc init` failed ({type(error).__name__}: {_reason(str(error))}); correct that, and try "
+            "`git status`"
+        ) from error
 
 
 def stage_files(directory: Path, names: list[str], undo: ExitStack) -> None:
@@ -82,4 +94,4 @@ def stage_files(directory: Path, names: list[str], undo: ExitStack) -> None:
     undo.callback(git, directory, "rm", "--cached", "--quiet", "--ignore-unmatch", "--", *names)
     done = git(directory, "add", "--", *names)
     if done.returncode:
-        raise UserError(f"{directory}: `git add` failed ({done.stderr.strip().splitlines()[0]}); correct that")
+        raise UserError(f"{directory}: `git add` failed ({_reason(done.stderr)}); correct that")

@@ -26,6 +26,7 @@ from lean_finetune.core.atomic_files import write_errors
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml, read_yaml
+from lean_finetune.pinning.config_file import NotAnObject, read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,9 @@ def _read_stamp(directory: Path, known: Collection[str]) -> tuple[str, Mapping[s
             f"{directory}: is no project of `lean-finetune init`: it has no {STAMP}; name another directory"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         made_by, hashes = str(content["version"]), {name: str(digest) for name, digest in content["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (NotAnObject, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); restore it with git") from None
     if other := sorted(hashes.keys() - set(known)):
         raise UserError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from cuda_memory.terminal import echo, echo_json
 from lean_finetune.commands.run.place import is_project
 from lean_finetune.config.load import PARAMS_FILE, load_params, refuse_unknown
 from lean_finetune.core.errors import UsageFault, UserError
@@ -120,13 +121,13 @@ def compare(as_json: bool) -> None:
         for row in rows
     ]
     if as_json:
-        click.echo(json.dumps([_json(row) for row in shown], indent=2, default=str))
+        echo_json([_json(row) for row in shown])
         return
     for line in _table_lines(shown, get_terminal_size((COLUMNS, 24)).columns):
-        click.echo(line)
-    click.echo(LEGEND)
+        echo(line)
+    echo(LEGEND)
     if any(row.keys().isdisjoint(RESULTS[1:]) and not row.get(STATE) for row in rows):
-        click.echo(EMPTY_NOTE)
+        echo(EMPTY_NOTE)
 
 
 def _json(row: ExperimentRow) -> dict[str, Any]:

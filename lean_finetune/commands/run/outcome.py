@@ -1,7 +1,6 @@
 """What a finished run came to: memory, held-out loss, a few answers, and the next commands."""
 
 import re
-import shlex
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from cuda_memory.page.html import visible
 from cuda_memory.units import readable_size
+from cuda_memory.user_paths import no_option, shell_line
 from lean_finetune.commands.project.repository import has_identity
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.report.formats import percent
@@ -81,7 +81,7 @@ def outcome_lines(found: Outcome, directory: Path, *, elsewhere: bool) -> Iterat
         yield from _answer_lines(line, columns)
     yield ""
     yield f"{'report':<{LABEL}}{directory / REPORT}"
-    commands = [*([f"cd {shlex.quote(str(directory))}"] if elsewhere else []), *_next_commands()]
+    commands = [*([shell_line(["cd", no_option(directory)])] if elsewhere else []), *_next_commands()]
     yield from (f"{label:<{LABEL}}{text}" for label, text in zip_longest(["next"], commands, fillvalue=""))
 
 

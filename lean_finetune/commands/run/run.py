@@ -11,6 +11,7 @@ import click
 
 from cuda_memory.gpus import gpu_names
 from cuda_memory.units import readable_size
+from cuda_memory.user_paths import PATH, text_path
 from lean_finetune.commands.choose.plan import nested, refuse_contradictions
 from lean_finetune.commands.project.create import Choices
 from lean_finetune.commands.run.place import changed_project, commit_first, is_project, made_project, refuse_place
@@ -22,7 +23,7 @@ from lean_finetune.core.stage_command import StageCommand
 
 
 @click.command(cls=StageCommand)
-@click.argument("directory", default=".", type=click.Path(path_type=Path))
+@click.argument("directory", default=".", type=PATH)
 @click.option("--model", help="A directory, or a hub id such as Qwen/Qwen3-8B.")
 @click.option("--data", help="Your rows: a file, a glob, a directory or hf://org/name.")
 @click.option("--gpu", shell_complete=gpu_names, help="A known GPU, a size such as 24GiB, or auto: this machine's.")
@@ -37,7 +38,7 @@ def run(directory: Path, sets: tuple[str, ...], as_json: bool, **options: str | 
     Without --model and --data, a new project trains a tiny model on a small sample in a few minutes. If it is
     stopped, the same command goes on. Exit code: that of the stage that failed; 3 if nothing fits.
     """
-    place, shell = Path(os.path.abspath(directory)), Path.cwd()
+    place, shell = Path(os.path.abspath(text_path(directory, "DIRECTORY"))), Path.cwd()
     options = _by_parameter(options)
     refuse_contradictions(options, sets)
     exists = is_project(place)

@@ -1,12 +1,11 @@
 """What `run` prints: lines for a person, or events as JSON lines."""
 
-import json
 import os
 import sys
 from types import TracebackType
 from typing import Any, Self
 
-import click
+from cuda_memory.terminal import echo, json_text
 
 
 class Shown:
@@ -38,8 +37,8 @@ class Shown:
     def event(self, name: str, *lines: str, **figures: Any) -> None:
         """Print an event: its lines, or its name and figures."""
         if self._out is not None:
-            text = json.dumps({"event": name, **figures}, ensure_ascii=False)
+            text = json_text({"event": name, **figures})
             os.write(self._out, f"{text}\n".encode())
             return
         for line in lines:
-            click.echo(line)
+            echo(line)

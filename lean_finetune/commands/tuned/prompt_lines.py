@@ -77,8 +77,6 @@ def read_prompts(file: Path, reader: PromptReader) -> list[PromptLine]:
     """
     try:
         texts = file.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also divides texts at U+2028.
-    except FileNotFoundError:
-        raise UserError(f"{file}: file does not exist; name a JSON Lines file of prompts") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: must be a JSON Lines file in UTF-8; {error}; name another") from None
     lines = [(f"{file}:{number}", text) for number, text in enumerate(texts, 1) if text.strip()]

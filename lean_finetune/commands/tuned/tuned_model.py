@@ -1,5 +1,6 @@
 """Find, bound and load a tuned model: an adapter on its quantised base, or a full model."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -283,7 +284,7 @@ def base_directory(adapter: Mapping[str, Any]) -> Path:
         UserError: the hub cannot be reached, or has no such files.
     """
     name, revision = adapter["base_model_name_or_path"], adapter.get("revision")
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
     commit, files = list_files("--model", name, "model", revision)
     fetch = partial(download, "--model", name, "model", commit)

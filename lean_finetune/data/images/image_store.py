@@ -75,7 +75,8 @@ def image_directory(file: DataFile) -> Path | None:
     """
     if file.path is None or file.repo_id:
         return None
-    return file.path.parent if Path(file.name).is_absolute() else find_source(str(Path(file.name).parent))
+    directory = Path(file.name).parent
+    return file.path.parent if directory.is_absolute() else find_source(str(directory), "data.source")
 
 
 def read_image(given: GivenImage, directory: Path | None) -> bytes:

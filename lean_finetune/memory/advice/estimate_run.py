@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
-
+from cuda_memory.terminal import echo
 from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
@@ -74,7 +73,7 @@ def run_stage(
     if duration is not None:
         steps = len(plan.steps)
         tokens = round(int(plan.padded_tokens.sum()) / steps)
-        click.echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
+        echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
     found = answer(run, prediction, memory, partial(confirmed_peak, run))
     states = list(closed_form(fullest.model))
     documents = {
@@ -108,17 +107,17 @@ def run_stage(
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
     write_json(metrics, {name: figures[name] for name in RESULTS})
     if found.verdict.refusal is not None:
-        click.echo(f"{found.verdict.state}: {found.verdict.refusal}", err=True)
+        echo(f"{found.verdict.state}: {found.verdict.refusal}", err=True)
 
 
 def _echo_choices(run: Run) -> None:
     """Report the precision that `auto` chose, what is not loaded, and notes on kernels and the environment."""
     if run.params.train.precision == "auto":
-        click.echo(f"train.precision: auto is {run.setting.train.precision}: {run.reasons['precision']}")
+        echo(f"train.precision: auto is {run.setting.train.precision}: {run.reasons['precision']}")
     if (not_loaded := run.not_loaded) is not None:
-        click.echo(f"not loaded: {not_loaded}")
+        echo(f"not loaded: {not_loaded}")
     for note in run.notes():
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
 
 
 def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -> None:
@@ -128,7 +127,7 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
         sizes = f"{readable_size(prediction.peak.bytes)} of {readable_size(run.usable_bytes)} usable"
         sizes += "" if verdict.why_tight is None else f", {verdict.why_tight}"
         lack = run.shortage(prediction.offloaded_bytes) or sizes
-        click.echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
+        echo(f"{verdict.state} on {run.device.name}: {lack}; searching for what would", err=True)
 
 
 def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued: bool) -> dict[str, Peak]:
@@ -168,7 +167,7 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
         evaluation_note(phases, peak_bytes, limits.max_tokens, longest),
     )
     for note in filter(None, notes):
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     return phases
 
 

@@ -18,13 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from cuda_memory.growth import OWN, RESIDENT, Cause, classify
 from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.core.atomic_files import write_csv, write_text
 from lean_finetune.core.memory_limits import free_host_bytes
-from lean_finetune.core.progress import LOG_SECONDS, progress_bar
+from lean_finetune.core.progress import LOG_SECONDS, progress_bar, write_line
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.preference_loss import FIGURES
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
@@ -222,7 +221,7 @@ class Tracker(Callback):
         except Exception as error:  # Of any library; training is worth more than its record.
             self.active = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            tqdm.write(f"warning: {self.name} is off from here on, training continues: {reason}", file=sys.stderr)
+            write_line(f"warning: {self.name} is off from here on, training continues: {reason}")
 
 
 # The callbacks of every training run: warnings of growth and of slow steps, curves, the progress bar.
@@ -246,7 +245,7 @@ class GrowthWarnings(Callback):
                 on_host = growth.series in (OWN, RESIDENT)
                 free = free_host_bytes()[0] if on_host else self._counters.left_bytes()
                 line = growth_line(growth, self.info.curves, free, self.info.parameters)
-                tqdm.write(f"warning: {line}", file=sys.stderr)
+                write_line(f"warning: {line}")
             self._reported.add(growth.cause)
 
 
@@ -278,10 +277,9 @@ class SlowSteps(Callback):
         ratio = median(self._last) / median(self._first)
         if len(self._last) == WINDOW and ratio >= SLOWER:
             self._warned = True
-            tqdm.write(
+            write_line(
                 f"warning: steps take {ratio:.0f} times as long as at the start. {os.cpu_count()} cores have a load of "
-                f"{os.getloadavg()[0]:.1f}: if `top` or `nvidia-smi` shows another program, stop it or train later",
-                file=sys.stderr,
+                f"{os.getloadavg()[0]:.1f}: if `top` or `nvidia-smi` shows another program, stop it or train later"
             )
 
 
@@ -332,7 +330,7 @@ class ProgressBar(Callback):
         on_gpu = info.device.type == "cuda"
         self._column, self._counts = ("reserved_bytes", "reserved") if on_gpu else ("rss_bytes", "process")
         if info.show_progress:
-            tqdm.write(self._outlook(), file=sys.stderr)
+            write_line(self._outlook())
         self._bar = progress_bar(
             total=info.total_steps,
             initial=info.first_step,

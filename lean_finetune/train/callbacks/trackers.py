@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -12,11 +11,11 @@ from typing import Any
 
 from accelerate import PartialState, tracking
 from accelerate.utils import patch_environment
-from tqdm import tqdm
 
 from cuda_memory.units import GIB
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.progress import write_line
 from lean_finetune.core.versions import install_extra
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS, PREFERENCE_COLUMNS, CurveRow, RunInfo, Tracker
 
@@ -139,7 +138,7 @@ class WandbTracker(AccelerateTracker):
             )
         )
         if self.library.tracker.url:
-            tqdm.write(f"wandb: {self.library.tracker.url}", file=sys.stderr)
+            write_line(f"wandb: {self.library.tracker.url}")
 
     def close(self, *, failed: bool) -> None:
         """End the run; `finish` of accelerate cannot say that it failed."""
