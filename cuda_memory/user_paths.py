@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cuda_memory.errors import UserError
+from cuda_memory.errors import UsageFault, UserError
 
 SHOWN = 80
 """Characters of a path in a message."""
@@ -47,7 +47,7 @@ def text_path(given: str | os.PathLike[str], name: str) -> Path:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{name}: must be a name in UTF-8; got {str(path)!r}; rename it") from None
+        raise UsageFault(f"{name}: must be a name in UTF-8; got {str(path)!r}; rename it") from None
     return path
 
 
@@ -55,16 +55,16 @@ def output_file(path: Path, name: str) -> Path:
     """The file that replaces `path`: what a link leads to.
 
     Raises:
-        UserError: that is no regular file, or its directory cannot be written.
+        UsageFault: that is no regular file, or its directory cannot be written.
     """
     real = Path(os.path.realpath(path))
     above = next(each for each in real.parents if os.path.lexists(each))
     if not (above.is_dir() and os.access(above, os.W_OK)):
         why = "in a directory without rights to write" if above.is_dir() else f"below {str(above)!r}, a file"
-        raise UserError(f"{name}: must be in a directory that can be written; got {str(path)!r}, {why}; name another")
+        raise UsageFault(f"{name}: must be in a directory that can be written; got {str(path)!r}, {why}; name another")
     if os.path.lexists(real) and not os.path.isfile(real):
         kind = "a directory" if os.path.isdir(real) else "no regular file"
-        raise UserError(f"{name}: must be the name of a file; got {str(path)!r}, which is {kind}; name another")
+        raise UsageFault(f"{name}: must be the name of a file; got {str(path)!r}, which is {kind}; name another")
     return real
 
 

@@ -95,9 +95,9 @@ def plan(
         "train.precision": precision,
     }
     refuse_contradictions({**values, "train.method": method, "data.max_length": length}, sets)
+    asked = asked_for(values, method, sets, params, None if dry_run else out)
     if out is not None:
         output_file(out, "--out")
-    asked = asked_for(values, method, sets, params, None if dry_run else out)
     target = None if dry_run else out or (asked.file if asked.file != COMMON_PARAMS else None)
     if target is not None:
         refuse_link_out(target.parent, target)
