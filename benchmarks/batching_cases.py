@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from benchmarks.processes import Rival, write_params
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex
 from lean_finetune.plan.planner import PlanSettings, randomness, straggler_percent
@@ -171,6 +172,5 @@ def prepare_stage(directory: Path, lengths: np.ndarray, *, mode: str, ranks: int
     columns = [lengths, np.ones_like(lengths), np.zeros(len(lengths), np.uint16), np.zeros(len(lengths), bool)]
     arrays = [pa.array(values, types[0]) for values, types in zip(columns, COLUMNS.values(), strict=True)]
     batch = pa.record_batch(arrays, names=list(COLUMNS))
-    with pa.OSFile(str(directory / "data/tokens/train-index.arrow"), "wb") as file:
-        with pa.ipc.new_file(file, batch.schema) as writer:
-            writer.write_batch(batch)
+    with ArrowWriter(directory / "data/tokens/train-index.arrow", batch.schema) as writer:
+        writer.write(batch)

@@ -23,6 +23,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.data.shards.shard_files import INDEX_OPTIONS
 from lean_finetune.plan.batch_plan import MicroBatch, Plan, read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
@@ -132,8 +133,9 @@ def write_tokens(directory: Path, rows: int) -> None:
 
 def _write(path: Path, table: pa.Table, batch_rows: int, options: pa.ipc.IpcWriteOptions | None = None) -> None:
     """Write an Arrow IPC file with record batches of so many rows."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=batch_rows)
+    with ArrowWriter(path, table.schema, options) as writer:
+        for batch in table.to_batches(max_chunksize=batch_rows):
+            writer.write(batch)
 
 
 def plan_for(directory: Path, mode: Literal["bucketed", "packed"], batches: int) -> Source:

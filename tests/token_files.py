@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.token_rows import Split, TokenRows
 from tests.plan.common import write_index as write_columns
@@ -43,12 +44,12 @@ def write_tokens(
     per_shard = block * blocks_per_shard
     for shard, start in enumerate(range(0, max(len(rows), 1), per_shard)):
         path = directory / split / f"{shard:05}.arrow"
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        with ArrowWriter(path, schema) as writer:
             part = numbered[start : start + per_shard]
             for first in range(0, len(part), block):
                 columns = zip(*part[first : first + block], strict=True)
                 arrays = [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
-                writer.write_batch(pa.record_batch(arrays, schema=schema))
+                writer.write(pa.record_batch(arrays, schema=schema))
     write_index(directory / f"{split}-index.arrow", rows, dropped, kind)
     return directory
 

@@ -11,7 +11,7 @@ from click import Command
 from click.testing import CliRunner, Result
 
 from benchmarks.processes import write_params
-from lean_finetune.core.atomic_files import FIGURES, write_json
+from lean_finetune.core.atomic_files import FIGURES, write_sealed
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 
@@ -62,6 +62,6 @@ def write_verdict(root: Path, precision: str = "fp32", **values: Any) -> None:
         "worst_phase": "backward",
         "duration": None,
     }
-    write_json(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None, **values})
-    write_json(root / "data/estimate/precision.json", {"precision": precision})
-    write_json(root / "data/estimate" / FIGURES, figures)
+    write_sealed(root / "data/estimate/verdict.json", {"enforce": True, "refusal": None, **values})
+    write_sealed(root / "data/estimate/precision.json", {"precision": precision})
+    write_sealed(root / "data/estimate" / FIGURES, figures)

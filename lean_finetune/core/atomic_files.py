@@ -14,6 +14,7 @@ from cuda_memory.errors import UserError, write_errors
 from cuda_memory.user_paths import user_path
 from lean_finetune.core import progress
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
+from lean_finetune.core.regular_files import NotRegular, open_regular, read_regular
 from lean_finetune.core.signals import defer_signals
 from lean_finetune.core.systems import flush_to_disk
 
@@ -54,13 +55,13 @@ def _has_more_files(original: Path, copy: Path) -> bool:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file."""
+    """Hex SHA-256 of a regular file. Raises OSError, of a pipe or a directory too."""
     return file_digest(path, hashlib.sha256())
 
 
 def file_digest(path: Path, digest: "hashlib._Hash") -> str:
-    """Hex digest of what `digest` has seen and a file. Reports progress."""
-    with open(path, "rb") as file:
+    """Hex digest of what `digest` has seen and a regular file. Reports progress. Raises OSError."""
+    with open_regular(path) as file:
         while block := file.read(READ_BLOCK_BYTES):
             digest.update(block)
             progress.report()
@@ -73,17 +74,40 @@ def sha256_json(value: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that another stage wrote. Raises UserError if the file is missing or not JSON."""
+    """Read a JSON file that another stage wrote. Raises UserError if it is missing, no regular file, or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    except NotRegular:
+        raise UserError(f"{path}: is no regular file; remove it and run `dvc repro`") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); delete it and run `dvc repro`") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); delete it and run `dvc repro`") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); delete it and run `dvc repro`") from None
+
+
+SEAL = "sha256"
+"""Key of a sealed JSON file: the hash of its other keys."""
+
+
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """`write_json` of what another stage reads, with its own hash. `read_sealed` reads it."""
+    content = json.loads(json.dumps(value, allow_nan=False))
+    write_json(path, {**content, SEAL: sha256_json(content)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content that `write_sealed` wrote. Raises UserError as `read_json`, or if it was changed since."""
+    content = read_json(path)
+    seal = content.pop(SEAL, None) if isinstance(content, dict) else None
+    if seal is None:
+        raise UserError(f"{path}: has no hash of its content, so no stage wrote it; delete it and run `dvc repro`")
+    if seal != sha256_json(content):
+        raise UserError(f"{path}: differs from its hash: it was changed; delete it and run `dvc repro`")
+    return dict(content)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import declared_part, read_params
 from lean_finetune.config.schema import BaseWeights, Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_json, write_json, write_text
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_sealed, write_json, write_sealed, write_text
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.base_and_tuned import (
@@ -101,7 +101,7 @@ def run_stage(
         write_text(directory / "generations.jsonl", _json_lines(lines))
         if pair_lines is not None:
             write_text(directory / "pairs.jsonl", _json_lines(pair_lines))
-        write_json(directory / FIGURES, figures)
+        write_sealed(directory / FIGURES, figures)
     write_json(metrics, {**{name: figures[name] for name in results}, **scores}, sort_keys=False)
 
 
@@ -122,7 +122,7 @@ def _harness_tasks(
     if not names:
         return None
     if with_template == "auto":
-        with_template = read_json(tokens / "meta.json")["chat_template_sha256"] is not None
+        with_template = read_sealed(tokens / "meta.json")["chat_template_sha256"] is not None
     manager, found = load_tasks(names)
     return HarnessTasks(
         manager=manager,
@@ -156,7 +156,7 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         is_better = rows.desirable[loss_rows]
         loss_rows, undesirable = (np.array(loss_rows, np.int64)[one].tolist() for one in (is_better, ~is_better))
         rows.dropped = rows.dropped | ~rows.desirable
-    meta = read_json(tokens / "meta.json")
+    meta = read_sealed(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))
     most_prompt_tokens = None if positions is None else positions - max_new_tokens

@@ -1,8 +1,11 @@
 """Run stage reference: log-probabilities of all rows under the model before training."""
 
+import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Train
-from lean_finetune.core.atomic_files import atomic_directory, atomic_path, read_json, sha256_json
+from lean_finetune.core.atomic_files import atomic_directory, atomic_path, read_sealed, sha256_json, write_errors
 from lean_finetune.core.errors import DoesNotFit, UserError
+from lean_finetune.core.file_locks import clear
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.generate import batch_rows
@@ -27,7 +32,7 @@ from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.step.batches import collate
 from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST
 from lean_finetune.step.loss import check_head, token_losses
-from lean_finetune.step.reference_table import SPLITS, identity, write_table
+from lean_finetune.step.reference_table import SPLITS, identity, read_table, write_table
 from lean_finetune.step.token_rows import Split, TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
 from lean_finetune.train.process.training_device import refuse_missing_bf16
@@ -53,7 +58,7 @@ def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> 
     splits = {split: TokenRows(tokens, split, p.train.row_kind) for split in SPLITS}
     of = identity(tokens, lock, weights)
     key = sha256_json({"of": of, "code": code_hashes(MODULE), "device": device.type})[:32]
-    with _unfinished(SCRATCH / key, splits) as logps:
+    with _unfinished(SCRATCH / key, splits, of) as logps:
         loaded = load_base(base, weights, device)
         add_rows(loaded, lock.get("trained_tokens", []))
         # The model before training has the adapter that goes on.
@@ -61,10 +66,11 @@ def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> 
         check_head(model, device)
         files.refuse_change()
         adapter_files.refuse_change()
-        pad_id = read_json(tokens / "meta.json")["pad_id"]
+        pad_id = read_sealed(tokens / "meta.json")["pad_id"]
         try:
             for split, rows in splits.items():
-                _compute(model, weights, rows, logps[split], pad_id, device, SCRATCH / key, split, p.run.progress)
+                unfinished = Unfinished(SCRATCH / key / f"{split}.arrow", logps[split], of)
+                _compute(model, weights, rows, unfinished, pad_id, device, split, p.run.progress)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -78,42 +84,62 @@ def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> 
 
 
 @contextmanager
-def _unfinished(directory: Path, splits: Mapping[Split, TokenRows]) -> Iterator[dict[Split, np.ndarray]]:
+def _unfinished(directory: Path, splits: Mapping[Split, TokenRows], of: str) -> Iterator[dict[Split, np.ndarray]]:
     """The log-probabilities of each split, NaN where a row is not computed yet; kept until the work is done."""
     logps = {split: np.full(len(rows), np.nan, np.float32) for split, rows in splits.items()}
     for split, values in logps.items():
-        path = directory / f"{split}.npy"
-        if path.exists():
-            found = np.load(path, allow_pickle=False)
-            if found.shape == values.shape and found.dtype == values.dtype:
-                values[:] = found
-    directory.mkdir(parents=True, exist_ok=True)
-    yield logps
-    for split in splits:
-        (directory / f"{split}.npy").unlink(missing_ok=True)
-    directory.rmdir()
+        path = directory / f"{split}.arrow"
+        if not os.path.lexists(path):
+            continue
+        try:
+            values[:] = read_table(path, of, len(values), finished=False)
+        except UserError as error:
+            echo(f"note: unfinished work is not used: {str(error).partition(';')[0]}", err=True)
+            _remove(path)
+    with write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        yield logps
+        clear(directory)
+        directory.rmdir()
+
+
+def _remove(path: Path) -> None:
+    """Remove what is in the place of a file."""
+    with write_errors(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The log-probabilities of a split, float32 and NaN where a row is not computed yet, and their file."""
+
+    path: Path
+    logps: np.ndarray
+    of: str
+
+    def save(self) -> None:
+        """Write the file."""
+        with atomic_path(self.path) as aside:
+            write_table(aside, self.logps, self.of)
 
 
 def _compute(
     model: nn.Module,
     weights: Train,
     rows: TokenRows,
-    logps: np.ndarray,
+    unfinished: Unfinished,
     pad_id: int,
     device: torch.device,
-    directory: Path,
     split: str,
     progress: bool,
 ) -> None:
     """Fill in the log-probabilities of the rows that are used; the batches are the same if some are known already."""
-    used = rows.used.tolist()
+    used, logps = rows.used.tolist(), unfinished.logps
     longest = int(rows.lengths.max(initial=1))
     saved = time.monotonic()
-
-    def save() -> None:
-        with atomic_path(directory / f"{split}.npy") as path, path.open("wb") as file:
-            np.save(file, logps, allow_pickle=False)
-
     try:
         with progress_bar(total=len(used), desc=f"reference {split}", unit=" rows", disable=not progress) as bar:
             for numbers in batch_rows(rows.lengths, used, ROWS_OF_LONGEST * longest):
@@ -121,12 +147,12 @@ def _compute(
                     logps[numbers] = row_logps(model, weights, rows, numbers, pad_id, device)
                 bar.update(len(numbers))
                 if time.monotonic() - saved > SAVE_SECONDS:
-                    save()
+                    unfinished.save()
                     saved = time.monotonic()
     except BaseException:
-        save()
+        unfinished.save()
         raise
-    save()
+    unfinished.save()
     logps[rows.dropped] = 0.0  # Never read.
     if not np.isfinite(logps).all():
         row = int(np.isfinite(logps).argmin())

@@ -9,7 +9,7 @@ import torch
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.field_types import AnyPrecision, Precision
 from lean_finetune.config.schema import BaseWeights, Train
-from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.atomic_files import read_sealed
 from lean_finetune.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,10 +107,9 @@ def precision_of(params: "Params", chosen: Path) -> Precision:
     choice = params.train.precision
     if choice != "auto":
         return choice
-    content = read_json(chosen)
-    precision = content.get("precision") if isinstance(content, dict) else None
+    precision = read_sealed(chosen).get("precision")
     if precision not in DTYPES:
-        raise UserError(f"{chosen}: must name the run's precision; got {content!s:.40}; run `dvc repro -f estimate`")
+        raise UserError(f"{chosen}: must name the run's precision; got {precision!s:.40}; run `dvc repro -f estimate`")
     return precision
 
 

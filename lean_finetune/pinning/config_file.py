@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from lean_finetune.core.errors import UsageFault, UserError, shortened
+from lean_finetune.core.regular_files import read_regular
 
 MOST_BYTES = 1 << 24
 MOST_INDEX_BYTES = 1 << 25
@@ -26,8 +27,7 @@ def read_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         NotAnObject: it cannot be read, is too large, is not JSON, or has another value.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(most_bytes + 1)
+        text = read_regular(path, most_bytes + 1)
         if len(text) > most_bytes:
             raise NotAnObject(f"has more than {most_bytes} bytes")
         value = json.loads(text)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.file_names import is_name_inside
+from lean_finetune.core.regular_files import read_regular, refuse_irregular
 from lean_finetune.pinning.config_file import CONFIG_FILE, MOST_INDEX_BYTES, json_object, read_config_json
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
 
     path = directory / "tokenizer.json"
     try:
+        refuse_irregular(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
         raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
@@ -83,7 +85,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any], tokens: Iterable[st
     template = directory / "chat_template.jinja"
     try:
         if template.exists():
-            template.read_text(encoding="utf-8")
+            read_regular(template).decode()
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
     ids = trained_ids(directory, tokens) if tokens else []
@@ -120,7 +122,7 @@ def _used_ids(tokenizer: "Tokenizer", directory: Path) -> set[int]:
     roles: dict[str, Any] = {}
     for file in (directory / "special_tokens_map.json", config):
         roles |= json_object(file) if file.exists() else {}
-    source = template.read_text(encoding="utf-8") if template.exists() else str(roles.get("chat_template"))
+    source = read_regular(template).decode() if template.exists() else str(roles.get("chat_template"))
     tokens = [roles[role] for role in roles if role in TEXT_ROLES or (role.endswith("_token") and role in source)]
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     named = {text for text in texts if isinstance(text, str)}

@@ -1,6 +1,6 @@
 """The batch plan: micro-batches of every optimizer step, as Arrow columns."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -10,58 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from lean_finetune.core.arrow_files import ArrowWriter, StoredBatch, damaged, open_batches
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.row_images import RowImages, Sizes
 
-# Compressed columns are unpacked in this thread: once Arrow's own threads exist, this process could not fork.
-READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
-
-def open_batches(
-    path: Path, columns: Mapping[str, Collection[pa.DataType]], *, check_values: bool = True
-) -> list[pa.RecordBatch]:
-    """Memory-map an Arrow IPC file and check its schema.
-
-    Arrays of the batches are views of the file's pages, unless the file is compressed. `columns` lists the allowed
-    types of each column that the caller reads. `check_values` checks list offsets and nulls too, without reading the
-    tokens. Raises UserError if the file is missing, truncated, damaged, or of another schema.
-    """
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)), options=READ_OPTIONS)
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    except FileNotFoundError:
-        raise UserError(f"{path}: file is missing; run `dvc repro`") from None
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(path, f"not a complete Arrow file ({error})") from error
-    for name, types in columns.items():
-        index = reader.schema.get_field_index(name)
-        found = reader.schema.field(index).type if index >= 0 else None
-        if found not in types:
-            raise damaged(path, f"column {name} must be {' or '.join(map(str, types))}, got {found}")
-        for batch in batches if check_values else ():
-            _check_column(path, name, batch.column(index))
-    return batches
-
-
-def read_column(batches: list[pa.RecordBatch], name: str, dtype: type[np.generic]) -> np.ndarray:
-    """A column of all batches as an array, a view if there is one batch."""
-    parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in batches]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
-
-
-def _check_column(path: Path, name: str, column: pa.Array) -> None:
-    """Check that offsets are inside the values and that only strings are null."""
-    try:
-        column.validate(full=True)
-    except pa.ArrowException as error:
-        raise damaged(path, f"column {name} is broken ({error})") from error
-    nested_nulls = column.values.null_count if pa.types.is_list(column.type) else 0
-    if column.null_count + nested_nulls and not pa.types.is_string(column.type):
-        raise damaged(path, f"column {name} must not hold nulls")
-
-
-def kind_of(path: Path, batches: list[pa.RecordBatch]) -> RowKind:
+def kind_of(path: Path, batches: list[StoredBatch]) -> RowKind:
     """What the rows of a file are, by `RowKind.metadata`; raises UserError for an unknown kind."""
     metadata = (batches[0].schema.metadata if batches else None) or {}
     kind = metadata.get(b"kind", RowKind.ANSWER.value.encode()).decode(errors="replace")
@@ -70,17 +25,12 @@ def kind_of(path: Path, batches: list[pa.RecordBatch]) -> RowKind:
     return RowKind(kind)
 
 
-def refuse_other_rows(path: Path, batches: list[pa.RecordBatch], kind: RowKind) -> None:
+def refuse_other_rows(path: Path, batches: list[StoredBatch], kind: RowKind) -> None:
     """Raise UserError if the rows of a file of stage tokenize are of another kind; a file without rows has none."""
     if batches and (found := kind_of(path, batches)) is not kind:
         raise UserError(
             f"{path}: its rows are {found.text}, and train.objective trains {kind.text}; run `dvc repro tokenize`"
         )
-
-
-def damaged(path: Path, rule: str) -> UserError:
-    """The error for a file that the pipeline cannot have written."""
-    return UserError(f"{path}: {rule}; delete it and run `dvc repro`")
 
 
 # The batch plan: the rows of each micro-batch of each optimizer step, as columns and as an Arrow file.
@@ -319,11 +269,11 @@ def write_plan(
     if auto_step_tokens is not None:
         metadata[AUTO_STEP_TOKENS] = str(auto_step_tokens)
     schema = SCHEMA.with_metadata(metadata | first.kind.metadata)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with ArrowWriter(path, schema) as writer:
         for part in chain([first], stream):
             columns = {name: pa.array(getattr(part, name), pa.int32()) for name in SCALARS}
             columns["rows"] = pa.ListArray.from_arrays(pa.array(part.bounds, pa.int32()), pa.array(part.rows))
-            writer.write_batch(pa.record_batch([columns[name] for name in schema.names], schema=schema))
+            writer.write(pa.record_batch([columns[name] for name in schema.names], schema=schema))
 
 
 def read_plan(path: Path) -> Plan:
@@ -345,7 +295,7 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-def _part(batch: pa.RecordBatch, ranks: int, flat: bool, kind: RowKind) -> Plan:
+def _part(batch: StoredBatch, ranks: int, flat: bool, kind: RowKind) -> Plan:
     """The part of a plan in a record batch."""
     rows = batch.column("rows")
     return Plan(
@@ -369,8 +319,10 @@ def refuse_other_objective(plan: Plan, kind: RowKind) -> None:
 
 def plan_settings_hash(path: Path) -> str:
     """The hash that `write_plan` stored; raises UserError if the file is missing or damaged."""
-    metadata = open_batches(path, {})[0].schema.metadata or {}
-    return metadata.get(b"cut", b"").decode()
+    batches = open_batches(path, {})
+    if not batches:
+        raise damaged(path, "has no micro-batch")
+    return (batches[0].schema.metadata or {}).get(b"cut", b"").decode(errors="replace")
 
 
 def _check(path: Path, plan: Plan) -> None:

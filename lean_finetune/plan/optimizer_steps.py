@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from lean_finetune.core.arrow_files import damaged, open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import FRAMES, IMAGE_SIZES, LIMITS, PATCHES
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.batch_plan import damaged, open_batches, read_column, refuse_other_rows
+from lean_finetune.plan.batch_plan import refuse_other_rows
 from lean_finetune.plan.row_images import IMAGE_TYPES, RowImages
 
 if TYPE_CHECKING:

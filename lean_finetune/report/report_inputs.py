@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from lean_finetune.core.atomic_files import FIGURES, read_json
+from lean_finetune.core.atomic_files import FIGURES, read_json, read_sealed
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.images.image_files import ImageFiles
 from lean_finetune.step.token_rows import TokenRows
 
@@ -86,21 +87,21 @@ class Inputs:
         """Read all files from the stages' output directories. Raises UserError if one is missing or damaged."""
         self.model = read_json(locks / "model.json")
         self.data = read_json(locks / "data.json")
-        self.tokenize = read_json(tokens / FIGURES)
-        self.bucket = read_json(batches / FIGURES)
-        self.estimate = read_json(estimate / FIGURES)
-        self.train = read_json(train / FIGURES)
-        self.evaluate = read_json(evaluate / FIGURES)
-        self.breakdown = read_json(estimate / "breakdown.json")
+        self.tokenize = read_sealed(tokens / FIGURES)
+        self.bucket = read_sealed(batches / FIGURES)
+        self.estimate = read_sealed(estimate / FIGURES)
+        self.train = read_sealed(train / FIGURES)
+        self.evaluate = read_sealed(evaluate / FIGURES)
+        self.breakdown = read_sealed(estimate / "breakdown.json")
         """Bytes by category at the peak of each phase and, under `peak`, of the whole run."""
-        self.explanation = read_json(estimate / "explanation.json")
+        self.explanation = read_sealed(estimate / "explanation.json")
         """The largest tensors at the peak, and the memory that persists between steps."""
         self.timeline = read_csv(estimate / "timeline.csv")
         """Bytes by category over the events of the worst step, in GiB."""
         replayed = estimate / "reserved.csv"
         self.reserved = read_csv(replayed) if replayed.exists() else []
         """Memory by optimizer step in plan order, in GiB; empty without a replay of the plan, as on a CPU."""
-        self.verdict = read_json(estimate / "verdict.json")
+        self.verdict = read_sealed(estimate / "verdict.json")
         self.switches = read_csv(estimate / "switches.csv")
         """Predicted peak of the run, and after changing one switch."""
         self.curves = read_csv(train / "curves.csv")
@@ -142,6 +143,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> str:
     """The text of a file with its line ends unchanged."""
     try:
-        return path.read_bytes().decode()
+        return read_regular(path).decode()
     except FileNotFoundError:
         raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); delete it and run `dvc repro`") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 ({error.reason}); delete it and run `dvc repro`") from None

@@ -11,7 +11,7 @@ import click
 from cuda_memory.terminal import echo
 from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import read_params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_json
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, sha256_json, write_sealed
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.plan.batch_plan import Plan, read_plan, write_plan
@@ -47,7 +47,7 @@ def main(index_path: Path, out: Path) -> None:
         plan = read_plan(aside / "plan.arrow")
         summary = summarise(plan, index.lengths, mode=run.micro_batches.mode)
         chosen = {"tokens_per_step": step.tokens, "tokens_per_step_auto": step.reason if step.is_auto else None}
-        write_json(aside / FIGURES, summary | chosen)
+        write_sealed(aside / FIGURES, summary | chosen)
         rows, mean_length = len(plan.rows), float(index.lengths[plan.rows].mean())
     few = few_steps_note(
         summary["optimizer_steps"],

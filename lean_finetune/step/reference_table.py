@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.config.schema import BaseWeights
+from lean_finetune.core.arrow_files import ArrowWriter, open_batches, read_column
 from lean_finetune.core.atomic_files import sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.locate import locked_files
-from lean_finetune.plan.batch_plan import open_batches, read_column
 from lean_finetune.step.token_rows import Split
 
 SCHEMA = pa.schema([pa.field("logp", pa.float32(), nullable=False)])
@@ -29,12 +29,12 @@ def identity(tokens: Path, model_lock: Mapping[str, Any], train: BaseWeights) ->
 def write_table(path: Path, logps: np.ndarray, of: str) -> None:
     """Write the sums of log-probabilities of a split's rows, float32; the caller makes the file atomic."""
     schema = SCHEMA.with_metadata({"identity": of})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_batch(pa.record_batch([pa.array(logps, pa.float32())], schema=schema))
+    with ArrowWriter(path, schema) as writer:
+        writer.write(pa.record_batch([pa.array(logps, pa.float32())], schema=schema))
 
 
-def read_table(path: Path, of: str, rows: int) -> np.ndarray:
-    """Read the table of a split with so many rows.
+def read_table(path: Path, of: str, rows: int, *, finished: bool = True) -> np.ndarray:
+    """Read the table of a split with so many rows; one that is not `finished` has NaN for rows without a value.
 
     Raises UserError if it is missing or damaged, or was computed from other weights or tokens than those of `of`.
     """
@@ -43,6 +43,6 @@ def read_table(path: Path, of: str, rows: int) -> np.ndarray:
     logps = read_column(batches, "logp", np.float32)
     if metadata.get(b"identity", b"").decode(errors="replace") != of or len(logps) != rows:
         raise UserError(f"{path}: was computed from other weights or tokens than this run's; run `dvc repro reference`")
-    if not np.isfinite(logps).all():
+    if finished and not np.isfinite(logps).all():
         raise UserError(f"{path}: log-probabilities must be finite; the file is damaged; run `dvc repro -f reference`")
     return logps

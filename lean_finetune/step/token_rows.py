@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from cuda_memory.units import counted
+from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import IMAGE_HASHES, ImageFiles
 from lean_finetune.objectives.objective import RowKind
-from lean_finetune.plan.batch_plan import open_batches, read_column, refuse_other_rows
+from lean_finetune.plan.batch_plan import refuse_other_rows
 from lean_finetune.plan.optimizer_steps import read_images
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class _RecordBatch:
 class TokenRows:
     """Rows of one split by number; `ids` and `spans` return views of the files.
 
-    Opening reads the index and the footers of the shards. A record batch is checked when one of its rows is first read,
-    so the time to open does not grow with the tokens.
+    Opening reads the index and the footers of the shards. A record batch is checked, and compared with its checksums,
+    when one of its rows is first read, so the time to open does not grow with the tokens.
     """
 
     def __init__(self, directory: Path, split: Split, kind: RowKind | None = None):
@@ -145,7 +146,8 @@ class TokenRows:
         """Make the views of a record batch.
 
         Raises:
-            UserError: its offsets or spans do not fit its tokens or the index; they would read foreign memory.
+            UserError: it was changed, or its offsets or spans do not fit its tokens or the index; they would read
+                foreign memory.
         """
         rows = slice(self._starts[number], self._starts[number + 1])
         lists = [self._batches[number].column(name) for name in ("input_ids", "loss_spans")]

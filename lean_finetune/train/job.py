@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from cuda_memory.units import MIB, significant
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params, Train
-from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.atomic_files import read_sealed, sha256_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.regular_files import read_regular
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import division
 from lean_finetune.model.allocator_settings import use_segments
@@ -28,6 +29,7 @@ from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import chunk_tokens, read_config
 from lean_finetune.model.trained_rows import with_token_ids
 from lean_finetune.pinning.locate import (
+    CHAT_TEMPLATE,
     NO_FILES,
     FileVersions,
     ModelFault,
@@ -108,6 +110,8 @@ class TrainJob:
     rows: TokenRows
     heldout: TokenRows
     pad_id: int
+    chat_template: Path | None = None
+    """The file of the chat template that made the tokens; None for the tokenizer's."""
     train: Train
     """With the precision and the learning rate of this run, not `auto`."""
     seed: int
@@ -265,12 +269,12 @@ def prepare_device(
     Raises:
         UserError: the device cannot compute the run, or has too little memory.
     """
-    predicted = read_json(paths.estimate)
+    predicted = read_sealed(paths.estimate)
     if (of_process := predicted["host_of_process"]) is not None:  # Stage estimate did not know this node's GPUs.
         count = world.local_size
         predicted["host_bytes_predicted"] = host_bytes(of_process, train.method, count, world.rank // count)
     segments = use_segments(train.expandable_segments, device)
-    verdict = read_json(paths.verdict)
+    verdict = read_sealed(paths.verdict)
     check_device(device, train, verdict, predicted, world.local_size)
     check_offload(train.offload_activations, predicted["offloaded_bytes_predicted"] * world.local_size, SCRATCH)
     check_host(train.offload, device, predicted, train.sharding, train.offload_to)
@@ -316,12 +320,12 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         longest=longest_row(plan, rows.lengths),
         packed=plan.flat,
         micro_batches=np.diff(plan.step_bounds) // plan.ranks,
-        enforce=read_json(paths.verdict)["enforce"],
+        enforce=read_sealed(paths.verdict)["enforce"],
     )
     lr, lr_note = _lr(train, config)
     chosen = {"lr": lr, "tokens_per_step": planned_step_tokens(paths.plan, train)}
     state_disk = DiskPlace(directory=SCRATCH, buffer_bytes=params.run.offload_buffer_mib * MIB)
-    predicted = read_json(paths.estimate)
+    predicted, meta = read_sealed(paths.estimate), read_sealed(paths.tokens / "meta.json")
     return TrainJob(
         model_directory=directory,
         base_files=base_files,
@@ -330,7 +334,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         plan=plan,
         rows=rows,
         heldout=heldout,
-        pad_id=read_json(paths.tokens / "meta.json")["pad_id"],
+        pad_id=meta["pad_id"],
+        chat_template=_own_template(paths.tokens, meta),
         train=train.model_copy(update=chosen),
         seed=params.seed,
         foreach=device.type == "cuda",
@@ -341,7 +346,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         device=device,
         progress=params.run.progress and world.is_first,
         world=world,
-        stage_layers=tuple(read_json(paths.verdict).get("stage_layers", ())) or None,
+        stage_layers=tuple(read_sealed(paths.verdict).get("stage_layers", ())) or None,
         rank_timeout=timedelta(seconds=params.run.rank_timeout_seconds),
         part=token_part(params.layout, world.rank),
         settings={
@@ -354,6 +359,26 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         note=lr_note,
         trackers=params.run.trackers,
     )
+
+
+def _own_template(tokens: Path, meta: Mapping[str, Any]) -> Path | None:
+    """The file of the chat template that made the tokens, if it is not the tokenizer's; `meta` is meta.json.
+
+    Raises:
+        UserError: it is missing, or another one.
+    """
+    path = tokens / CHAT_TEMPLATE
+    if not meta["own_chat_template"]:
+        return None
+    try:
+        same = sha256_json(read_regular(path).decode()) == meta["chat_template_sha256"]
+    except (OSError, UnicodeDecodeError):
+        same = False
+    if not same:
+        raise UserError(
+            f"{path}: is not the chat template that made the tokens; delete data/tokens and run `dvc repro`"
+        )
+    return path
 
 
 def _lr(train: Train, config: PretrainedConfig) -> tuple[float, str | None]:

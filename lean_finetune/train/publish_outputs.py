@@ -12,12 +12,18 @@ from cuda_memory.growth import classify
 from cuda_memory.units import GIB
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_text
+from lean_finetune.core.atomic_files import (
+    FIGURES,
+    atomic_directory,
+    write_csv,
+    write_json,
+    write_sealed,
+    write_text,
+)
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.images.image_parts import vision_parts
 from lean_finetune.pinning.locate import (
-    CHAT_TEMPLATE,
     NO_FILES,
     FileVersions,
     describe_data,
@@ -148,13 +154,12 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         read = verify_files(job.model_directory, tokenizer_files)
         if params.train.merge or not job.train.adapted:
             read = FileVersions({**read.versions, **job.base_files.versions})
-    template = paths.tokens / CHAT_TEMPLATE
     base = Base(
         address=model_address(lock),
         revision=lock["revision"],
         directory=job.model_directory,
         tokenizer_files=list(tokenizer_files),
-        chat_template=template if template.exists() else None,
+        chat_template=job.chat_template,
         images=job.rows.images,
         read=read,
     )
@@ -175,5 +180,5 @@ def publish_record(result: TrainResult, figures: dict[str, Any], params: Params,
     with atomic_directory(paths.curves) as directory:
         write_csv(directory / "curves.csv", curve_columns(result.curves), result.curves)
         write_text(directory / "MODEL_CARD.md", card)
-        write_json(directory / FIGURES, figures)
+        write_sealed(directory / FIGURES, figures)
     write_json(paths.metrics, {name: figures[name] for name in RESULTS if name in figures})

@@ -5,7 +5,7 @@ import json
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 from lean_finetune.config.declared_params import tracked_values
 from lean_finetune.config.field_types import Resume
 from lean_finetune.config.schema import Params, Run
-from lean_finetune.core.atomic_files import read_json, sha256_file, sha256_json
+from lean_finetune.core.atomic_files import read_sealed, sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import ControlChannel
 from lean_finetune.model.precision import precision_of
@@ -35,6 +35,7 @@ from lean_finetune.train.checkpoint.scratch_dir import (
     find_disk,
     lock_earlier_run,
     lock_run_directory,
+    read_values,
 )
 from lean_finetune.train.checkpoint.training_state import layout_of
 from lean_finetune.train.job import Paths, dotted
@@ -80,7 +81,7 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     }
     sharing = {f"train.{name}": values["train"][name] for name in WHERE_STORED if name in values["train"]}
     if params.train.pipeline_stages > 1:
-        sharing["stage_layers"] = read_json(paths.verdict).get("stage_layers")
+        sharing["stage_layers"] = read_sealed(paths.verdict).get("stage_layers")
     return {
         "parameters": dotted(parameters),
         "data": {
@@ -247,11 +248,15 @@ def choose_for_all_ranks(
 
 
 def _unfinished(root: Path) -> Iterator[UnfinishedRun]:
-    """Yield interrupted runs that have a checkpoint and a record."""
+    """Yield interrupted runs that have a checkpoint and a record, which the directory's name is a hash of."""
     for path in root.glob(f"*/{RECORD}"):
         directory, steps = path.parent, steps_in(path.parent)
-        if steps and not (directory / FINISHED).exists():
-            yield UnfinishedRun(directory, json.loads(path.read_text(encoding="utf-8")), steps[-1])
+        if not steps or (directory / FINISHED).exists():
+            continue
+        with suppress(OSError, ValueError):  # Of a damaged one nothing is known.
+            record = read_values(path)
+            if run_key({name: record.get(name) for name in ("parts", "earlier")}) == directory.name:
+                yield UnfinishedRun(directory, record, steps[-1])
 
 
 def _kinds(different: Mapping[str, Sequence[str]]) -> str:

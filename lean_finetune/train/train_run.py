@@ -11,7 +11,7 @@ import torch
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.config.schema import Params, Run
-from lean_finetune.core.atomic_files import read_json
+from lean_finetune.core.atomic_files import read_sealed
 from lean_finetune.core.progress import write_line
 from lean_finetune.distributed.faults import (
     EndProcess,
@@ -76,7 +76,7 @@ def run_stage(**paths: Path) -> None:
         timeout = params.run.rank_timeout_seconds
         files = Paths(**paths)
         if files.estimate.exists():  # Else `refuse_missing_inputs` says what is missing on which node.
-            refuse_absent_gpu(params.run.device, read_json(files.estimate))
+            refuse_absent_gpu(params.run.device, read_sealed(files.estimate))
         if params.hardware.num_gpus > 1 and not under_torchrun():
             _launch_ranks(params, launches)
             return
@@ -171,7 +171,7 @@ def _train_and_publish(
     meter = make_meter(job.device)
     if job.disk is not None:  # Here: its message names the checkpoint that a resumed run goes on from.
         with checkpoints.naming_last_checkpoint():
-            check_disk(read_json(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.disk.directory)
+            check_disk(read_sealed(paths.estimate)["disk_bytes_predicted"] * job.world.local_size, job.disk.directory)
     with oom_handler.reported():
         result = train(job, meter, checkpoints, oom_handler)
     with checkpoints.naming_last_checkpoint(), oom_handler.reported():
@@ -190,7 +190,7 @@ def _train_and_publish(
 def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
     """Describe what the end of the run will write; a merged model is as large as its base."""
     merged = sum((job.model_directory / name).stat().st_size for name in read_model_lock(paths.model_lock)["files"])
-    enforce = read_json(paths.verdict)["enforce"]
+    enforce = read_sealed(paths.verdict)["enforce"]
     return DiskSpace(
         out=paths.out,
         merged_bytes=merged if params.train.merge else 0,
@@ -218,7 +218,7 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
         snapshot = snapshots.write(OOM_FILE)
 
     def report(failure: OomFailure) -> TrainingOutOfMemory:
-        prediction = read_prediction(read_json(paths.estimate), paths.verdict.parent)
+        prediction = read_prediction(read_sealed(paths.estimate), paths.verdict.parent)
         return oom_error(
             failure,
             prediction,

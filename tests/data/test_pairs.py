@@ -1,6 +1,7 @@
 """Preference pairs from rows to the reference: two rows of tokens that stay together, and what is computed of them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,35 @@ def test_rows_of_another_objective_are_refused_by_each_stage_that_reads_them(run
     refused(bucket, "dpo", answers, pairs)
 
 
-def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, monkeypatch):
+def other_value(table: Path) -> None:
+    """Change a log-probability that is computed."""
+    values = np.frombuffer(table.read_bytes(), np.uint8).copy()
+    whole = values[: len(values) // 4 * 4].view(np.float32)
+    place = int(np.flatnonzero((whole < -1) & (whole > -1e4))[0])
+    whole[place] -= 1
+    table.write_bytes(values.tobytes())
+
+
+def a_pipe(table: Path) -> None:
+    table.unlink()
+    os.mkfifo(table)
+
+
+def a_directory(table: Path) -> None:
+    table.unlink()
+    (table / "in it").mkdir(parents=True)
+
+
+def to_99_bytes(table: Path) -> None:
+    os.truncate(table, 99)
+
+
+SLOW = [pytest.param(damage, marks=pytest.mark.slow) for damage in (a_pipe, a_directory, to_99_bytes)]
+
+
+@pytest.mark.parametrize("damage", [None, other_value, *SLOW])
+def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, monkeypatch, capsys, damage):
+    """Unfinished work with another value was used, a truncated one was a traceback, and a pipe hung."""
     rows = [pair(f"Is {number} a number, or {'a word ' * (number % 5)}?") for number in range(20)]
     assert run(written(tmp_path / "rows.jsonl", rows), **PAIRS, train__method="lora").exit_code == 0
     assert invoke(reference).exit_code == 0
@@ -147,6 +176,14 @@ def test_an_interrupted_reference_continues_to_the_same_bytes(run, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         reference_run.run_stage(**again)
     assert not Path("again").exists()
+    [table] = Path("scratch/reference").glob("*/train.arrow")
+    if damage is not None:
+        damage(table)
+        reference_run.run_stage(**again)
+        assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == tables
+        assert f"note: unfinished work is not used: {table}: " in capsys.readouterr().err
+        assert not list(Path("scratch/reference").iterdir())
+        return
     reference_run.run_stage(**again)
     assert {path.name: path.read_bytes() for path in Path("again").iterdir()} == tables
     assert computed[2] == computed[3] and len({tuple(numbers) for numbers in computed}) == len(computed) - 1

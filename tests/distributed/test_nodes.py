@@ -1,6 +1,5 @@
 """Training on two machines, as a user starts it: two network namespaces are the machines."""
 
-import json
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from lean_finetune.core.atomic_files import read_sealed, write_sealed
 from tests.conftest import ROOT
 from tests.distributed.hosts import Host, skip_without_hosts, two_hosts
 from tests.distributed.launched import change, errors_of, made_a_step, other_machine, planned, running, script
@@ -83,7 +83,7 @@ def test_two_machines_train_what_one_trains(
 ):
     """Other weights, outputs of both machines, or a hang."""
     verdict = copy / "data/estimate/verdict.json"
-    verdict.write_text(json.dumps({**json.loads(verdict.read_text()), "stage_layers": [1, 3]}))
+    write_sealed(verdict, {**read_sealed(verdict), "stage_layers": [1, 3]})
     expected = alone(copy, gpus, sharding, **values)
     change(copy, run__nodes=2, run__rank_timeout_seconds=60)
     other = other_machine(copy)

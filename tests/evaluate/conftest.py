@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lean_finetune.config.schema import BaseWeights, Quant
-from lean_finetune.core.atomic_files import sha256_file, write_json
+from lean_finetune.core.atomic_files import sha256_file, write_json, write_sealed
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
@@ -98,7 +98,7 @@ def tokens_dir(tmp_path_factory) -> Path:
     """The outputs of stage tokenize that evaluate reads."""
     directory = tmp_path_factory.mktemp("tokens")
     write_tokens(directory, heldout_rows(), "heldout")
-    write_json(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
+    write_sealed(directory / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
     return directory
 
 

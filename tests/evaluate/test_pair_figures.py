@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from lean_finetune.config.load import load_params
-from lean_finetune.core.atomic_files import read_json, write_json
+from lean_finetune.core.atomic_files import read_json, write_sealed
 from lean_finetune.evaluate.base_and_tuned import RESULTS
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
 from lean_finetune.evaluate.pair_figures import HeldoutPairs, PairScores, changed_pairs, pair_metrics
@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch, locks_dir, logps) -> Path:
     """A workspace with held-out pairs and their reference."""
     monkeypatch.chdir(tmp_path)
     tokens = write_tokens(tmp_path / "data/tokens", pair_rows(), "heldout", kind=RowKind.PAIR)
-    write_json(tokens / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
+    write_sealed(tokens / "meta.json", {"eos_id": EOS, "pad_id": PAD, "max_length": 64, "chat_template_sha256": "0"})
     (tmp_path / "data/reference").mkdir()
     of = identity(tokens, read_json(locks_dir / "model.json"), WEIGHTS)
     write_table(tmp_path / "data/reference/heldout.arrow", logps["base"].astype(np.float32), of)

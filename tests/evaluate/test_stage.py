@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.evaluate import evaluate_run
 from lean_finetune.evaluate.base_and_tuned import RESULTS, ModelOutputs, evaluate_metrics, evaluate_models
 from lean_finetune.model.load_model import load_base
@@ -265,7 +265,7 @@ def test_metrics_by_length_divide_by_the_tokens_of_their_own_rows(tmp_path):
 def test_without_held_out_rows_no_model_is_loaded_and_figures_are_null(place, base_dir, locks_dir, tmp_path):
     """Later stages still need its outputs."""
     write_tokens(tmp_path, [], "heldout")
-    write_json(tmp_path / "meta.json", {"eos_id": EOS, "pad_id": 0, "max_length": 64})
+    write_sealed(tmp_path / "meta.json", {"eos_id": EOS, "pad_id": 0, "max_length": 64})
     result = evaluate(tmp_path, locks_dir, tmp_path / "no-weights")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("note: no rows are held out (data.heldout_fraction is 0)")

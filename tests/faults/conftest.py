@@ -1,5 +1,6 @@
 """A server process that forks stages, and a workspace with the outputs of all stages; each test uses a copy of it."""
 
+import json
 import os
 import shutil
 import sys
@@ -91,6 +92,20 @@ def finished(runner: Runner, quick: Finished, tmp_path_factory: pytest.TempPathF
     """A run of all stages without faults."""
     later = [stage for stage in STAGES if stage not in BEFORE_TRAINING]
     return reference_run(runner, quick.copy(tmp_path_factory.mktemp("finished")), later, quick)
+
+
+@pytest.fixture(scope="session")
+def paired(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of all stages but report on preference pairs, with a fixed verdict in place of estimate's."""
+    root = lay_out(tmp_path_factory.mktemp("paired"), **SMALL, train__objective="dpo")
+    words = "red green blue white black grey brown pink".split()
+    rows = [
+        {"prompt": f"{n} {words[n % 8]}", "chosen": f"{n} is {words[n % 7]}", "rejected": f"no {n}"} for n in range(200)
+    ]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "metrics").mkdir()
+    write_verdict(root)
+    return reference_run(runner, root, (*BEFORE_TRAINING, "reference", "train", "evaluate"))
 
 
 def reference_run(runner: Runner, root: Path, stages: Iterable[str], before: Finished | None = None) -> Finished:

@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,10 +31,12 @@ import psutil
 from tests.data.small_blocks import make_blocks_small
 from tests.processes import run_bounded
 
+LLAMA = "transformers.models.llama.modeling_llama"
 IMPORTED_LATE = {
     "tokenize": ("pyarrow.compute", "tiktoken"),
-    **dict.fromkeys(("estimate", "train", "evaluate"), ("transformers.models.llama.modeling_llama",)),
+    **dict.fromkeys(("estimate", "reference", "train", "evaluate"), (LLAMA,)),
     "report": ("pandas",),
+    "lean_finetune.commands.export:export": ("lean_finetune.commands.tuned.tuned_model", LLAMA),
 }
 """What stages import while they run; imported here once instead of in every fork."""
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
@@ -75,8 +78,9 @@ def main() -> None:
 
 @cache
 def entry_of(module: str) -> Callable[[list[str]], object]:
-    """Import a stage and its lazily imported modules; return its entry point."""
-    entry = importlib.import_module(f"stages.{module}").main
+    """Import a stage, or a command by `module:name`, and lazily imported modules; return its entry point."""
+    where, _, name = module.partition(":")
+    entry = getattr(importlib.import_module(where), name) if name else importlib.import_module(f"stages.{module}").main
     for late in IMPORTED_LATE.get(module, ()):
         importlib.import_module(late)
     return entry
@@ -134,6 +138,8 @@ def become(request: dict[str, Any], output: int) -> None:
     if request["memory_bytes"] is not None:
         most = psutil.Process().memory_info().vms + request["memory_bytes"]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if request["group"] is not None:
+        Path(request["group"], "cgroup.procs").write_text(str(os.getpid()))
     if request["closed_output"]:
         unread, into = os.pipe()
         os.dup2(into, 1)

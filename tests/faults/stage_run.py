@@ -36,6 +36,8 @@ class Fault:
     """RLIMIT_FSIZE of the run."""
     memory_bytes: int | None = None
     """RLIMIT_AS of the run, beyond what the process has when it starts."""
+    group: Path | None = None
+    """A control group, which has a memory limit, of the run."""
     closed_output: bool = False
     """Whether nobody reads standard output, as after `| head -1` has ended."""
     unprivileged: bool = False
@@ -53,8 +55,8 @@ NO_FAULT = Fault()
 class Ended:
     """How a run ended."""
 
-    status: int
-    """Exit status, negative for a signal."""
+    status: int | None
+    """Exit status, negative for a signal; None: it did not end in time."""
     output: str
     """Standard output and error."""
     seconds: float
@@ -86,16 +88,19 @@ class StageRun:
 
     def wait(self, seconds: float = TIMEOUT_SECONDS) -> Ended:
         """Wait for the end of the run and of every process that it started."""
-        answer = self.runner.ask({"wait": self.pid, "seconds": seconds})
-        self.runner.left.discard(self.pid)
-        status, output = answer["status"], answer["output"]
-        took = time.monotonic() - self.started
-        assert status is not None, f"no end within {seconds} s: {output}"
+        ended = self.wait_briefly(seconds)
+        assert ended.status is not None, f"no end within {seconds} s: {ended.output}"
         deadline = time.monotonic() + WORKERS_END_SECONDS
         while left := session_of(self.pid):
-            assert time.monotonic() < deadline, f"still running: {left}; {output}"
+            assert time.monotonic() < deadline, f"still running: {left}; {ended.output}"
             time.sleep(0.01)
-        return Ended(status=status, output=output, seconds=took)
+        return ended
+
+    def wait_briefly(self, seconds: float) -> Ended:
+        """Wait for the end of the run; kill it if that does not come in time."""
+        answer = self.runner.ask({"wait": self.pid, "seconds": seconds})
+        self.runner.left.discard(self.pid)
+        return Ended(status=answer["status"], output=answer["output"], seconds=time.monotonic() - self.started)
 
 
 def session_of(leader: int) -> list[int]:
@@ -146,8 +151,8 @@ class Runner:
         return json.loads(line)
 
     def start(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> StageRun:
-        """Start a stage of dvc.yaml in a workspace."""
-        module, given = command_of(stage)
+        """Start a stage of dvc.yaml, or a command by `module:name`, in a workspace."""
+        module, given = (stage, []) if ":" in stage else command_of(stage)
         request = {"module": module, "arguments": [*given, *arguments], "cwd": str(workspace), **fault.as_request()}
         run = StageRun(runner=self, pid=self.ask(request)["pid"])
         self.left.add(run.pid)
@@ -164,6 +169,10 @@ class Runner:
     def run(self, stage: str, workspace: Path, fault: Fault = NO_FAULT, *arguments: str) -> Ended:
         """Run a stage of dvc.yaml to its end."""
         return self.start(stage, workspace, fault, *arguments).wait()
+
+    def run_briefly(self, stage: str, workspace: Path, seconds: float) -> Ended:
+        """Run a stage of dvc.yaml; kill it if it does not end in time."""
+        return self.start(stage, workspace).wait_briefly(seconds)
 
     def close(self) -> None:
         """Stop the server, and runs that a failed test has left."""

@@ -1,7 +1,6 @@
 """A disk that is full or read-only, in any stage: one line, exit code 1, and earlier outputs are unchanged."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import write_params
-from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
+from lean_finetune.core.atomic_files import FIGURES, read_sealed, write_sealed
 from tests.conftest import ROOT
 from tests.faults.conftest import NAMESPACE
 from tests.faults.outputs import declared, digest, state
@@ -106,7 +105,7 @@ def test_full_disk_when_training_saves(mounting, trained, tmp_path):
     assert not list(seen.glob("scratch/train/*/*step-*"))
     verdict = seen / "data/estimate/verdict.json"
     (seen / "data/ballast").unlink()
-    verdict.write_text(json.dumps({"enforce": False, "refusal": None}))
+    write_sealed(verdict, {"enforce": False, "refusal": None})
     fill(seen / "data", 0)
     line = mounting.run("train", workspace).refusal()
     assert line.startswith("data/tuned: cannot be written (No space left on device"), line
@@ -157,8 +156,8 @@ def test_optimizer_state_that_its_disk_has_no_room_for(mounting, small_disk, qui
     (workspace / "scratch").mkdir()
     mounting.mount(workspace / "scratch", image=small_disk)
     seen = mounting.seen(workspace)
-    estimate = read_json(seen / "data/estimate" / FIGURES)
-    write_json(seen / "data/estimate" / FIGURES, {**estimate, "disk_bytes_predicted": predicted * STATE_BYTES})
+    estimate = read_sealed(seen / "data/estimate" / FIGURES)
+    write_sealed(seen / "data/estimate" / FIGURES, {**estimate, "disk_bytes_predicted": predicted * STATE_BYTES})
 
     run = mounting.start("train", workspace)
     wait_for(lambda: checkpoints(seen))

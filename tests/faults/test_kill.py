@@ -89,6 +89,24 @@ def test_a_kill_at_a_random_instant(runner, trained, tmp_path, stage):
     kill_at_instants(runner, trained, stage, tmp_path, 2 if stage == "train" else 1)
 
 
+KILLS_WITH_PAIRS = {"tokenize": 6, "bucket": 4, "reference": 6, "train": 4, "evaluate": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", ["tokenize", "reference"])
+def test_a_kill_between_any_two_changes_of_the_disk_with_pairs(runner, paired, tmp_path, stage):
+    kill_at_changes(runner, paired, stage, tmp_path, None)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage, kills", KILLS_WITH_PAIRS.items(), ids=KILLS_WITH_PAIRS)
+def test_kills_at_random_instants_with_pairs(runner, paired, tmp_path, stage, kills):
+    """24 kills: half a pair, or a log-probability of another row."""
+    kill_at_instants(runner, paired, stage, tmp_path, kills)
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("stage, kills", KILLS.items(), ids=KILLS)

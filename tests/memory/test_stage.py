@@ -1,7 +1,6 @@
 """The stage as a user runs it: what it writes, and one line for each fault."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +13,7 @@ from cuda_memory.units import GIB
 from lean_finetune.config import load
 from lean_finetune.config.schema import Bucket, Lora, Quant, Train
 from lean_finetune.config.section import Section
+from lean_finetune.core.atomic_files import read_json, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice import estimate_run
 from lean_finetune.memory.advice.what_fits import halving_flag
@@ -48,7 +48,8 @@ def run(**options: str):
 
 
 def result(workspace: Path, name: str) -> Any:
-    return json.loads((workspace / "estimate" / f"{name}.json").read_text())
+    path = workspace / "estimate" / f"{name}.json"
+    return read_json(path) if name in ("tiers", "process", "what_fits") else read_sealed(path)
 
 
 def table(workspace: Path, name: str) -> list[dict[str, str]]:

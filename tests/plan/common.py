@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
@@ -95,5 +96,5 @@ def write_index(
     values = [lengths, supervised, sources or [0] * len(lengths), dropped or [False] * len(lengths)]
     arrays = [pa.array(value, types[0]) for value, types in zip(values, COLUMNS.values(), strict=True)]
     batch = pa.record_batch(arrays, names=list(names)).replace_schema_metadata(kind.metadata or None)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
+    with ArrowWriter(path, batch.schema) as writer:
+        writer.write(batch)

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.core.atomic_files import sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import SCHEMA, MicroBatch, Plan, plan_settings_hash, read_plan, write_plan
@@ -82,8 +83,8 @@ def test_a_plan_of_unknown_layout_is_refused(tmp_path, metadata):
     arrays = [
         pa.array(value, field.type) for value, field in zip([[0], [0], [0], [[0]], [8], [1]], schema, strict=True)
     ]
-    with pa.OSFile(str(tmp_path / "plan.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=schema))
+    with ArrowWriter(tmp_path / "plan.arrow", schema) as writer:
+        writer.write(pa.record_batch(arrays, schema=schema))
     with pytest.raises(UserError, match=r"layout .* of .* ranks is unknown; delete it"):
         read_plan(tmp_path / "plan.arrow")
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from lean_finetune.config.load import load_params
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.core.errors import UserError
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.plan.optimizer_steps import COLUMNS, read_index
@@ -167,11 +168,11 @@ def assert_refused(message: str) -> None:
 
 def test_all_record_batches_of_an_index_are_read(tmp_path):
     schema = pa.schema([(name, types[0]) for name, types in COLUMNS.items()])
-    with pa.OSFile(str(tmp_path / "index.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with ArrowWriter(tmp_path / "index.arrow", schema) as writer:
         for block in ([5, 6], [7]):
             values = [block, [1] * len(block), [0] * len(block), [False] * len(block)]
             arrays = [pa.array(value, field.type) for value, field in zip(values, schema, strict=True)]
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
+            writer.write(pa.record_batch(arrays, schema=schema))
     index = read_index(tmp_path / "index.arrow", (1.0,))
     assert index.lengths.tolist() == [5, 6, 7]
     with pytest.raises(UserError, match="file is missing"):

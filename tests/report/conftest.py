@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_text
+from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_sealed, write_text
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
@@ -213,7 +213,7 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     generations = [GENERATION] if generations is None else generations
     places = {"tokenize": "tokens", "bucket": "batches"}
     for name, values in found.items():
-        write_json(directory / "data" / places.get(name, name) / FIGURES, values)
+        write_sealed(directory / "data" / places.get(name, name) / FIGURES, values)
     write_json(
         directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee", "files": {"a.safetensors": "12ab"}}
     )
@@ -221,9 +221,9 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     write_json(directory / "locks/data.json", {"sources": [rows]})
     write_tokens(directory / "data/tokens", [([0, 1, 2, 3], [2, 4], None)])
     write_tokenizer(directory / "data/tuned/tokenizer.json")
-    write_json(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
-    write_json(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
-    write_json(directory / "data/estimate/explanation.json", EXPLANATION)
+    write_sealed(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
+    write_sealed(directory / "data/estimate/verdict.json", {"enforce": True, "refusal": None})
+    write_sealed(directory / "data/estimate/explanation.json", EXPLANATION)
     write_csv(directory / "data/estimate/timeline.csv", TIMELINE_COLUMNS, TIMELINE)
     write_csv(
         directory / "data/estimate/switches.csv",

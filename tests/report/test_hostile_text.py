@@ -7,7 +7,7 @@ from markdown_it import MarkdownIt
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cuda_memory.terminal import visible
-from lean_finetune.core.atomic_files import write_csv, write_json
+from lean_finetune.core.atomic_files import write_csv, write_json, write_sealed
 from lean_finetune.report.compare_experiments import table
 from lean_finetune.report.pages import markdown_text
 from stages.report import main
@@ -49,8 +49,8 @@ def hostile(place):
     rows = {"source": HOSTILE, "revision": HOSTILE, "files": [{"path": HOSTILE, "sha256": "34cd"}]}
     write_json(place / "locks/data.json", {"sources": [rows]})
     group = {**GROUP, **dict.fromkeys(("operation", "module", "phase", "dtype", "category"), HOSTILE)}
-    write_json(place / "data/estimate/explanation.json", {**EXPLANATION, "top": [group]})
-    write_json(place / "data/estimate/verdict.json", {"enforce": True, "refusal": HOSTILE})
+    write_sealed(place / "data/estimate/explanation.json", {**EXPLANATION, "top": [group]})
+    write_sealed(place / "data/estimate/verdict.json", {"enforce": True, "refusal": HOSTILE})
     switches = [{"switch": "current", "peak_gib": 0.1}, {"switch": HOSTILE, "peak_gib": 0.2}]
     write_csv(place / "data/estimate/switches.csv", ["switch", "peak_gib"], switches)
     words = Tokenizer(models.WordLevel({HOSTILE: 0, "a": 1, "b": 2, "c": 3}, unk_token="a"))

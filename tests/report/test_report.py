@@ -8,6 +8,7 @@ import pytest
 
 from lean_finetune.config.declared_params import dotted_values
 from lean_finetune.config.load import load_params
+from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.report.content import memory_records, report_metrics, summary
 from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.report_inputs import Inputs, shortened
@@ -283,7 +284,8 @@ def test_samples_are_of_different_families(place):
 
 def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
     write_inputs(place, estimate=GPU)
-    (place / "data/estimate/verdict.json").write_text('{"enforce": true, "refusal": "predicted peak 9 GiB exceeds 8"}')
+    verdict = {"enforce": True, "refusal": "predicted peak 9 GiB exceeds 8"}
+    write_sealed(place / "data/estimate/verdict.json", verdict)
     _, text = report(place)
     assert "Verdict: predicted peak 9 GiB exceeds 8." in text, "with estimate.enforce false the run continues"
     assert "Reserved over the plan: all 3 steps replayed." in text and "constant after" not in text

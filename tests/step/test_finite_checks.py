@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS
-from lean_finetune.core.atomic_files import FIGURES, read_json, write_json
+from lean_finetune.core.atomic_files import FIGURES, read_sealed, write_sealed
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
@@ -107,8 +107,8 @@ def test_a_run_for_a_named_gpu_trains_on_the_cpu_only_if_asked(tmp_path: Path, m
     monkeypatch.chdir(lay_out(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     write_verdict(tmp_path)
-    figures = read_json(Path("data/estimate") / FIGURES)
-    write_json(Path("data/estimate") / FIGURES, figures | {"gpu": "RTX-4090", "gpu_reason": NAMED})
+    figures = read_sealed(Path("data/estimate") / FIGURES)
+    write_sealed(Path("data/estimate") / FIGURES, figures | {"gpu": "RTX-4090", "gpu_reason": NAMED})
     refusal = error(invoke(train))
     assert refusal.startswith("hardware.gpu: the run is for RTX-4090, and this machine has no CUDA device")
     assert refusal.endswith("set run.device=cpu to train on the CPU")

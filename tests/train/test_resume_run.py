@@ -1,6 +1,7 @@
 """Why an unfinished run is not resumed; `run.resume: compatible` resumes runs with other code or versions."""
 
 import json
+import os
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
+from lean_finetune.train.checkpoint.checkpoint_files import steps_in
 from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
 from lean_finetune.train.checkpoint.scratch_dir import (
     DVC_LOCK,
@@ -58,6 +60,26 @@ def unfinished(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Pat
     (directory / f"step-{step:09d}").mkdir(parents=True)
     (directory / RECORD).write_text(json.dumps(record))
     return directory
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record.write_text("{"),
+        lambda record: record.write_text("[]"),
+        lambda record: record.write_text(record.read_text().replace("0.003", "0.004")),
+        lambda record: (record.unlink(), os.mkfifo(record)),
+    ],
+)
+def test_a_run_whose_record_is_damaged_is_none_to_resume(tmp_path: Path, damage):
+    """A traceback, a hang, or the checkpoint of a run with other data, resumed as a compatible one."""
+    fingerprint, messages = PARTS, list[str]()
+    directory = unfinished(tmp_path, 2, {"versions": {"torch": "2.11.0"}})
+    found = choose_directory(tmp_path, fingerprint, "compatible", messages.append)
+    assert found.earlier == directory and len(messages) == 1
+    damage(directory / RECORD)
+    found = choose_directory(tmp_path, fingerprint, "compatible", messages.append)
+    assert found.earlier is None and not steps_in(found.directory) and len(messages) == 1
 
 
 OLDER = parts_with(code={"lean_finetune/step/training_step.py": "older"})

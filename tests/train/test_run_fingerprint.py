@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from lean_finetune.config.load import load_params
+from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.pinning.code import PACKAGE, code_hashes
 from lean_finetune.plan.batch_plan import Plan, write_plan
@@ -43,7 +44,7 @@ def inputs(tmp_path: Path) -> Path:
         (directory / name).write_text(name)
     for name in ("model", "tokenizer"):
         (directory / f"{name}_lock").write_text(lock(name, "0"))
-    (directory / "precision").write_text(json.dumps({"precision": "fp32"}))
+    write_sealed(directory / "precision", {"precision": "fp32"})
     write_plan(directory / "plan.arrow", [plan_of([[0, 1], [2, 3]])], settings_hash="0a")
     return directory
 
@@ -84,12 +85,15 @@ def test_another_parameter_is_another_run(inputs: Path, change: dict[str, Any]):
         ("tokens/train/00001.arrow", "more rows"),
         ("model_lock", lock("model", "1")),
         ("tokenizer_lock", lock("tokenizer", "1")),
-        ("precision", '{"precision": "bf16"}'),
+        ("precision", None),
     ],
 )
-def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, content: str):
-    before = key_of(inputs)
-    (inputs / name).write_text(content)
+def test_other_data_or_another_model_is_another_run(inputs: Path, name: str, content: str | None):
+    before = key_of(inputs, precision="auto")
+    if content is None:
+        write_sealed(inputs / name, {"precision": "bf16"})
+    else:
+        (inputs / name).write_text(content)
     assert key_of(inputs, precision="auto") != before
 
 

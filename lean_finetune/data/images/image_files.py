@@ -1,8 +1,6 @@
 """The images of data/tokens: their files, named by the hash of their content, and their pixels."""
 
 import hashlib
-import os
-import stat
 import warnings
 from functools import cached_property
 from io import BytesIO
@@ -13,6 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import RowFault, UserError
+from lean_finetune.core.regular_files import NotRegular, read_regular
 
 IMAGES = "images"
 """The directory of the images in data/tokens."""
@@ -33,9 +32,10 @@ def image_file(root: Path, digest: bytes) -> Path:
 
 def regular_content(path: Path, most: int = -1) -> bytes | None:
     """The content of a file, up to `most` bytes of it; None if it is no regular file. Raises OSError."""
-    # Without waiting: a pipe would wait for a writer. This changes nothing for regular files.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-        return stream.read(most) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else None
+    try:
+        return read_regular(path, most)
+    except NotRegular:
+        return None
 
 
 class ImageFiles:

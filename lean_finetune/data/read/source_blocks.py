@@ -4,7 +4,6 @@ import codecs
 import io
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import pyarrow as pa
 
 from lean_finetune.core.atomic_files import READ_BLOCK_BYTES
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.regular_files import NotRegular, open_regular
 from lean_finetune.data.read.arrow_batches import read_record_batches
 from lean_finetune.data.read.csv_rows import read_table
 from lean_finetune.data.read.json_values import LAYOUT_BYTES, json_layout, read_json_values, read_lines
@@ -31,16 +31,13 @@ _CHANGED = "{}: changed since it was pinned; run `dvc repro` again"
 def open_local(path: Path, name: str) -> io.FileIO:
     """Open a regular file, which messages call `name`; a pipe would wait for a writer. Raises UserError."""
     try:
-        # Without waiting: this changes nothing for regular files.
-        stream = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            stream.close()
-            raise UserError(f"{name}: is no regular file any more; put it back or run `dvc repro` again")
+        return open_regular(path)
+    except NotRegular:
+        raise UserError(f"{name}: is no regular file any more; put it back or run `dvc repro` again") from None
     except OSError as error:
         raise UserError(
             f"{name}: cannot be read any more ({error.strerror}); put it back or run `dvc repro` again"
         ) from error
-    return stream
 
 
 class PinnedBytes(io.RawIOBase):

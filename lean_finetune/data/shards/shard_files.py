@@ -16,7 +16,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter
 
+from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
+from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.encode.row_tokenizer import Chunks
 from lean_finetune.data.images.image_files import IMAGE_HASHES, IMAGES, image_file
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
@@ -198,14 +200,14 @@ def _marker(root: Path, number: int) -> Path:
 def finished_shard(root: Path, number: int, key: str) -> Shard | None:
     """The shard if it was finished with this key and is undamaged, else None."""
     try:
-        values = json.loads(_marker(root, number).read_text(encoding="utf-8"))
+        values = json.loads(read_regular(_marker(root, number)))
         is_intact = values.pop("sha256") == sha256_json(values) and values["key"] == key
         # Other names are of no shard: nothing outside of `root` is read.
         is_intact = is_intact and set(values["files"]) == shard_paths(number)
         if is_intact and all(_describe(root / name) == expected for name, expected in values["files"].items()):
             return _SHARD.validate_python(values)
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        pass  # Absent, damaged, or of another version.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass  # Absent, damaged, no regular file, or of another version.
     return None
 
 
@@ -226,7 +228,7 @@ def write_shard(root: Path, number: int, key: str, results: Iterable[tuple[RowBl
     marker.unlink(missing_ok=True)  # It must never vouch for new files.
     blocks = crc = 0
     tally = Tally()
-    writers: dict[str, Any] = {}
+    writers: dict[str, ArrowWriter] = {}
     with ExitStack() as sinks:
         for block, tokens in results:
             blocks += 1
@@ -237,12 +239,11 @@ def write_shard(root: Path, number: int, key: str, results: Iterable[tuple[RowBl
                     name = f"{directory}/{shard_name(number)}.arrow"
                     if name not in writers:
                         (root / directory).mkdir(parents=True, exist_ok=True)
-                        sink = sinks.enter_context(pa.OSFile(str(root / name), "wb"))
-                        writers[name] = pa.ipc.new_file(sink, batch.schema)
+                        # A file of an earlier run may be linked to a published one, and a pipe waits for a reader.
+                        (root / name).unlink(missing_ok=True)
+                        writers[name] = sinks.enter_context(ArrowWriter(root / name, batch.schema))
                     if batch.num_rows:
-                        writers[name].write_batch(batch)
-        for writer in writers.values():
-            writer.close()  # Writes the footer.
+                        writers[name].write(batch)
     for name in writers:
         sync(root / name)
     files = {name: _describe(root / name) for name in sorted(writers)}
@@ -457,7 +458,7 @@ def _write_index(
     schema = INDEX.with_metadata(kind.metadata) if kind.metadata else INDEX
     if image_limits is not None:
         schema = with_images(schema, image_limits)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=INDEX_OPTIONS) as writer:
+    with ArrowWriter(path, schema, INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows
             part_dropped = np.zeros(part.num_rows, bool) if dropped is None else dropped[start:end]
@@ -470,4 +471,4 @@ def _write_index(
             if part.num_rows:
                 arrays = [*map(from_numpy, [*columns.values(), part_dropped], INDEX.types)]
                 arrays += [part[name].combine_chunks() for name in schema.names[len(INDEX) :]]
-                writer.write_batch(pa.record_batch(arrays, schema=schema))
+                writer.write(pa.record_batch(arrays, schema=schema))

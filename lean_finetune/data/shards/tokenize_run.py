@@ -21,7 +21,7 @@ from lean_finetune.core.atomic_files import (
     sha256_json,
     write_csv,
     write_errors,
-    write_json,
+    write_sealed,
     write_text,
 )
 from lean_finetune.core.errors import UserError
@@ -97,7 +97,8 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
         longest = max(train.longest, heldout.longest)
         write_histogram(aside / "lengths.csv", train)
         _write_rejects(aside / "rejects.jsonl", totals, job.file_names)
-        if template is not None and settings.chat_template != "tokenizer":
+        has_own_template = template is not None and settings.chat_template != "tokenizer"
+        if template is not None and has_own_template:
             # For the tuned model, whose users must apply the same template.
             write_text(aside / CHAT_TEMPLATE, template.source)
         tokenizer = job.tokenizer.tokenizer
@@ -108,6 +109,7 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
             "pad_reason": tokenizer.pad.reason,
             "eos_id": tokenizer.eos_id,
             "chat_template_sha256": template and sha256_json(template.source),
+            "own_chat_template": has_own_template,
             "chat_template_method": template and template.method,
             "chat_template_reason": template and template.reason,
             "max_length": settings.max_length,
@@ -120,9 +122,9 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
             "tokenizer_sha256": job.inputs["tokenizer"],
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
-        write_json(aside / "meta.json", meta)
+        write_sealed(aside / "meta.json", meta)
         formats = [source.format for source in settings.sources]
-        write_json(aside / FIGURES, _figures(totals, formats, longest, settings.kind))
+        write_sealed(aside / FIGURES, _figures(totals, formats, longest, settings.kind))
     return [*job.notes(), *_unread_notes(job, totals), *_notes(job, totals)]
 
 

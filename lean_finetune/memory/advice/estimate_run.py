@@ -11,7 +11,7 @@ from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_sealed
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -48,6 +48,8 @@ from lean_finetune.step.token_rows import read_lengths, read_supervised
 
 RESULTS = ("fits", "peak_gib_predicted")
 """Figures in metrics/estimate.json, by which runs are compared."""
+FOR_PEOPLE = ("tiers.json", "process.json", "what_fits.json")
+"""Documents that no other stage reads."""
 
 
 def run_stage(
@@ -76,7 +78,7 @@ def run_stage(
         echo(f"training: {counted(steps, 'step')} of about {counted(tokens, 'token')}: {duration}")
     found = answer(run, prediction, memory, partial(confirmed_peak, run))
     states = list(closed_form(fullest.model))
-    documents = {
+    documents: dict[str, Any] = {
         "verdict.json": {**found.verdict.as_json(), **_stage_layers(prediction)},
         PRECISION: {"precision": run.setting.train.precision},
         "advice.json": {**found.as_json(), "single_changes": as_advice(switches)},
@@ -99,7 +101,7 @@ def run_stage(
     figures = {**_figures(fullest, prediction, by_phase, documents), **(memory.metrics() if memory else {}), **fits}
     with atomic_directory(out) as aside:
         for name, content in {**documents, FIGURES: figures}.items():
-            write_json(aside / name, content)
+            (write_json if name in FOR_PEOPLE else write_sealed)(aside / name, content)
         write_csv(aside / "advice.csv", ADVICE_COLUMNS, [remedy.as_row() for remedy in found.remedies])
         if memory is not None:  # Else DVC would draw an empty plot.
             write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows())

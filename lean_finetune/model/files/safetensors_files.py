@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from lean_finetune.core import progress
+from lean_finetune.core.regular_files import refuse_irregular
 from lean_finetune.core.systems import malloc_function
 from lean_finetune.pinning.config_file import MOST_INDEX_BYTES, json_object
 from lean_finetune.pinning.model_files import INDEX, WEIGHTS, check_weights, shard_names
@@ -133,6 +134,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         SafetensorError: it is truncated, or its header is invalid.
         ValueError: it has a type that PyTorch does not have.
     """
+    refuse_irregular(path)
     # This checks the header and the length of the file; with "pt" it would map the file.
     with safe_open(path, framework="np"):
         pass

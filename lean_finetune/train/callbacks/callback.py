@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.core.atomic_files import write_csv, write_text
 from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.progress import LOG_SECONDS, progress_bar, write_line
+from lean_finetune.core.regular_files import read_regular
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.preference_loss import FIGURES
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
@@ -127,8 +129,8 @@ class RunInfo:
         """The name under which trackers know the run; a resumed run has that of its first process."""
         if self.first_step > 0:
             for directory in self.directories:
-                if (directory / RUN_NAME).exists():
-                    return (directory / RUN_NAME).read_text(encoding="utf-8")
+                with suppress(OSError, UnicodeDecodeError):  # Missing or damaged: it is only a name.
+                    return read_regular(directory / RUN_NAME).decode()
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         for directory in self.directories[:1]:
             write_text(directory / RUN_NAME, name)

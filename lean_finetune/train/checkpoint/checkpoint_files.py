@@ -5,6 +5,7 @@ pickle, which runs code when it is opened. Rank 0 writes to the checkpoint's dir
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,11 +28,12 @@ from lean_finetune.train.checkpoint.scratch_dir import (
     find_disk,
     parts_and_hosts,
     rank_directory,
+    read_values,
     send_missing_parts,
 )
 
 TENSORS, SUMS = "tensors.safetensors", "sha256.json"
-NAME = "step-{:09d}"
+NAME, NUMBER = "step-{:09d}", re.compile(r"step-(\d{9})")
 """A checkpoint's directory, by the number of finished optimizer steps."""
 ROW_RANGES = "row_ranges"
 """Key of values.json: first row and full shape of sharded tensors."""
@@ -86,7 +88,7 @@ class Checkpoint:
 
     def values_of(self, rank: int) -> Mapping[str, Any]:
         """Read the values of one process."""
-        return self.values if rank == 0 else json.loads((rank_directory(self.path, rank) / VALUES).read_text())
+        return self.values if rank == 0 else read_values(rank_directory(self.path, rank) / VALUES)
 
     def tensors(self) -> dict[str, CheckpointTensor]:
         """Return its tensors by name, not read yet."""
@@ -232,7 +234,7 @@ class CheckpointStore:
                 fault = fault or _fault(path, self.disk)
                 damaged = self.channel.failed_ranks(fault is not None)
                 if not damaged:
-                    found = Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
+                    found = Checkpoint(path=path, values=read_values(path / VALUES))
                     break
                 if leads:
                     what = fault or f"found by process {damaged[0]}"
@@ -257,7 +259,7 @@ class CheckpointStore:
                 f"train.keep: the best weights are those of {path}, which cannot be used ({fault or 'see another log'}"
                 f"); delete {path.parent}, then the same command starts at the first step"
             )
-        return Checkpoint(path=path, values=json.loads((path / VALUES).read_text()))
+        return Checkpoint(path=path, values=read_values(path / VALUES))
 
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints after `step` steps."""
@@ -281,8 +283,8 @@ class CheckpointStore:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the finished steps of each checkpoint in a directory, in order."""
-    return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("step-*"))
+    """Return the finished steps of each checkpoint in a directory, in order; other names are not looked at."""
+    return sorted(int(found[1]) for path in directory.glob("step-*") if (found := NUMBER.fullmatch(path.name)))
 
 
 def _rename_if_finished(partial: Path) -> None:
@@ -291,8 +293,8 @@ def _rename_if_finished(partial: Path) -> None:
     written = partial / path.name
     try:
         one = next(written.rglob(VALUES))
-        for rank in json.loads(one.read_text())[PARTS]:
-            json.loads((rank_directory(written, rank) / SUMS).read_text())
+        for rank in read_values(one)[PARTS]:
+            read_values(rank_directory(written, int(rank)) / SUMS)
     except (OSError, KeyError, TypeError, ValueError, StopIteration):  # Unfinished: a file is missing or truncated.
         return
     if not path.exists():
@@ -302,11 +304,13 @@ def _rename_if_finished(partial: Path) -> None:
 def _fault(path: Path, disk: Disk) -> str | None:
     """Verify this process's share of a checkpoint's files; return what is wrong, or None."""
     try:
-        ranks = json.loads((path / VALUES).read_text())[RANKS]
+        ranks = read_values(path / VALUES)[RANKS]
+        if type(ranks) is not int or ranks < 1:
+            return f"{VALUES} does not say how many processes wrote it"
         for rank in disk.share(range(ranks)):
             directory = rank_directory(path, rank)
-            sums = json.loads((directory / SUMS).read_text())
-            if not isinstance(sums, dict) or set(sums) != {TENSORS, VALUES}:
+            sums = read_values(directory / SUMS)
+            if set(sums) != {TENSORS, VALUES}:
                 return f"{SUMS} does not name its files"
             for name, expected in sums.items():
                 if sha256_file(directory / name) != expected:

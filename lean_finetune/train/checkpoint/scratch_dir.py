@@ -23,6 +23,7 @@ from lean_finetune.core.atomic_files import repo_root, write_errors, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.memory_limits import FILESYSTEM, oom_kills
+from lean_finetune.core.regular_files import read_regular
 from lean_finetune.distributed.processes import ControlChannel, wait_for_all
 
 RECORD = "run.json"
@@ -134,7 +135,7 @@ def _restart_finished(directory: Path, record: Mapping[str, Any] | None, starts_
     if not marker.exists():
         return
     if starts_over is None:
-        digest = marker.read_text(encoding="ascii")  # Empty after a power failure.
+        digest = read_regular(marker).decode("ascii", "replace")  # Empty after a power failure.
         recorded = bool(digest) and DVC_LOCK.is_file() and digest in DVC_LOCK.read_text(encoding="utf-8")
         starts_over = recorded or (record is not None and _sharing_of(directory) != record["sharing"])
     if starts_over:
@@ -146,9 +147,22 @@ def _restart_finished(directory: Path, record: Mapping[str, Any] | None, starts_
 
 def _sharing_of(directory: Path) -> Any:
     """How GPUs shared the run; None if its record has none, is damaged, or is missing, as after a kill in `clear`."""
-    with suppress(FileNotFoundError, ValueError, AttributeError):
-        return json.loads((directory / RECORD).read_text(encoding="utf-8")).get("sharing")
+    with suppress(OSError, ValueError):
+        return read_values(directory / RECORD).get("sharing")
     return None
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of an unfinished run.
+
+    Raises:
+        OSError: it is missing or no regular file.
+        ValueError: it is damaged.
+    """
+    found = json.loads(read_regular(path))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} has no JSON object")
+    return found
 
 
 def _remove_finished_runs(own: Path) -> None:
@@ -266,11 +280,11 @@ def send_missing_parts(
     """
     written: dict[str, Any] = {}
     with suppress(OSError, ValueError, StopIteration):  # Damaged: reported when checksums are compared.
-        written = json.loads(next(path.rglob(VALUES)).read_text())
+        written = read_values(next(path.rglob(VALUES)))
     own = json.dumps([written.get(key) for key in (RANKS, PARTS, HOSTS)])
     known = map(json.loads, channel.gather_text(own))
     found: list[Any] | None = next((one for one in known if one[1] is not None), None)
-    if found is None:
+    if found is None or not _are_parts(*found):
         return None
     ranks, parts, hosts = found
     if disk.is_shared and len(parts) == ranks:
@@ -301,6 +315,12 @@ def send_missing_parts(
             f"{path}: process {failed[0]} cannot write parts of it ({refused or 'see its log'}); free space"
         )
     return None
+
+
+def _are_parts(ranks: Any, parts: Any, hosts: Any) -> bool:
+    """Whether these are a number of processes, ranks with parts, and machines by rank: a damaged file has others."""
+    lists = isinstance(parts, list) and isinstance(hosts, list)
+    return type(ranks) is int and lists and len(hosts) == ranks and {*map(str, parts)} <= {*map(str, range(ranks))}
 
 
 def _send_file(path: Path, source: int, channel: ControlChannel, *, writes: bool) -> OSError | None:
@@ -443,13 +463,13 @@ def _report_crash(directory: Path, notify: Callable[[str], None], root: Path) ->
     if lock is None:
         return
     try:
-        last_step = LastStep(**json.loads((directory / LAST_STEP).read_text(encoding="ascii", errors="replace")))
+        last_step = LastStep(**read_values(directory / LAST_STEP))
         if last_step.host == platform.node():
             clear(directory)
             notify(_crash_note(last_step, root))
     except FileNotFoundError:  # It ended before its first write, or by itself just now.
         pass
-    except (ValueError, TypeError):  # The file is never flushed, so a machine that goes down can damage it.
+    except (OSError, ValueError, TypeError):  # The file is never flushed, so a machine that goes down can damage it.
         clear(directory)
         notify(f"note: a previous training crashed or was killed; its record in {directory} is damaged")
     finally:

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from cuda_memory.units import GIB, MIB, counted, readable_size
 from lean_finetune.config.field_types import MemorySnapshot, Method
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import Train
-from lean_finetune.core.atomic_files import atomic_path, write_json
+from lean_finetune.core.atomic_files import atomic_path, read_sealed, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
@@ -279,16 +278,20 @@ class EstimateOutputs:
     metrics: Mapping[str, Any]
     """data/estimate/figures.json."""
     breakdown: Mapping[str, Mapping[str, int]]
-    """breakdown.json: bytes by phase and category; empty if the file is missing."""
+    """breakdown.json: bytes by phase and category; empty if the file is missing or damaged."""
     advice: Mapping[str, Any]
-    """advice.json; empty if the file is missing."""
+    """advice.json; empty if the file is missing or damaged."""
 
 
 def read_prediction(metrics: Mapping[str, Any], directory: Path) -> EstimateOutputs:
     """Read what `directory` (data/estimate) has."""
-    paths = directory / "breakdown.json", directory / "advice.json"
-    breakdown, advice = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} for path in paths)
-    return EstimateOutputs(metrics=metrics, breakdown=breakdown, advice=advice)
+    found: list[dict[str, Any]] = []
+    for name in ("breakdown.json", "advice.json"):
+        try:
+            found.append(read_sealed(directory / name))
+        except UserError:  # That memory ran out is what the user must know.
+            found.append({})
+    return EstimateOutputs(metrics=metrics, breakdown=found[0], advice=found[1])
 
 
 def oom_error(

@@ -72,7 +72,7 @@ def test_what_is_no_readable_file_is_refused_with_its_path(rows: Path, monkeypat
     assert "image /dev/zero is no regular file" in refusal("/dev/zero", rows)
     with socket.socket(socket.AF_UNIX) as listening, chdir(rows):  # A path of a socket is short.
         listening.bind("socket.png")
-    assert "cannot be read (No such device or address)" in refusal("socket.png", rows)
+    assert "image socket.png is no regular file" in refusal("socket.png", rows)
     assert "NUL" in refusal("a\0.png", rows) and "surrogate" in refusal("\ud800.png", rows)
     assert "~ is not expanded" in refusal("~/a.png", rows)
     monkeypatch.setattr(image_store, "MAX_IMAGE_BYTES", 5)

@@ -57,6 +57,11 @@ def flip_a_bit(path: Path) -> None:
     (path / TENSORS).write_bytes(raw)
 
 
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -66,8 +71,15 @@ def flip_a_bit(path: Path) -> None:
         lambda path: (path / TENSORS).unlink(),
         lambda path: (path / SUMS).write_text("{"),
         lambda path: (path / SUMS).write_text("[]"),
+        lambda path: (path / VALUES).write_text(json.dumps({**json.loads((path / VALUES).read_text()), RANKS: 0})),
+        lambda path: (path / VALUES).write_text(json.dumps({**json.loads((path / VALUES).read_text()), RANKS: "../"})),
+        lambda path: a_pipe(path / VALUES),
+        lambda path: a_pipe(path / TENSORS),
     ],
-    ids=("bit", "truncated", "other values", "no tensors", "broken sums", "no sums"),
+    ids=(
+        *("bit", "truncated", "other values", "no tensors", "broken sums", "no sums", "no processes", "a path"),
+        *("a pipe as values", "a pipe as tensors"),
+    ),
 )
 def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore, messages: list[str], damage: Any):
     """Half a file after a power failure, or a changed byte, must not become weights."""
@@ -80,6 +92,15 @@ def test_damaged_checkpoint_is_replaced_by_the_one_before(store: CheckpointStore
     assert store.last_step() == 1
     damage(first)
     assert store.newest() is None and messages[1].endswith("and no older one is here")
+
+
+def test_other_names_beside_checkpoints_are_left_alone(store: CheckpointStore):
+    """`step-old`, a copy that a user kept, was a traceback."""
+    keep(store, 1)
+    for name in ("step-old", "step-1", "step-0000000001"):
+        (store.directory / name).mkdir()
+    found = store.newest()
+    assert found is not None and found.values["step"] == 1 and (store.directory / "step-old").exists()
 
 
 @pytest.mark.parametrize(("finished", "ranks", "newest"), [(False, 1, 2), (True, 1, 4), (True, 2, 2)])

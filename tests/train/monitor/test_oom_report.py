@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cuda_memory.units import GIB, MIB
-from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.train.monitor.memory_monitor import AddressLimit, OomFailure, requested_bytes
 from lean_finetune.train.monitor.out_of_memory import (
     EstimateOutputs,
@@ -137,7 +137,7 @@ def test_error_is_reported_without_a_prediction(tmp_path: Path):
         "predicted" in one for one in lines
     )
     assert "no details were written: " in lines[-1], "an error of the record must not hide the first"
-    write_json(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
+    write_sealed(tmp_path / "breakdown.json", dict(FORECAST.breakdown))
     assert read_prediction(METRICS, tmp_path).breakdown == FORECAST.breakdown
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuda_memory.units import MIB
-from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.atomic_files import write_sealed
 from stages.bucket import main as bucket
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
@@ -80,10 +80,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert done.exit_code == 0, done.output
     write_verdict(root)
     breakdown = {"forward": {"weights": 20 * MIB, "logits": 300 * MIB}, "load": {"weights": 360 * MIB}}
-    write_json(root / "data/estimate/breakdown.json", breakdown)
+    write_sealed(root / "data/estimate/breakdown.json", breakdown)
     changes = [("train.grad_ckpt=true", 50 * MIB), ("train.method=full", 10**12), ("bucket.max_tokens=4096", 40 * MIB)]
     single = [{"command": f"dvc exp run -S {flag}", "peak_bytes": size} for flag, size in changes]
-    write_json(root / "data/estimate/advice.json", {"remedies": [], "single_changes": single})
+    write_sealed(root / "data/estimate/advice.json", {"remedies": [], "single_changes": single})
     return root
 
 
