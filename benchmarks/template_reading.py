@@ -105,9 +105,10 @@ def _span_fault(row: ReadRow, pattern: re.Pattern[str], header: str, has_marks: 
     following = [text for text, is_trained in row.pieces if not is_trained][-len(row.trained) + 1 :]
     for number, text in enumerate(row.trained):
         is_last = number + 1 == len(row.trained)
-        # Some templates write no ends. GLM-4.5 writes none between two answers, of which one may not be trained.
-        after = "" if is_last else following[number]
-        answers_again = header and after.lstrip().startswith(header)
+        # Some templates write no ends. GLM-4.5 and Apertus write none between two answers.
+        after = "" if is_last else following[number].lstrip()
+        answers = [row.conversation.messages[turn]["content"].strip() for turn in row.conversation.context]
+        answers_again = after.startswith(tuple(filter(None, [header, *answers])))
         must_end = is_last or (not has_marks and not answers_again and pattern.search(after))
         if must_end and not _last(pattern, text):
             return f"a trained span ends without a control token: {text[-30:]!r}"
@@ -115,7 +116,8 @@ def _span_fault(row: ReadRow, pattern: re.Pattern[str], header: str, has_marks: 
             return f"a trained span starts with the header of its turn: {text[:30]!r}"
         if not has_marks and (token := _last(pattern, text)) in heads:
             return f"a trained span ends with {token}, which begins answers"
-        if text.count("<think>") > 1 or text.count("</think>") > 1:
+        turns = len(row.conversation.trained_turns()) - len(row.trained) + 1  # Marks of two turns in a row may touch.
+        if max(text.count("<think>"), text.count("</think>")) > (turns if has_marks else 1):
             return f"a trained span has two think blocks: {text[:60]!r}"
     return None
 

@@ -218,15 +218,16 @@ class TurnFinder:
         """Index behind the generation prompt of the turn."""
         full, before = regions.text, conversation.messages[:turn]
         prompt = rendering(self._template, conversation, before, add_generation_prompt=True)
-        if prompt is not None and full.startswith(prompt):
+        if prompt is not None and full.startswith(prompt) and prompt.endswith(self._header):
             return len(prompt)
         own = regions[turn]
+        if prompt is not None and full.startswith(prompt):  # Some templates add no header behind another answer.
+            return self._behind_anchor(full, len(prompt), own[0] if own else 0) or len(prompt)
         if own is None:
             return None
         previous, shown = _last_shown(regions, turn)
-        first = max(done, shown[1])
-        if self._anchor and (found := full.rfind(self._anchor, first, own[0])) >= 0:
-            return found + max(len(self._anchor), self._shared(self._header, full[found : own[0]]))
+        if (found := self._behind_anchor(full, max(done, shown[1]), own[0])) is not None:
+            return found
         if prompt is None or previous is None:
             return None
         # The prompt may differ from the full rendering anywhere; only what follows the last message is compared.
@@ -234,6 +235,12 @@ class TurnFinder:
         if there is None or not (ahead := self._shared(prompt[there[1] :], full[shown[1] : own[0]])):
             return None
         return shown[1] + ahead
+
+    def _behind_anchor(self, text: str, first: int, last: int) -> int | None:
+        """The place behind the last header in a part of the text, or behind as much of it as stands there."""
+        if not self._anchor or (found := text.rfind(self._anchor, first, last)) < 0:
+            return None
+        return found + max(len(self._anchor), self._shared(self._header, text[found:last]))
 
     def _shared(self, prompt: str, text: str) -> int:
         """How much of a prompt a text begins with; a part of it ends behind a blank, or where an added token does.

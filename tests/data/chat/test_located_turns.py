@@ -265,3 +265,29 @@ def test_the_name_of_a_call_in_its_result_is_not_trained(open_template, argument
     segments = open_template(NAMED_RESULTS, GEMMA_TOKENS).render(Conversation(messages=messages, tools=None))
     assert trained(segments)[1].rstrip() == "a<turn|>"
     assert trained(segments)[0] == f"<|tool_call>call:quotes{json.dumps(arguments)}<tool_call|>"
+
+
+# As Apriel's and Hy3's: no generation prompt behind an answer, which is closed once another one follows.
+CLOSED_LATER = (
+    "{%- for m in messages -%}{{ '<|turn>' + m.role + '\n' + m.content }}"
+    "{% if m.role == 'assistant' and not loop.last %}<turn|>\n{% endif %}{%- endfor -%}"
+    "{%- if add_generation_prompt and messages and messages[-1].role != 'assistant' -%}"
+    "{{ '<|turn>assistant\n' }}{% endif %}"
+)
+# As GigaChat's: the header begins with a word, and a greeting follows nothing.
+WORD_HEADER = (
+    "Rules.<turn|>\n{% for m in messages %}{{ m.role }}<|channel>{{ m.content }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt and messages and messages[-1].role != 'assistant' %}assistant<|channel>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [CLOSED_LATER, WORD_HEADER])
+def test_the_header_of_an_answer_without_a_generation_prompt_is_not_trained(open_template, source):
+    """Where the template adds no generation prompt, the header was trained with the answer behind it."""
+    roles = ("assistant", "user", "assistant", "assistant", "user", "assistant")
+    messages = [turn(role, f"{text}.") for role, text in zip(roles, "gqabrc", strict=True)]
+    found = trained(
+        open_template(source, GEMMA_TOKENS, eos="<turn|>").render(Conversation(messages=messages, tools=None))
+    )
+    assert [text.partition("<turn|>")[0] for text in found] == ["g.", "a.", "b.", "c."]
+    assert all("assistant" not in text for text in found)
