@@ -225,7 +225,7 @@ def test_all_output_passes_one_place():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
                 if called in ("print", "click.echo", "click.secho", "tqdm.write") and name not in allowed:
-                    wrong.append(f"{name}:{node.lineno}")
+                    wrong.append(f"{name}: {ast.unparse(node)}")
     assert not wrong
 
 

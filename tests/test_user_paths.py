@@ -69,7 +69,7 @@ OUTPUTS: dict[str, tuple[click.Command, list[str]]] = {
     "plan --out": (plan, ["--model", "tiny", "--length", "16", "--out", "@"]),
     "snapshot --html": (snapshot, ["rows.jsonl", "--html", "@"]),
 }
-PARAMETERS = {
+PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     "data.source": ("data", {}),
     "data.heldout_source": ("data", {"data__source": "rows.jsonl", "data__heldout_fraction": 0}),
     "data.chat_template": ("data", {"data__source": "rows.jsonl"}),
@@ -158,6 +158,11 @@ def test_init_names_a_directory_that_no_shell_takes_for_an_option(place: Path, m
     assert "vllm serve ./-o\n" in export_lines and "create o -f ./-o/Modelfile" in export_lines
 
 
+def made_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize("how", ["corrupt", "locked", "a directory"])
 def test_a_git_index_that_cannot_be_read_is_one_line(how: str, place: Path):
     """Tracebacks of DVC's libraries, or a check that is left out without a word."""
@@ -167,7 +172,7 @@ def test_a_git_index_that_cannot_be_read_is_one_line(how: str, place: Path):
     changes: dict[str, Callable[[], Any]] = {
         "corrupt": lambda: index.write_bytes(b"x" * 300),
         "locked": lambda: shutil.copy(index, place / ".git/index.lock"),
-        "a directory": lambda: (index.unlink(), index.mkdir()),
+        "a directory": lambda: made_a_directory(index),
     }
     changes[how]()
     assert "`git status`" in error(invoke(init, "new")) and not (place / "new").exists()

@@ -45,7 +45,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {"pipe": a_pipe, "directory": a_dir
 
 def inputs_of(stage: str, workspace: Path) -> list[str]:
     """The files in data/ and locks/ that a stage depends on, by their path in the workspace."""
-    found: list[str] = []
+    found: list[Path] = []
     for name in STAGES[stage]["deps"]:
         path = workspace / name
         if not name.startswith("locks/code"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuda_memory.errors import replace_unencodable
+from cuda_memory.terminal import replace_unencodable
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS
 from lean_finetune.core.read_yaml import read_yaml
@@ -125,6 +125,7 @@ def test_modules_that_a_system_or_installation_lacks_are_imported_in_few_places(
         ("lean_finetune/core/systems.py", "fcntl"),
         ("lean_finetune/core/systems.py", "msvcrt"),
         ("lean_finetune/data/read/worker_memory.py", "resource"),
+        ("lean_finetune/page/child.py", "resource"),
         ("lean_finetune/train/monitor/memory_monitor.py", "resource"),
     }
 

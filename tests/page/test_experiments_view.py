@@ -1,5 +1,7 @@
 """Experiments on the page: the rows of `compare --json`, and the report of the last run."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
@@ -11,7 +13,7 @@ SCRIPT = "<script>run()</script>"
 
 
 def test_rows_are_escaped_and_columns_without_a_value_left_out():
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "experiment": "baseline",
             "state": "finished",

@@ -61,7 +61,7 @@ def test_a_command_runs_in_its_place_and_says_its_error(tmp_path, monkeypatch):
     wrong = run_command(["fit", "--lenght=3"], tmp_path, HOSTED)
     assert wrong.code == 2 and "--lenght" in wrong.fault and "\n" not in wrong.fault
     with pytest.raises(UserError, match="longer than 0.01 s"):
-        run_command(["fit", "--list-gpus"], tmp_path, replace(HOSTED, seconds=0.01))
+        run_command(["fit", "--list-gpus"], tmp_path, replace(HOSTED, seconds=0.01))  # type: ignore[arg-type]
 
 
 HOSTILE = "</pre><img src=x onerror=run()><script>run()</script>'\"&"

@@ -62,13 +62,18 @@ def unfinished(root: Path, step: int, changes: dict[str, dict[str, Any]]) -> Pat
     return directory
 
 
+def replace_by_pipe(record: Path) -> None:
+    record.unlink()
+    os.mkfifo(record)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda record: record.write_text("{"),
         lambda record: record.write_text("[]"),
         lambda record: record.write_text(record.read_text().replace("0.003", "0.004")),
-        lambda record: (record.unlink(), os.mkfifo(record)),
+        replace_by_pipe,
     ],
 )
 def test_a_run_whose_record_is_damaged_is_none_to_resume(tmp_path: Path, damage):

@@ -31,7 +31,13 @@ def plan_of(rows: list[list[int]], ranks: int = 1) -> Plan:
 
 def lock(name: str, digest: str, place: str = "here") -> str:
     """The text of a lock of one file."""
-    named = {"kind": "directory", "name": place, "revision": None, "tokenizer_files": [], "stop_ids": []}
+    named: dict[str, Any] = {
+        "kind": "directory",
+        "name": place,
+        "revision": None,
+        "tokenizer_files": [],
+        "stop_ids": [],
+    }
     return json.dumps({**named, "files": {name: digest}})
 
 
