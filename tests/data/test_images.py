@@ -15,6 +15,7 @@ from PIL import Image
 
 from stages.tokenize import main as tokenize
 from tests.data.common import read_tokens, spans_of
+from tests.data.images.test_image_files import with_broken_exif
 from tests.small_vision import tokenizer, vision_model
 from tests.workspace import error, invoke, write_rows
 
@@ -163,6 +164,16 @@ def test_faults_name_file_and_line_and_are_skipped_on_request(run, model, tmp_pa
     for one, (_, says) in zip(rejects, FAULTS.values(), strict=True):
         assert says in one["reason"]
     assert len(rows_of_tokens()) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of which pytest makes errors in this process.
+def test_images_with_damaged_exif_data_are_counted(run, model, tmp_path):
+    """Pillow's warnings for each, or images that may lie on their side without a word."""
+    drawn(tmp_path / "rows/a.png")
+    (tmp_path / "rows/b.jpg").write_bytes(with_broken_exif())
+    path = write_rows(tmp_path / "rows/rows.jsonl", [row("<image>Q", image=name) for name in ("a.png", "b.jpg")])
+    result = run(path, model__name=model, **NO_HELDOUT)
+    assert f"note: 1 of 2 rows (50.0 %) have an image with damaged EXIF data (first at {path}:2)" in result.stderr
 
 
 def test_an_image_that_changed_since_it_was_pinned_is_refused(run, model, tmp_path):

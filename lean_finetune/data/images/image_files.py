@@ -71,6 +71,8 @@ BAND_PIXELS = 1 << 20
 """Pixels that are blended at a time, so that blending needs little more memory."""
 WHITE = (255, 255, 255, 255)
 
+# Of damaged EXIF data, which `has_damaged_exif` finds: two lines on the terminal for each such image.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 # Pillow only warns from MAX_PIXELS to twice as many, and prints it.
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
 
@@ -106,6 +108,18 @@ def decode_image(data: bytes, name: str) -> Image.Image:
     # Each decoder has its own exceptions for hostile bytes: OSError, SyntaxError, ValueError, struct.error, and others.
     except Exception as error:
         raise RowFault(f"image {name} is damaged or truncated ({error}); write or download it again") from error
+
+
+def has_damaged_exif(data: bytes) -> bool:
+    """Whether the EXIF data of an image cannot be read in full: its orientation may be lost."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            with Image.open(BytesIO(data), formats=FORMATS) as image:
+                image.getexif()
+        except Exception:  # As many kinds as in `decode_image`, which refuses what it cannot decode.
+            return True
+    return bool(found)
 
 
 def _too_large(name: str) -> str:

@@ -9,7 +9,7 @@ from lean_finetune.core.atomic_files import find_source, sync
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import GivenImage
 from lean_finetune.data.images.families import Size
-from lean_finetune.data.images.image_files import decode_image, image_file, regular_content
+from lean_finetune.data.images.image_files import decode_image, has_damaged_exif, image_file, regular_content
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.pinning.image_pins import MAX_IMAGE_BYTES
 from lean_finetune.pinning.locate import DataFile
@@ -23,6 +23,8 @@ class StoredImage(NamedTuple):
     size: Size
     name: str
     """How messages call it."""
+    has_damaged_exif: bool = False
+    """Its orientation may be lost."""
 
 
 class ImageStore:
@@ -32,6 +34,7 @@ class ImageStore:
         """Keep the files below `root`, or none of them; `processor` must accept each image."""
         self._root, self.processor = root, processor
         self._sizes: dict[bytes, Size] = {}
+        self._damaged: set[bytes] = set()
 
     def add(self, given: GivenImage, directory: Path | None) -> StoredImage:
         """Store an image; `directory` is that of its row's file, None where the file is on the hub.
@@ -50,7 +53,9 @@ class ImageStore:
             if self._root is not None:
                 self._write(self._root, digest, data)
             self._sizes[digest] = size
-        return StoredImage(digest, self._sizes[digest], name)
+            if has_damaged_exif(data):
+                self._damaged.add(digest)
+        return StoredImage(digest, self._sizes[digest], name, digest in self._damaged)
 
     @staticmethod
     def _write(root: Path, digest: bytes, data: bytes) -> None:

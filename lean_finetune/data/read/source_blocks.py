@@ -4,6 +4,7 @@ import codecs
 import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -118,6 +119,12 @@ class PinnedBytes(io.RawIOBase):
             raise UserError(_CHANGED.format(self._file.name))
 
 
+MOST_UNPACKED_BYTES, MOST_RATIO = 1 << 30, 500
+"""A compressed file may have so many bytes, and this multiple of its size: a kilobyte can hold a terabyte of rows."""
+MOST_BLANK_BYTES = 8 << 20
+"""Of white space in a row: no limit of rows ends a file of line ends."""
+
+
 class DecompressedFile:
     """The content of a pinned file, decompressed and without a byte order mark."""
 
@@ -128,6 +135,8 @@ class DecompressedFile:
         # Unlike others, Arrow's reader raises on a truncated file.
         self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), compression) if compression else source
         self._ahead = b""
+        self._bytes = self._blank_bytes = 0
+        self._most_bytes = MOST_UNPACKED_BYTES + MOST_RATIO * file.size_bytes if compression else sys.maxsize
 
     def peek(self, size: int) -> bytes:
         """The first bytes without the byte order mark; `read` returns them again.
@@ -151,12 +160,24 @@ class DecompressedFile:
 
     def _read_once(self, size: int) -> bytes:
         try:
-            return cast(bytes, self._stream.read(size))
+            part = cast(bytes, self._stream.read(size))
         except OSError as error:
             self._source.finish()  # Reports a changed file as changed.
             raise UserError(
                 f"{self._file.name}: the compressed data is damaged or truncated ({error}); write or download it again"
             ) from error
+        self._bytes += len(part)
+        if self._bytes > self._most_bytes:
+            raise UserError(
+                f"{self._file.name}: has more than {self._most_bytes} bytes, {MOST_RATIO} times as many as compressed; "
+                "decompress it, and name that file"
+            )
+        self._blank_bytes = self._blank_bytes + len(part) if part.isspace() else 0
+        if self._blank_bytes > MOST_BLANK_BYTES:
+            raise UserError(
+                f"{self._file.name}: has more than {MOST_BLANK_BYTES >> 20} MiB of blank lines in a row; remove them"
+            )
+        return part
 
 
 @contextmanager

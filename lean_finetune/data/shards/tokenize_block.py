@@ -295,6 +295,7 @@ class BlockTokenizer:
         if isinstance(example, Conversation) and example.images:
             images = self.images.stored(example.images, self._directories[rows.block.file])
             segments = [self.images.filled(segments[0], images)]
+            rows.count("damaged_exif_rows", place, any(image.has_damaged_exif for image in images))
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
         for part in parts:

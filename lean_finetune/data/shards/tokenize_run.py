@@ -73,6 +73,7 @@ NOTES = {
     "reasoning_left_out_rows": "{share} have earlier answers whose reasoning the chat template omits{first}, so they "
     "are trained without it; data.train_on=last_assistant trains each row's last answer alone",
     "control_tokens_as_text": "control tokens in the rows' own text, encoded as plain characters: {count}{first}",
+    "damaged_exif_rows": "{share} have an image with damaged EXIF data{first}, which may not be upright; save it again",
     "surrogates_replaced": "lone surrogates in the rows' text, replaced by U+FFFD: {count}{first}",
     "engine_fallback_rows": "rows encoded by tokenizers because tiktoken cannot: {count}",
     "sampled_rows_differing": "{count} of {sampled} sampled rows have other ids when encoded as one text: a token "

@@ -1,6 +1,8 @@
 """Images of every kind become the same upright RGB pixels, and hostile ones one line."""
 
 import struct
+import subprocess
+import sys
 import zlib
 from io import BytesIO
 
@@ -12,7 +14,8 @@ from transformers.image_transforms import convert_to_rgb
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.images import image_files
-from lean_finetune.data.images.image_files import decode_image
+from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
+from tests.conftest import ROOT
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 ORIENTATION = 0x0112
@@ -242,3 +245,27 @@ OTHERS = {
 def test_other_content_is_refused(name: str):
     """Pillow would run Ghostscript for PostScript."""
     assert "convert it to one of JPEG, PNG, WEBP, GIF, BMP" in refusal(OTHERS[name])
+
+
+def with_broken_exif() -> bytes:
+    """A JPEG whose EXIF data names a tag behind its end."""
+    exif = Image.Exif()
+    exif[ORIENTATION], exif[0x010E] = 1, "x" * 50
+    data = saved(drawn(), "JPEG", exif=exif)
+    place = data.index(b"\x01\x0e", data.index(b"Exif\0\0"))  # Of the description: type, count, where it is.
+    return data[: place + 8] + b"\x00\x0f\x00\x00" + data[place + 12 :]
+
+
+QUIET = """
+import sys
+from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
+data = sys.stdin.buffer.read()
+print(decode_image(data, "a").size, has_damaged_exif(data))
+"""
+
+
+def test_damaged_exif_data_is_found_and_prints_nothing():
+    """Two lines of Pillow on the terminal for each image of a data set."""
+    assert not has_damaged_exif(saved(drawn(), "JPEG")) and not has_damaged_exif(LOSSLESS["png"])
+    done = subprocess.run([sys.executable, "-c", QUIET], input=with_broken_exif(), capture_output=True, cwd=ROOT)
+    assert done.stdout == b"(24, 16) True\n" and done.stderr == b"", done.stderr

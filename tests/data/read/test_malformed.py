@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.read import arrow_batches
+from lean_finetune.data.read import arrow_batches, source_blocks
 from lean_finetune.data.read.row_block import MAX_ROW_BYTES
-from tests.data.read.common import arrow, blocks_of, lock_of, parquet, rows_of, source
+from tests.data.read.common import arrow, blocks_of, lock_of, parquet, rows_of, source, zstd
 
 GOOD = b'{"text": "good"}'
 
@@ -230,6 +230,34 @@ def test_a_small_parquet_file_cannot_fill_the_memory(tmp_path, monkeypatch):
         assert [len(block.payload) < 3 << 20 for block in blocks_of(lock_of(source(parts)))] == [True] * 40
     finally:
         pa.set_memory_pool(pool)
+
+
+BLANK = gzip.compress(b"\n" * (1 << 20))
+"""A MiB of line ends in a KiB; gzip files may follow each other."""
+BOMBS = {
+    "rows.jsonl.gz": BLANK * 4000,
+    "rows.json.gz": gzip.compress(b"[") + gzip.compress(b" " * (1 << 20)) * 4000,
+    "rows.csv.gz": gzip.compress(b"text\n") + BLANK * 4000,
+    "rows.txt.gz": BLANK * 4000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_four_gigabytes_of_blank_lines_end_in_a_line(tmp_path, name):
+    """A limit of rows that nothing reaches: hours for a file of a few megabytes."""
+    (tmp_path / name).write_bytes(BOMBS[name])
+    with pytest.raises(UserError, match=rf"{name}: has more than 8 MiB of blank lines in a row; remove them"):
+        blocks_of(lock_of(source(tmp_path / name)))
+
+
+def test_a_file_that_decompresses_without_end_is_refused(tmp_path, monkeypatch):
+    """A terabyte of equal rows in a few megabytes."""
+    monkeypatch.setattr(source_blocks, "MOST_UNPACKED_BYTES", 1 << 20)
+    (tmp_path / "rows.jsonl.zst").write_bytes(zstd((GOOD + b"\n") * 200_000))
+    (tmp_path / "few.jsonl.zst").write_bytes(zstd((GOOD + b"\n") * 50_000))
+    with pytest.raises(UserError, match=r"rows.jsonl.zst: has more than \d+ bytes, 500 times as many as compressed"):
+        blocks_of(lock_of(source(tmp_path / "rows.jsonl.zst")))
+    assert len(rows_of(tmp_path / "few.jsonl.zst")) == 50_000
 
 
 MALFORMED = LINES | ARRAYS | TABLES | BINARIES
