@@ -1,5 +1,6 @@
 """The command `lean-finetune export`: a tuned model for other programs, and on the hub."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def export(out: Path, model: Path, bits: str | None, what: str, push: str | None
     tuned = find_tuned(model, bits)
     if what == "adapter" and tuned.adapter is None:
         raise UsageFault(f"--what: {model} is a full model without an adapter; use --what merged")
-    if push and what == "adapter" and Path(str(tuned.base_name)).is_dir():
+    if push and what == "adapter" and os.path.isdir(tuned.base_name):
         raise UsageFault(
             f"--push: the adapter's base is the local directory {tuned.base_name}, which nobody else has; use --what "
             "merged, or train from a hub id"
@@ -163,7 +164,7 @@ def card(tuned: "TunedModel", name: str, what: str) -> str:
     from lean_finetune.pinning.hub import HUB_ID
 
     base, commit = tuned.base_name, tuned.base_revision
-    on_hub = not Path(base).is_dir() and HUB_ID.fullmatch(base) is not None
+    on_hub = not os.path.isdir(base) and HUB_ID.fullmatch(base) is not None
     lines = "\n".join(f"# {title}\n{line}" for title, line in use_lines(tuned, name, what))
     return "\n".join(
         [

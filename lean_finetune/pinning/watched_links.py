@@ -75,8 +75,8 @@ def _image_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path
     """
     room = len(DIRECTORY_LINKS) - len(watched)
     real = {path.parent: _real(path.parent) for images in sources for path in images.values()}
-    inside = [_real(root) for root in watched if root.is_dir()]
-    folders = {folder: place for folder, place in real.items() if folder.is_dir() and not _is_in(place, inside)}
+    inside = [_real(root) for root in watched if os.path.isdir(root)]
+    folders = {folder: place for folder, place in real.items() if os.path.isdir(folder) and not _is_in(place, inside)}
     if len(_outermost(folders)) > room:
         for images in sources:
             relative = {path.parent for name, path in images.items() if not Path(name).is_absolute()}
@@ -87,7 +87,7 @@ def _image_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path
     inside += [folders[folder] for folder in kept]
     left = {folder for folder, place in real.items() if not _is_in(place, inside)}
     single = [path for images in sources for path in images.values() if path.parent in left]
-    return kept, [path for path in single if path.is_file()]
+    return kept, [path for path in single if os.path.isfile(path)]
 
 
 def _real(path: Path) -> Path:

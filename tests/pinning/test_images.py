@@ -138,6 +138,15 @@ def test_images_within_rows_and_what_tokenize_refuses_are_left_out(pin, tmp_path
     assert found is not None and (found["files"], found["missing"], found["bytes"]) == (3, 2, 11)
 
 
+def test_names_that_no_file_can_have_are_left_out(pin, tmp_path):
+    """A text of 300 letters in a column of images ended in a traceback: `File name too long`."""
+    long = f"{'x' * 300}/{'y' * 300}.png"
+    (tmp_path / "loop").symlink_to("loop")
+    rows = write_rows(tmp_path / "rows/train.jsonl", [row(long), row(f"/{long}"), row(f"{tmp_path}/loop/a.png")])
+    result = pin(rows)
+    assert result.exit_code == 0 and "rows name 3 images that cannot be read" in result.stderr, result.output
+
+
 def test_images_in_a_directory_or_beside_a_glob_are_watched_with_it(pin, tmp_path):
     rows = [write_rows(tmp_path / f"rows/{k}/train.jsonl", [row("a.png")]) for k in range(2)]
     draw(tmp_path / "rows/0/a.png")

@@ -1,5 +1,6 @@
 """Data sets that LLaMA-Factory's dataset_info.json describes, as entries of `data.source`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _described(name: str, entry: Mapping[str, Any], where: str, directory: Path,
         place = f"hf://{entry['hf_hub_url']}"
     elif "file_name" in entry:
         place = str(directory / entry["file_name"])
-        if not Path(place).exists():
+        if not os.path.exists(place):
             refused.append(f"file_name: {place} does not exist")
     else:
         refused.append("must have hf_hub_url or file_name; other places are not read here")

@@ -262,11 +262,11 @@ def _links(here: Path, params: str) -> dict[str, str]:
     links, values = template_links(), parse_yaml(params)
     data, model, adapter = values["data"]["source"], values["model"]["name"], values["model"].get("adapter")
     if isinstance(data, str) and not data.startswith(HUB_PREFIX):
-        is_glob = glob.has_magic(data) and not (here / data).exists()
+        is_glob = glob.has_magic(data) and not os.path.exists(here / data)
         links["locks/watched-data"] = _link_text(here, glob_base(data) if is_glob else data)
-    if (here / model).is_dir():
+    if os.path.isdir(here / model):
         links["locks/watched-model"] = _link_text(here, model)
-    if adapter is not None and (here / adapter).is_dir():
+    if adapter is not None and os.path.isdir(here / adapter):
         links["locks/watched-adapter"] = _link_text(here, adapter)
     return links
 

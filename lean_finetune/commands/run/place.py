@@ -67,7 +67,7 @@ def _prepare_commit(directory: Path) -> None:
         and git(directory, "add", "--", source).returncode == 0
     ):
         paths.append(source)
-    if not Path(model).is_absolute() and (directory / model).is_dir():
+    if not Path(model).is_absolute() and os.path.isdir(directory / model):
         exclude = directory / ".git/info/exclude"
         exclude.parent.mkdir(exist_ok=True)
         with exclude.open("a", encoding="utf-8") as file:
