@@ -1,6 +1,8 @@
 """YAML of strangers ends in a value or in one line: files, and values of the command line."""
 
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,3 +222,86 @@ def test_parameters_of_a_wrong_shape_are_refused_in_one_line():
         check_refusal(text, "")
     refusal = one_line(with_flags, load_params(COMMON_PARAMS), ["run.rendezvous='{train.lr} {x} {0.__class__}'"])
     assert refusal is not None and "{train.lr} {x} {0.__class__}" in refusal
+
+
+@pytest.mark.parametrize(
+    "key", ["train.lora.rank", "train.loss_chunk", "run.cpu_threads", "run.data_workers", "data.max_length"]
+)
+@pytest.mark.parametrize("value", [2**62, 2**63, 10**300])
+def test_no_number_is_beyond_what_libraries_take(key: str, value: int):
+    """`Overflow when unpacking long long` behind a traceback of PyTorch."""
+    fault = one_line(with_flags, load_params(COMMON_PARAMS), [f"{key}={value}"])
+    assert fault is not None and fault.startswith(f"{key}: must be less than or equal to ") and len(fault) < 300
+
+
+def test_an_unknown_key_of_any_length_is_one_short_line():
+    fault = one_line(with_flags, load_params(COMMON_PARAMS), ["a" * 5000 + "=1"])
+    assert fault is not None and "unknown parameter" in fault and len(fault) < 400
+    content = {**load_params(COMMON_PARAMS).model_dump(), "b" * 5000: 1}
+    fault = one_line(parse_params, content)
+    assert fault is not None and "unknown parameter" in fault and len(fault) < 400
+
+
+def test_a_pipe_is_read_if_somebody_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`--params <(…)` works, and a pipe in place of a file ends no script: reading it waited for a writer forever."""
+    monkeypatch.setattr("lean_finetune.core.read_yaml.PIPE_SECONDS", 0.3)
+    pipe = tmp_path / "params.yaml"
+    os.mkfifo(pipe)
+    fault = one_line(load_params, pipe)
+    assert fault is not None and "is a pipe that nobody writes for 0.3 s" in fault
+    writer = threading.Thread(target=pipe.write_bytes, args=(COMMON_PARAMS.read_bytes() + b"#" * 200_000,))
+    writer.start()
+    assert load_params(pipe) == load_params(COMMON_PARAMS)
+    writer.join()
+    assert "is no file" in str(one_line(load_params, Path("/dev/null")))
+
+
+def test_a_read_only_file_stays(tmp_path: Path):
+    """A file whose directory can be written is replaced, though its owner made it read-only."""
+    file = tmp_path / "params.yaml"
+    file.write_bytes(COMMON_PARAMS.read_bytes())
+    file.chmod(0o444)
+    fault = one_line(change_params, {"seed": 7}, file, file)
+    assert fault == f"{file}: is read-only, so nothing is written; allow it (chmod u+w), or name another file"
+    assert file.read_bytes() == COMMON_PARAMS.read_bytes()
+
+
+SCRIPT = """MODEL=org/model
+ARGS=(--model $MODEL --tuner_type full
+  --max_length 8192)
+ARGS+=(--lora_rank "$((64 / 8))")
+if [ -n "$X" ]; then Y=1; fi
+CUDA_VISIBLE_DEVICES=0 swift sft "${ARGS[@]}" --dataset 'org/rows#500' --output_dir ${OUT:-out} 2>&1 | tee log
+"""
+SIGNS = "\"'`$(){}[]<>|&;\\\n#=-@* \x1b\0é\u202e"
+BOMBS = [
+    "$" * 100_000,
+    "(" * 100_000,
+    "$(" * 5000,
+    "${" * 5000 + "}" * 5000,
+    "A=(x)\n" + "A=(${A[@]} ${A[@]})\n" * 40,
+    "A=xx\n" + "A+=$A\n" * 40,
+    "cat <<E",
+    "cat" + " <<E" * 20_000,
+    "if true; then\n" * 20_000,
+    "'" * 99_999,
+    "\\\n" * 200_000,
+]
+
+
+def test_scripts_of_strangers_are_read_or_refused_in_one_line(tmp_path: Path):
+    """A script that takes minutes or a traceback, because nobody runs it here."""
+    rng = random.Random(46)
+    texts = [f"{bomb}\n{SCRIPT}" for bomb in BOMBS]
+    for _ in range(TRIES // 6):
+        signs = list(SCRIPT)
+        for _ in range(rng.randint(1, 6)):
+            signs.insert(rng.randrange(len(signs)), rng.choice(SIGNS))
+            del signs[(at := rng.randrange(len(signs))) : at + rng.choice((0, 0, 1, 9))]
+        texts.append("".join(signs))
+    path = tmp_path / "run.sh"
+    for text in texts:
+        path.write_text(text)
+        start = time.perf_counter()
+        fault = one_line(read_config_of_tool, path, 1)
+        assert time.perf_counter() - start < MOST_SECONDS and "\n" not in (fault or ""), text[:200]

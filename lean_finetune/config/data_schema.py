@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from lean_finetune.config.field_types import MAX_PIXELS, Format, Role
-from lean_finetune.config.section import IsoDate, PositiveFloat, PositiveInt, Section, Text
+from lean_finetune.config.section import MOST, IsoDate, PositiveFloat, PositiveInt, Section, Text
 
 HELDOUT_SOURCE = "data.heldout_source"
 SOURCE_KEYS = ("source", "heldout_source")
@@ -97,7 +97,7 @@ class Data(Section):
     """Tokens that count in the loss."""
     end_of_turn: Literal["auto", "eos", "none"]
     """The token that ends an answer, where the chat template writes none. It counts in the loss."""
-    max_length: Annotated[int, Field(ge=8)]
+    max_length: Annotated[int, Field(ge=8, le=MOST)]
     """Longest row in tokens. Activation memory grows with it."""
     over_length: Literal["truncate", "drop", "split"]
     """What to do with a longer row."""

@@ -72,7 +72,7 @@ def _first_error(error: ValidationError) -> str:
     faults = error.errors()
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     keys = _keys(fault)
-    dotted = ".".join(keys)
+    dotted = shortened(".".join(keys))
     match fault["type"]:
         case "extra_forbidden":
             return f"{dotted}: unknown parameter; {_known_keys(keys)}"

@@ -30,6 +30,8 @@ from lean_finetune.config.field_types import (
 )
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.section import (
+    MOST,
+    MOST_THREADS,
     LoraStart,
     NonNegativeFloat,
     ObjectiveKey,
@@ -39,6 +41,7 @@ from lean_finetune.config.section import (
     Section,
     Share,
     Text,
+    Threads,
     Token,
 )
 from lean_finetune.objectives.objective import Objective, RowKind
@@ -162,13 +165,13 @@ class Train(BaseWeights):
     """Recompute activations layer by layer in the backward pass."""
     grad_ckpt_policy: GradCkptPolicy
     """What to recompute: every layer | one layer in grad_ckpt_every | all but the outputs of matmuls and attention."""
-    grad_ckpt_every: Annotated[int, Field(ge=2)]
+    grad_ckpt_every: Annotated[int, Field(ge=2, le=MOST)]
     """Policy every_n: recompute one layer in this many. The other layers store their activations."""
     offload_activations: OffloadActivations
     """Where to store layers' activations until the backward pass: on the device, in pinned host memory or in a file."""
     compress_activations: CompressActivations
     """Store what layers save for backward in 8 bits: floating-point or integer codes, with a scale per block."""
-    sequence_tiles: Annotated[int, Field(ge=2)] | None
+    sequence_tiles: Annotated[int, Field(ge=2, le=MOST)] | None
     """Run dense MLPs and norms in this many tiles along the sequence, recomputed in backward. None: in one."""
     expandable_segments: bool
     """Let the CUDA allocator grow its segments instead of reserving segments of fixed sizes."""
@@ -335,7 +338,7 @@ class Evaluate(Section):
     """Padded tokens in one evaluation batch; prompts count with their answers. None means bucket.max_tokens."""
     logits_chunk: PositiveInt | None
     """Tokens whose logits exist at once. None means train.loss_chunk, or max_tokens if that is None."""
-    generate_rows: Annotated[int, Field(ge=0)]
+    generate_rows: Annotated[int, Field(ge=0, le=MOST)]
     """Held-out prompts to answer by greedy decoding."""
     max_new_tokens: PositiveInt | None
     """Longest generated answer in tokens. Answers to rows whose own answer is longer are shown, but not compared. None:
@@ -359,9 +362,9 @@ class Run(Section):
     """Where train and evaluate compute. `auto`: on the CUDA device, or on the CPU unless hardware.gpu names a GPU."""
     progress: bool
     """Show progress bars on standard error."""
-    cpu_threads: PositiveInt | None
+    cpu_threads: Threads | None
     """CPU threads of torch. None means all cores."""
-    data_workers: PositiveInt | None
+    data_workers: Threads | None
     """Workers of stage tokenize. None means one per core. The output bytes do not depend on it."""
     data_pool: Literal["processes", "threads"]
     """Whether these workers are processes or threads."""
@@ -371,9 +374,9 @@ class Run(Section):
     """What train does when a step runs out of memory: stop, or split the step's micro-batches and repeat it."""
     memory_snapshot: MemorySnapshot
     """When train writes the history of CUDA's allocator: never | when memory runs out | also after the first steps."""
-    offload_buffer_mib: Annotated[int, Field(ge=64)]
+    offload_buffer_mib: Annotated[int, Field(ge=64, le=MOST)]
     """Host memory that optimizer state on disk passes through (train.offload_to=disk), for each GPU."""
-    loader_threads: Annotated[int, Field(ge=0)]
+    loader_threads: Annotated[int, Field(ge=0, le=MOST_THREADS)]
     """Threads that read batches ahead of training. 0 reads them in the training thread. The batches are the same."""
     checkpoint_seconds: PositiveFloat | None
     """Seconds of training between two checkpoints. None writes one only when training is interrupted."""
@@ -385,13 +388,13 @@ class Run(Section):
     """Seconds that the process of one GPU waits for others without progress before it ends the run."""
     nodes: PositiveInt
     """Machines that train together; each has hardware.num_gpus / nodes GPUs."""
-    node_rank: Annotated[int, Field(ge=0)] | None
+    node_rank: Annotated[int, Field(ge=0, le=MOST)] | None
     """Number of this machine, from 0. None: read it from the environment of torchrun (PET_NODE_RANK) or SLURM."""
     rendezvous: Text | None
     """HOST or HOST:PORT of node 0. None: this machine, unless the environment of torchrun or SLURM names one."""
     join_timeout_seconds: PositiveFloat
     """Seconds that the other nodes wait for node 0, which may still tokenize."""
-    max_restarts: Annotated[int, Field(ge=0)]
+    max_restarts: Annotated[int, Field(ge=0, le=MOST)]
     """How often torchrun starts crashed processes again, which then resume from the last checkpoint."""
     trackers: list[TrackerName]
     """Libraries for experiment tracking that receive the figures of each optimizer step."""

@@ -13,6 +13,9 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.registry import OBJECTIVES
 
+MOST = 2**40
+"""Of anything counted. Products with the sizes of a model stay below 2**63, the end of PyTorch's integers."""
+MOST_THREADS = 2**16
 MOST_IDS = 2**31
 """Token ids are below it."""
 
@@ -48,7 +51,8 @@ Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[str | int, PlainValidator(_token)]
 IsoDate = Annotated[str, BeforeValidator(_iso_date)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 LoraStart = Annotated[LoraInit, _key_of(ADAPTER_STARTS)]

@@ -3,6 +3,10 @@
 Its size, nesting and aliases are limited, so that a small file cannot take much time or memory.
 """
 
+import errno
+import os
+import stat
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,8 @@ MOST_VALUES = 20_000
 """Values with those of aliases; the shipped params.yaml has about 130."""
 MOST_LEVELS = 50
 LONGEST_REASON = 240
+PIPE_SECONDS = 5.0
+"""How long to wait for the writer of a pipe."""
 MOST_BITS = 1024
 """Bits of an integer; every float fits."""
 
@@ -107,6 +113,32 @@ def _check_types(value: Any) -> None:
         raise ValueError(f"values of YAML type {type(value).__name__} are not used here")
 
 
+def read_start(path: Path) -> bytes:
+    """The first `MOST_BYTES` + 1 bytes of a file, or of a pipe such as `<(…)`.
+
+    Raises:
+        OSError: it cannot be read, is a device, or is a pipe that nobody writes.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # Waits for no writer of a pipe.
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        mode = os.fstat(handle).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "is no file")
+        parts, room, end = list[bytes](), MOST_BYTES + 1, time.monotonic() + PIPE_SECONDS
+        while room:
+            part = file.read(room)  # None: the pipe is empty so far. Nothing: nobody writes, yet or any longer.
+            if part:
+                parts.append(part)
+                room -= len(part)
+            elif stat.S_ISREG(mode) or (part is not None and parts):
+                break
+            elif time.monotonic() > end:
+                raise OSError(errno.EAGAIN, f"is a pipe that nobody writes for {PIPE_SECONDS:g} s")
+            else:
+                time.sleep(0.01)
+        return b"".join(parts)
+
+
 def read_yaml(path: Path, missing: str, remedy: str = "correct the file") -> Any:
     """The value of a YAML file.
 
@@ -114,13 +146,11 @@ def read_yaml(path: Path, missing: str, remedy: str = "correct the file") -> Any
         UserError: there is no such file, and what to do is `missing`; or it cannot be read, or is not YAML.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1).decode("utf-8")
-        return parse_yaml(text)
+        return parse_yaml(read_start(path).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: {missing}") from None
     except NotYaml as error:
         raise UserError(f"{path}:{error.line}: not YAML; {error}; correct it") from None
     except (OSError, UnicodeDecodeError) as error:
-        first = str(error).splitlines()[0]
+        first = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(f"{path}: must be a YAML file that can be read ({first}); {remedy}") from None

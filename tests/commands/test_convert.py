@@ -409,6 +409,8 @@ def test_schedules_of_transformers_are_kept(text: str, name: str, tmp_path: Path
         ("", "must be a mapping of keys; got an empty file"),
         ("a: [\n", "run.yaml:2: not YAML; "),
         ("a: 1\na: 2\n", "run.yaml:2: not YAML; found duplicate key"),
+        (LLAMA_FACTORY + "weight_decay: true\n", "weight_decay: must be a number; got True; correct it"),
+        (AXOLOTL.replace("packing: true", "packing: maybe"), "sample_packing: must be true or false; got 'maybe'"),
         (LLAMA_FACTORY + "weight_decay: two\n", "weight_decay: must be a number; got 'two'; correct it"),
         (LLAMA_FACTORY + "max_steps: [1]\n", "max_steps: must be a number; got [1]; correct it"),
         (TRL + "lora_alpha: 1.5\n", "lora_alpha: must be a whole number; got 1.5; correct it"),

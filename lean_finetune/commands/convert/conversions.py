@@ -75,7 +75,7 @@ Conversion = Callable[[str, Any, Converted], Any]
 
 
 def _number(key: str, value: Any, converted: Converted) -> float:
-    if isinstance(value, int | float | str):
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError):
             return float(value)
     raise ValueError("must be a number")
@@ -93,8 +93,6 @@ def _count(key: str, value: Any, converted: Converted) -> float:
 
 
 def _positive(key: str, value: Any, converted: Converted) -> int:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
     if (number := _whole(key, value, converted)) < 1:
         raise ValueError("must be at least 1")
     return number
@@ -196,6 +194,7 @@ FACTS: Mapping[str, Conversion] = {
     **dict.fromkeys(("dataset", "eval_dataset"), _data_sets),
     **dict.fromkeys(("component", "dataset_dir", "chat_template", "template_text"), _text),
     **dict.fromkeys(("freeze_vision", "freeze_projector", "freeze_language", "freeze_parts"), _switch),
+    **dict.fromkeys(("packing", "padded", "no_grad_ckpt", "mlp_targets", "offload"), _switch),
     "attention_targets": _targets,
     "start": _one_adapter,
 }

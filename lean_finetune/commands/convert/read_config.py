@@ -23,7 +23,7 @@ from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
 from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table, tables
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_yaml
+from lean_finetune.core.read_yaml import MOST_BYTES, NotYaml, parse_yaml, read_start, read_yaml
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 
 SCRIPTS = (".sh", ".bash")
@@ -67,12 +67,12 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _of_script(path: Path, commands: Sequence[str]) -> tuple[dict[str, Any], str]:
     """The flags of a script's command, and the command."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1).decode("utf-8-sig")
+        text = read_start(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: file does not exist; name a configuration of another tool") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: must be a shell script that can be read ({error}); name another") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: must be a shell script that can be read ({reason}); name another") from None
     if len(text) > MOST_BYTES:
         raise UserError(f"{path}: must have at most {MOST_BYTES} bytes; name another")
     found = [(name, one, place) for one in commands_of(text, path) for name, place in _starts(one.words, commands)]

@@ -24,10 +24,13 @@ def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[
     """Write `template` with other values to `out`; return those that changed by dotted key.
 
     Raises:
-        UserError: the template cannot be read, the parameters together are wrong, or `out` is a link out of its
-            directory. Nothing is written then.
+        UserError: the template cannot be read, the parameters together are wrong, or `out` is read-only or a link out
+            of its directory. Nothing is written then.
     """
     refuse_link_out(out.parent, out)
+    # Its directory may allow to replace it, and root may do anything; the owner said no.
+    if out.is_file() and not out.stat().st_mode & 0o222:
+        raise UserError(f"{out}: is read-only, so nothing is written; allow it (chmod u+w), or name another file")
     missing = "file is missing here; run in a project's directory, or make one with `lean-finetune init`"
     if not isinstance(read_yaml(template, missing), Mapping):
         raise UserError(f"{template}: must be a mapping of sections; change it")
