@@ -43,6 +43,7 @@ UNPINNED_PACKAGES = tuple(
         "memory/choice",
         "memory/tool_step",
         "other_tools",
+        "page",
         "presets",
         "project",
     )
