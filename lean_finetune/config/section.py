@@ -13,7 +13,7 @@ from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.registry import OBJECTIVES
 
-MOST = 2**40
+MOST = 2**42
 """Of anything counted. Products with the sizes of a model stay below 2**63, the end of PyTorch's integers."""
 MOST_THREADS = 2**16
 MOST_IDS = 2**31
