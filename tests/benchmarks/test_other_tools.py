@@ -20,7 +20,7 @@ from tests.commands.tool_configs import (
 
 SAMPLES = {
     "axolotl.yml": AXOLOTL,
-    "dpo.yml": AXOLOTL + "rl: dpo\n",
+    "dpo.yml": AXOLOTL.replace("type: alpaca", "type: chatml.intel") + "rl: dpo\n",
     "grpo.yml": AXOLOTL + "rl: grpo\n",
     "factory.yaml": LLAMA_FACTORY,
     "v1.yaml": LLAMA_FACTORY_V1,

@@ -227,7 +227,9 @@ def test_a_row_whose_trained_text_ends_inside_a_control_token_is_refused(style, 
         directory = save(sentencepiece("llama2"), tmp_path, eos_token="</s>", pad_token="<unk>")
         start, token = "<s>", "</s>"
     marks = CUT.replace("START", start).replace("FIRST", token[:2]).replace("SECOND", token[2:])
-    made = worker_of(directory, chat_template=marks)(block_of([ROWS[0], chat_row("Hi", "cut"), ROWS[1]]))
+    turns = [("user", "Hi"), ("assistant", "cut"), ("user", "And?"), ("assistant", "Fine")]
+    cut = json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+    made = worker_of(directory, chat_template=marks)(block_of([ROWS[0], cut, ROWS[1]]))
     assert [row["source_row"] for row in both_sides(made)] == [10, 12]
     [reject] = made.tally.rejects
     assert reject.line == 12
