@@ -18,7 +18,7 @@ from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finit
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.trained_rows import saved_token_ids
-from lean_finetune.pinning.adapter_files import LORA, MERGE_FIRST, adapter_tensors, fault, read_adapter
+from lean_finetune.pinning.adapter_files import AGAIN, LORA, MERGE_FIRST, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 T = TypeVar("T")
@@ -41,11 +41,11 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
     found = without_other_head(adapter_tensors(directory), config)
     _refuse_trained_parts(directory, found, train)
     _refuse_values(directory, _values_of(adapter, found, config), train)
-    model = meta_model(config)
+    model, base = meta_model(config), _of_base(adapter, config)
     modules = dict(model.named_modules())
     wanted = {name: tuple(tensor.shape) for name, tensor in start_names(_on_meta(model, train), adapter).items()}
     _refuse_layers(
-        directory, adapter, train, {_layer(name) for name in found}, {_layer(name) for name in wanted}, modules
+        directory, adapter, train, {_layer(name) for name in found}, {_layer(name) for name in wanted}, modules, base
     )
     for name, shape in wanted.items():
         if name not in found:
@@ -54,10 +54,16 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
             raise fault(
                 directory / ADAPTER_WEIGHTS,
                 f"has {name} of shape {_shown(found[name].shape)}, and the model needs {_shown(shape)}",
-                "name the adapter's base in model.name",
+                base,
             )
     if unknown := sorted(found.keys() - wanted.keys()):
         raise fault(directory / ADAPTER_WEIGHTS, f"has {unknown[0]}, which training here has not", MERGE_FIRST)
+
+
+def _of_base(adapter: Mapping[str, Any], config: PretrainedConfig) -> str:
+    """The remedy for an adapter of another model."""
+    base = shortened(adapter["base_model_name_or_path"])
+    return f"it is an adapter of {base}, and the model is {config.name_or_path}: name the adapter's base in model.name"
 
 
 def _on_meta(model: Any, train: Train) -> PeftModel:
@@ -140,20 +146,22 @@ def _refuse_layers(
     found: set[str],
     wanted: set[str],
     modules: Mapping[str, nn.Module],
+    base: str,
 ) -> None:
-    """Refuse an adapter of other layers than those of train.lora.targets."""
+    """Refuse an adapter of other layers than those of train.lora.targets; `base` is the remedy if its model differs."""
     if found == wanted:
         return
     path = directory / ADAPTER_WEIGHTS
     if foreign := sorted(layer for layer in found - wanted if layer.removesuffix(".base_layer") not in modules):
-        raise fault(path, f"adapts {foreign[0]}, which the model has not", "name the adapter's base in model.name")
+        raise fault(path, f"adapts {foreign[0]}, which the model has not", base)
     targets = adapter.get("target_modules")
     named = targets if isinstance(targets, list) else []
     if lost := sorted(layer for layer in wanted - found if _matches(layer, named)):
-        raise fault(path, f"has no tensors of {lost[0]}, which {ADAPTER_CONFIG} names")
+        raise fault(path, f"has no tensors of {lost[0]}, which {ADAPTER_CONFIG} names", f"{AGAIN}; {base}")
     names = sorted({layer.rpartition(".")[2] for layer in found})
     if any(_matches(layer, names) and layer not in found for layer in modules):
-        raise fault(path, f"adapts some of the layers that are called {', '.join(names)}, not all", MERGE_FIRST)
+        some = f"adapts some of the layers that are called {', '.join(names)}, not all"
+        raise fault(path, some, f"{MERGE_FIRST}; {base}")
     raise UserError(
         f"train.lora.targets: must be {_text(names)}, as in model.adapter={directory}; got "
         f"{_text(list(train.lora.targets))}; set train.lora.targets={_text(names)}"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.pinning.adapter_config import BASE_ID, CHANGED_BASES, AdaptedLayers, AdapterConfig
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NotAnObject, read_object
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NotAnObject, read_object, reason_of
 from lean_finetune.pinning.name_patterns import PatternFault
 
 PEFT_PREFIX = "base_model.model."
@@ -130,7 +130,7 @@ def adapter_tensors(directory: Path) -> dict[str, AdapterTensor]:
                 name: AdapterTensor(dtype=one.get_dtype(), shape=tuple(one.get_shape())) for name, one in slices.items()
             }
     except (OSError, ValueError, SafetensorError) as error:
-        raise fault(path, f"is damaged ({error})") from None
+        raise fault(path, f"is damaged ({reason_of(path, error)})") from None
     if not tensors:
         raise fault(path, "has no tensors")
     return tensors

@@ -16,6 +16,34 @@ MOST_INDEX_BYTES = 1 << 25
 """Of an index of weights; models of 1,000 B parameters have some 150,000 names in 14 MB."""
 
 
+POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
+STARTS = {
+    b"version https://git-lfs.github.com/spec/": POINTER,
+    b"<!doctype html": "it is a web page",
+    b"<html": "it is a web page",
+    b"pk\x03\x04": "it is a zip file, as torch.save writes: a pickle, which can run code",
+    b"\x80\x02": "it is a pickle, which can run code",
+    b"\x80\x04": "it is a pickle, which can run code",
+    b"\x1f\x8b": "it is a gzip file",
+}
+"""What a file is that begins so, letters in lower case: downloads go wrong, and strangers have files of other kinds."""
+
+
+def reason_of(path: Path, error: object = "") -> str:
+    """What a file is instead of what its name says; else the error."""
+    try:
+        start = read_regular(path, max(map(len, STARTS))).lstrip().lower()
+    except OSError:
+        return str(error)
+    return next((what for begins, what in STARTS.items() if start.startswith(begins)), str(error))
+
+
+def refuse_other_text(parameter: str, path: Path) -> None:
+    """Refuse a file of text that is a pointer or a web page, which nothing else would notice. Raises UserError."""
+    if what := reason_of(path):
+        raise UserError(f"{parameter}: {path} cannot be used ({what}); download or save it again")
+
+
 class NotAnObject(ValueError):
     """A file has no JSON object. The message completes a sentence that begins with the file's path."""
 
@@ -38,7 +66,7 @@ def read_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     except NotAnObject:
         raise
     except ValueError as error:
-        raise NotAnObject(f"is not JSON ({shortened(str(error))})") from None
+        raise NotAnObject(f"is not JSON ({shortened(reason_of(path, error), 200)})") from None
     if not isinstance(value, dict):
         raise NotAnObject(f"must be a JSON object; got {type(value).__name__}")
     return value

@@ -16,12 +16,14 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_names import is_name_inside
 from lean_finetune.pinning.config_file import (
     KNOWN_NAMES,
+    POINTER,
     NotAnObject,
     file_kind,
     glob_base,
     is_documentation,
     is_hidden,
     read_object,
+    reason_of,
 )
 from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_files
 from lean_finetune.pinning.image_pins import pin_images
@@ -225,6 +227,8 @@ def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
         digest = sha256_file(path)
     except OSError as error:
         raise UserError(f"{parameter}: {path} cannot be read ({error.strerror}); change its permissions") from error
+    if (what := reason_of(path)) == POINTER:  # Other kinds are refused by the format, or are text of the user's.
+        raise UserError(f"{parameter}: {path} cannot be used ({what}); then run again")
     if size_bytes == 0:
         raise UserError(f"{parameter}: {path} is empty; put rows into it or name another file")
     return {"path": name, "bytes": size_bytes, "sha256": digest}

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.file_names import is_name_inside
 from lean_finetune.core.regular_files import read_regular, refuse_irregular
-from lean_finetune.pinning.config_file import CONFIG_FILE, MOST_INDEX_BYTES, json_object, read_config_json
+from lean_finetune.pinning.config_file import (
+    CONFIG_FILE,
+    MOST_INDEX_BYTES,
+    json_object,
+    read_config_json,
+    reason_of,
+    refuse_other_text,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +59,8 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
         refuse_irregular(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception
-        raise UserError(f"model.name: {path} is not a tokenizer ({error}); save or download it again") from error
+        reason = reason_of(path, error)
+        raise UserError(f"model.name: {path} is not a tokenizer ({reason}); save or download it again") from error
 
 
 def trained_ids(directory: Path, tokens: Iterable[str | int]) -> list[int]:
@@ -86,8 +94,10 @@ def check_tokenizer(directory: Path, config: dict[str, Any], tokens: Iterable[st
     try:
         if template.exists():
             read_regular(template).decode()
+            refuse_other_text("model.name", template)
     except (UnicodeDecodeError, OSError) as error:
-        raise UserError(f"model.name: {template} is not UTF-8 text ({error}); save it as UTF-8") from error
+        reason = reason_of(template, error)
+        raise UserError(f"model.name: {template} is not UTF-8 text ({reason}); save it as UTF-8") from error
     ids = trained_ids(directory, tokens) if tokens else []
     largest_id = max(_used_ids(tokenizer, directory).difference(ids), default=-1)
     text_config = config.get("text_config")
@@ -163,6 +173,7 @@ def check_weights(path: Path) -> None:
         with safe_open(str(path), framework="np") as file:
             tensors = len(file.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"model.name: {path} is damaged ({error}); download or save it again") from error
+        reason = reason_of(path, error)
+        raise UserError(f"model.name: {path} is damaged ({reason}); download or save it again") from error
     if tensors == 0:
         raise UserError(f"model.name: {path} has no tensors; download or save it again")

@@ -321,7 +321,7 @@ def test_names_of_a_model_write_no_lines_into_the_modelfile(tmp_path: Path):
 @pytest.mark.parametrize("name", ["merges.txt", TEMPLATE])
 def test_a_link_to_another_file_of_this_machine_is_not_exported(name: str, tmp_path: Path):
     """`merges.txt -> ~/.ssh/id_rsa` in a stranger's directory, uploaded by --push."""
-    (tmp_path / "id_rsa").write_text("secret")
+    (tmp_path / "id_rsa").write_text("secret {{ messages }}")
     directory = damaged(TINY_DIRECTORY, lambda d: (d / name).unlink(missing_ok=True), tmp_path / "model")
     (directory / name).symlink_to(tmp_path / "id_rsa")
     refusal = error(invoke(export, str(tmp_path / "out"), "--model", str(directory)))

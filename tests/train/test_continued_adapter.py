@@ -256,12 +256,18 @@ def test_an_adapter_with_nan_is_named(small_llama: Path, tmp_path: Path):
 
 
 def test_an_adapter_of_another_base_is_refused(small_llama: Path, tmp_path: Path):
-    """By its shapes, or by layers that the model lacks."""
+    """By its shapes, or by layers that the model or the adapter lacks; the line names both models."""
     spec = spec_of()
-    other: dict[str, dict[str, Any]] = {"wider": {"intermediate_size": 192}, "deeper": {"num_hidden_layers": 3}}
+    other: dict[str, dict[str, Any]] = {
+        "wider": {"intermediate_size": 192},
+        "deeper": {"num_hidden_layers": 3},
+        "shallower": {"num_hidden_layers": 1},
+    }
     for name, sizes in other.items():
         start = moved_adapter(save_small_llama(tmp_path / name, **sizes), tmp_path / f"{name} start", spec)
-        with pytest.raises(UserError, match=r"model\.adapter: .*(shape|adapts).*name the adapter's base in "):
+        config_with(start, base_model_name_or_path="org/other")
+        both = rf"it is an adapter of org/other, and the model is {small_llama}: name the adapter's base in model\.name"
+        with pytest.raises(UserError, match=rf"model\.adapter: .*(shape|adapts).*{both}$"):
             refuse_other_adapter(start, spec, read_config(small_llama))
 
 

@@ -12,7 +12,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.pinning import adapter_files
 from lean_finetune.pinning.adapter_files import AGAIN
-from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object
+from lean_finetune.pinning.config_file import ADAPTER_CONFIG, NotAnObject, read_object, reason_of
 from lean_finetune.pinning.model_files import shard_names
 
 PARAMETER = re.compile(r"^(model\.name|model\.adapter|train\.merge|--model): ")
@@ -73,7 +73,7 @@ def check_weights(directory: Path) -> None:
         try:
             tensors = stored_tensors(path)
         except (OSError, ValueError, SafetensorError) as error:
-            raise fault(path, f"is damaged ({error})") from None
+            raise fault(path, f"is damaged ({reason_of(path, error)})") from None
         if not tensors:
             raise fault(path, "has no tensors")
 

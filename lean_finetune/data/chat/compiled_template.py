@@ -194,6 +194,8 @@ class CompiledTemplate:
             raise UserError(
                 f"{name} is broken ({at}{one_line(reason)}); correct it, or name another in data.chat_template"
             ) from error
+        if "{{" not in source:
+            raise UserError(f"{name} is no chat template: it writes no message; correct it, or name another one")
         # Each rendering copies the globals. Copying a dict is much faster than copying Jinja's chain of mappings.
         self._template.globals = dict(self._template.globals)
         self.source, self.name = source, name

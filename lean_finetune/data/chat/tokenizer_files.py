@@ -6,7 +6,7 @@ from typing import Any
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import in_its_form
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, work_limits
-from lean_finetune.pinning.config_file import json_object
+from lean_finetune.pinning.config_file import json_object, reason_of, refuse_other_text
 
 
 def compile_own_template(directory: Path, date: str) -> CompiledTemplate:
@@ -28,9 +28,12 @@ def read_template(directory: Path) -> tuple[str, str]:
     file = directory / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8"), str(file)
+            text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"model.name: {file} is not UTF-8 text ({error}); save it as UTF-8") from None
+            reason = reason_of(file, error)
+            raise UserError(f"model.name: {file} is not UTF-8 text ({reason}); save it as UTF-8") from None
+        refuse_other_text("model.name", file)
+        return text, str(file)
     file = directory / "tokenizer_config.json"
     template = _template_of_config(file)
     if template is None:

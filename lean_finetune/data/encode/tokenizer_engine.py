@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.control_tokens import TRAINED_START, any_of
+from lean_finetune.pinning.config_file import reason_of
 
 TOKENIZER_FILE = "tokenizer.json"
 TEXTS_PER_CALL = 512
@@ -72,7 +73,8 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_FILE))
     except Exception as error:  # tokenizers raises a plain Exception.
         raise UserError(
-            f"model.name: {directory / TOKENIZER_FILE} is not a tokenizer ({error}); save or download it again"
+            f"model.name: {directory / TOKENIZER_FILE} is not a tokenizer "
+            f"({reason_of(directory / TOKENIZER_FILE, error)}); save or download it again"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
