@@ -110,6 +110,35 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+TABLES = "tables.json"
+"""The hashes of the tables in a stage's directory, which cannot have their own: other programs read them."""
+
+
+def _table_sums(directory: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in sorted(directory.iterdir()) if path.suffix in (".csv", ".jsonl")}
+
+
+def seal_tables(directory: Path) -> None:
+    """Write the hashes of the CSV and JSON-lines files in a directory."""
+    write_sealed(directory / TABLES, _table_sums(directory))
+
+
+def check_tables(directory: Path) -> None:
+    """Compare the CSV and JSON-lines files in a directory with their hashes.
+
+    Raises UserError if one is missing, no regular file, or was changed.
+    """
+    for name, digest in read_sealed(directory / TABLES).items():
+        path = directory / name
+        try:
+            if sha256_file(path) != digest:
+                raise UserError(f"{path}: differs from its hash in {TABLES}: it was changed; run `dvc repro` again")
+        except FileNotFoundError:
+            raise UserError(f"{path}: file is missing; run `dvc repro`") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); remove it and run `dvc repro`") from None
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file, which replaces `path` when the block ends without an exception.

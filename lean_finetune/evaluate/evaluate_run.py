@@ -12,7 +12,15 @@ from tokenizers import Tokenizer
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import declared_part, read_params
 from lean_finetune.config.schema import BaseWeights, Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, read_sealed, write_json, write_sealed, write_text
+from lean_finetune.core.atomic_files import (
+    FIGURES,
+    atomic_directory,
+    read_sealed,
+    seal_tables,
+    write_json,
+    write_sealed,
+    write_text,
+)
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.base_and_tuned import (
@@ -102,6 +110,7 @@ def run_stage(
         if pair_lines is not None:
             write_text(directory / "pairs.jsonl", _json_lines(pair_lines))
         write_sealed(directory / FIGURES, figures)
+        seal_tables(directory)
     write_json(metrics, {**{name: figures[name] for name in results}, **scores}, sort_keys=False)
 
 

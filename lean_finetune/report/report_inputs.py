@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from lean_finetune.core.atomic_files import FIGURES, read_json, read_sealed
+from lean_finetune.core.atomic_files import FIGURES, check_tables, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.images.image_files import ImageFiles
+from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock
 from lean_finetune.step.token_rows import TokenRows
 
 SAMPLED_ROWS = 4
@@ -39,16 +40,23 @@ class RowSample(NamedTuple):
 def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
     """Return `SAMPLED_ROWS` training rows, spread evenly over the rows.
 
-    Raises UserError if the token files are missing or damaged.
+    Raises UserError if the token files or the tokenizer are missing or damaged.
     """
-    rows = TokenRows(tokens, "train")
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    rows, tokenizer = TokenRows(tokens, "train"), _tokenizer(tokenizer_file)
     used = rows.used
     chosen = used[np.linspace(0, len(used) - 1, min(SAMPLED_ROWS, len(used)), dtype=int)]
     return [
         RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), rows.image_hashes(row))
         for row in chosen.tolist()
     ]
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file that a stage wrote. Raises UserError if it is missing or damaged."""
+    try:
+        return Tokenizer.from_str(read_regular(path).decode())
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise UserError(f"{path}: is no tokenizer that can be read ({error}); run `dvc repro` again") from None
 
 
 def _segments(tokenizer: Tokenizer, ids: list[int], spans: list[list[int]]) -> Segments:
@@ -85,8 +93,10 @@ class Inputs:
         self, *, locks: Path, tokens: Path, batches: Path, estimate: Path, train: Path, tuned: Path, evaluate: Path
     ):
         """Read all files from the stages' output directories. Raises UserError if one is missing or damaged."""
-        self.model = read_json(locks / "model.json")
-        self.data = read_json(locks / "data.json")
+        for directory in (estimate, train, evaluate):
+            check_tables(directory)
+        self.model = read_model_lock(locks / "model.json")
+        self.data = read_data_lock(locks / "data.json")
         self.tokenize = read_sealed(tokens / FIGURES)
         self.bucket = read_sealed(batches / FIGURES)
         self.estimate = read_sealed(estimate / FIGURES)

@@ -15,6 +15,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import (
     FIGURES,
     atomic_directory,
+    seal_tables,
     write_csv,
     write_json,
     write_sealed,
@@ -181,4 +182,5 @@ def publish_record(result: TrainResult, figures: dict[str, Any], params: Params,
         write_csv(directory / "curves.csv", curve_columns(result.curves), result.curves)
         write_text(directory / "MODEL_CARD.md", card)
         write_sealed(directory / FIGURES, figures)
+        seal_tables(directory)
     write_json(paths.metrics, {name: figures[name] for name in RESULTS if name in figures})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lean_finetune.core.atomic_files import FIGURES, write_csv, write_json, write_sealed, write_text
+from lean_finetune.core.atomic_files import FIGURES, seal_tables, write_csv, write_json, write_sealed, write_text
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS
 from lean_finetune.memory.trace.memory_trace import CATEGORIES
 from lean_finetune.train.callbacks.callback import CURVE_COLUMNS
@@ -195,6 +195,7 @@ def write_pairs(directory: Path, pairs: list[dict[str, Any]]) -> None:
     rows = [{**row, **rewards, "heldout_reward_accuracy": None} for row in curves()]
     rows[-1]["heldout_reward_accuracy"] = 0.875
     write_csv(directory / "data/train/curves.csv", [*CURVE_COLUMNS, *rewards], rows)
+    seal(directory)
 
 
 def curves() -> list[dict[str, Any]]:
@@ -214,11 +215,7 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     places = {"tokenize": "tokens", "bucket": "batches"}
     for name, values in found.items():
         write_sealed(directory / "data" / places.get(name, name) / FIGURES, values)
-    write_json(
-        directory / "locks/model.json", {"name": "org/base", "revision": "c0ffee", "files": {"a.safetensors": "12ab"}}
-    )
-    rows = {"source": "rows.jsonl", "revision": None, "files": [{"path": "rows.jsonl", "sha256": "34cd"}]}
-    write_json(directory / "locks/data.json", {"sources": [rows]})
+    write_locks(directory / "locks", "org/base", "c0ffee", "rows.jsonl", None)
     write_tokens(directory / "data/tokens", [([0, 1, 2, 3], [2, 4], None)])
     write_tokenizer(directory / "data/tuned/tokenizer.json")
     write_sealed(directory / "data/estimate/breakdown.json", {**BREAKDOWN, "peak": BREAKDOWN["backward"]})
@@ -233,6 +230,22 @@ def write_inputs(directory: Path, generations: list[dict[str, Any]] | None = Non
     write_csv(directory / "data/train/curves.csv", CURVE_COLUMNS, curves())
     lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in generations)
     write_text(directory / "data/evaluate/generations.jsonl", lines)
+    seal(directory)
+
+
+def write_locks(locks: Path, model: str, revision: str, source: str, data_revision: str | None) -> None:
+    """Write the locks of a hub model and of one source."""
+    named = {"kind": "hub", "name": model, "revision": revision, "tokenizer_files": ["tokenizer.json"]}
+    write_json(locks / "model.json", {**named, "files": {"a.safetensors": "12ab"}})
+    files = [{"path": "rows.jsonl", "bytes": 1, "sha256": "34cd"}]
+    rows = {"source": source, "kind": "file", "revision": data_revision, "files": files}
+    write_json(locks / "data.json", {"schema": 2, "bytes": 1, "chat_template_sha256": None, "sources": [rows]})
+
+
+def seal(directory: Path) -> None:
+    """Write the hashes of the tables of all stages again, after a change of one."""
+    for stage in ("estimate", "train", "evaluate"):
+        seal_tables(directory / "data" / stage)
 
 
 def write_tokenizer(path: Path) -> None:

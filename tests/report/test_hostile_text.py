@@ -7,12 +7,12 @@ from markdown_it import MarkdownIt
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cuda_memory.terminal import visible
-from lean_finetune.core.atomic_files import write_csv, write_json, write_sealed
+from lean_finetune.core.atomic_files import write_csv, write_sealed
 from lean_finetune.report.compare_experiments import table
 from lean_finetune.report.pages import markdown_text
 from stages.report import main
 from tests.report.browser import look, needs_chromium
-from tests.report.conftest import EXPLANATION, GENERATION, GROUP, metrics, write_inputs
+from tests.report.conftest import EXPLANATION, GENERATION, GROUP, metrics, seal, write_inputs, write_locks
 from tests.workspace import invoke, lay_out
 
 ATTACKS = (
@@ -44,15 +44,13 @@ def hostile(place):
         train={"device": HOSTILE, "growth": {"summary": HOSTILE}},
         tokenize={"format": HOSTILE},
     )
-    files = {HOSTILE: "12ab"}
-    write_json(place / "locks/model.json", {"name": HOSTILE, "revision": HOSTILE, "files": files})
-    rows = {"source": HOSTILE, "revision": HOSTILE, "files": [{"path": HOSTILE, "sha256": "34cd"}]}
-    write_json(place / "locks/data.json", {"sources": [rows]})
+    write_locks(place / "locks", HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     group = {**GROUP, **dict.fromkeys(("operation", "module", "phase", "dtype", "category"), HOSTILE)}
     write_sealed(place / "data/estimate/explanation.json", {**EXPLANATION, "top": [group]})
     write_sealed(place / "data/estimate/verdict.json", {"enforce": True, "refusal": HOSTILE})
     switches = [{"switch": "current", "peak_gib": 0.1}, {"switch": HOSTILE, "peak_gib": 0.2}]
     write_csv(place / "data/estimate/switches.csv", ["switch", "peak_gib"], switches)
+    seal(place)
     words = Tokenizer(models.WordLevel({HOSTILE: 0, "a": 1, "b": 2, "c": 3}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(place / "data/tuned/tokenizer.json"))

@@ -13,7 +13,7 @@ from lean_finetune.report import pages
 from lean_finetune.report.pictures import CATEGORY_COLORS
 from stages.report import main
 from tests.report.browser import look, needs_chromium
-from tests.report.conftest import GENERATION, GPU, PAIR, curves, write_inputs, write_pairs
+from tests.report.conftest import GENERATION, GPU, PAIR, curves, seal, write_inputs, write_pairs
 from tests.workspace import invoke, lay_out
 
 
@@ -87,6 +87,7 @@ def test_pages_of_odd_runs_can_be_written(place):
     write_inputs(place, [], evaluate={**dict.fromkeys(names), **counts}, train=nothing)
     header, first, *_ = (place / "data/train/curves.csv").read_text().splitlines(keepends=True)
     (place / "data/train/curves.csv").write_text(header + first.replace(str(curves()[0]["allocated_bytes"]), ""))
+    seal(place)
     page, text = written(place), (place / "data/report/report.md").read_text()
     assert "not measured on cpu" in page and "None" not in page and "nan" not in page
     assert text.count("no rows are held out (data.heldout_fraction is 0)") == 3

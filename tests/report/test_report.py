@@ -13,7 +13,7 @@ from lean_finetune.report.content import memory_records, report_metrics, summary
 from lean_finetune.report.pages import html_page, markdown_page
 from lean_finetune.report.report_inputs import Inputs, shortened
 from stages.report import main
-from tests.report.conftest import GENERATION, GPU, MIB, OF_PAIRS, PAIR, metrics, write_inputs, write_pairs
+from tests.report.conftest import GENERATION, GPU, MIB, OF_PAIRS, PAIR, metrics, seal, write_inputs, write_pairs
 from tests.workspace import error, invoke, run_module
 
 
@@ -257,8 +257,8 @@ def test_pairs_have_curves_of_their_own(place):
     assert rows == ["0,0.25,,0.25,0.25", "1,0.25,,0.25,0.25", "2,0.25,0.875,0.25,0.25"]
     page = (place / "data/report/report.html").read_text()
     assert "Share of pairs in the right order" in page and "Loss, mean over the pairs of a step" in page
-    write_inputs(place)
     (place / "data/evaluate/pairs.jsonl").unlink()
+    write_inputs(place)
     assert invoke(main).exit_code == 0
     assert not (place / "data/report/rewards.csv").exists()
     assert "Preference pairs" not in (place / "data/report/report.html").read_text()
@@ -294,6 +294,7 @@ def test_reserved_memory_of_a_gpu_is_shown_and_plotted(place):
     rows = "".join(f"{step},0.1,0.{step + 1},0.1,0\n" for step in range(3))
     header = "step,allocated_gib,reserved_gib,reserved_expandable_gib,retries\n"
     (place / "data/estimate/reserved.csv").write_text(header + rows)
+    seal(place)
     assert invoke(main).exit_code == 0
     text = (place / "data/report/report.md").read_text()
     assert "It is constant after optimizer step 1 of these." in text and "frees its cache 2 times" in text
@@ -334,6 +335,8 @@ def test_missing_input_is_one_line(place, missing):
 )
 def test_a_damaged_input_is_named(place, path, text, message):
     (place / path).write_text(text)
+    assert error(invoke(main)).startswith(f"{path}: differs from its hash in tables.json: it was changed")
+    seal(place)
     assert message in error(invoke(main))
 
 
@@ -341,6 +344,7 @@ def test_no_saving_is_negative(place):
     (place / "data/estimate/switches.csv").write_text(
         "switch,peak_gib\ncurrent,0.125\ngrad_ckpt=true,0.0625\nmethod=full,0.25\nloss_chunk=null,0.125\n"
     )
+    seal(place)
     _, text = report(place)
     assert "| grad_ckpt=true | 0.0625 GiB | saves 50.0 % |" in text and "| this run | 0.125 GiB |  |" in text
     assert "| method=full | 0.25 GiB | costs 100.0 % more |" in text

@@ -11,7 +11,7 @@ from cuda_memory.units import GIB, counted, readable_size
 from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
-from lean_finetune.core.atomic_files import FIGURES, atomic_directory, write_csv, write_json, write_sealed
+from lean_finetune.core.atomic_files import FIGURES, atomic_directory, seal_tables, write_csv, write_json, write_sealed
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -107,6 +107,7 @@ def run_stage(
             write_csv(aside / "reserved.csv", RESERVED_COLUMNS, memory.rows())
         write_csv(aside / "timeline.csv", TIMELINE_COLUMNS, explanation.timeline)
         write_csv(aside / "switches.csv", ["switch", "peak_gib"], as_rows(switches))
+        seal_tables(aside)
     write_json(metrics, {name: figures[name] for name in RESULTS})
     if found.verdict.refusal is not None:
         echo(f"{found.verdict.state}: {found.verdict.refusal}", err=True)
