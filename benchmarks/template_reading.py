@@ -117,7 +117,7 @@ def _span_fault(row: ReadRow, pattern: re.Pattern[str], header: str, has_marks: 
         if not has_marks and (token := _last(pattern, text)) in heads:
             return f"a trained span ends with {token}, which begins answers"
         turns = len(row.conversation.trained_turns()) - len(row.trained) + 1  # Marks of two turns in a row may touch.
-        if max(text.count("<think>"), text.count("</think>")) > (turns if has_marks else 1):
+        if max(text.count("<think>"), text.count("</think>")) > (max(1, turns) if has_marks else 1):
             return f"a trained span has two think blocks: {text[:60]!r}"
     return None
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from lean_finetune.config.field_types import ALL_LINEAR
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.atomic_files import read_json, write_json
-from lean_finetune.core.errors import UserError
+from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.model.adapter_init import (
     ADAPTER,
     PEFT_PREFIX,
@@ -132,8 +132,9 @@ def refuse_targets(model: PreTrainedModel, train: Train) -> None:
     if wrong:
         known = ", ".join(sorted(linear_names(model)))
         experts = "; train.lora.experts=all adapts the experts" if has_experts(model) else ""
+        got = shortened(str(wrong))
         raise UserError(
-            f"train.lora.targets: must name linear layers of the model; got {wrong}; known: {known}, or {ALL_LINEAR}"
+            f"train.lora.targets: must name linear layers of the model; got {got}; known: {known}, or {ALL_LINEAR}"
             f"{experts}"
         )
 
