@@ -2,9 +2,11 @@
 
 import ast
 import json
+import logging
 import os
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,10 @@ from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate, json_line
 from lean_finetune.commands.init import init
 from lean_finetune.commands.preset import import_config, preset
+from lean_finetune.commands.run.experiments import compare
+from lean_finetune.commands.run.pipeline import StageLog
+from lean_finetune.commands.run.run import run as run_project
+from lean_finetune.commands.run.shown import Shown
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.stages.bucket import main as bucket
 from lean_finetune.stages.pin import main as pin
@@ -161,6 +167,43 @@ def test_rows_of_a_data_set_are_shown(place: Path):
     shown(run(plan, "--model", "tiny", "--data", name, "--gpu", "24GiB"), "\\x1b]52")
 
 
+STAGES = {
+    "estimate": "--plan",
+    "reference": "--tokens",
+    "train": "--tokens",
+    "evaluate": "--tokens",
+    "report": "--locks",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_errors_of_stages_are_shown(stage: str, place: Path):
+    """A lock or a directory with such a name."""
+    command = import_module(f"lean_finetune.stages.{stage}").main
+    shown(run(command, STAGES[stage], f"none{NAMED}"), "error: ")
+
+
+@click.command(cls=OneLineCommand)
+@click.option("--json", "as_json", is_flag=True)
+def events(as_json: bool) -> None:
+    """Say what DVC says, as `run` does."""
+    with Shown(as_json=as_json) as out:
+        record = logging.LogRecord("dvc", logging.WARNING, "", 0, HOSTILE, None, None)
+        StageLog(out).emit(record)
+        out.event("end", HOSTILE, answer=HOSTILE)
+
+
+def test_what_run_says_of_dvc_and_of_answers_is_shown(place: Path, capfd: pytest.CaptureFixture[str]):
+    shown(run(events), "note: dvc: \\x1b]52", "\n\\x1b]52")
+    capfd.readouterr()
+    run(events, "--json")
+    lines = capfd.readouterr().out.splitlines()
+    assert [json.loads(line).get("answer") for line in lines] == [None, HOSTILE]
+    assert all(line == visible(line) for line in lines)
+    for command in (run_project, compare):
+        shown(run(command, *(() if command is compare else (f"d{NAMED}", "--model", NAMED))), "error: ")
+
+
 def test_recordings_and_this_machine_are_shown(place: Path, monkeypatch: pytest.MonkeyPatch):
     found = Snapshot()
     found.reserve(0, 1 << 22)
@@ -224,7 +267,7 @@ def test_all_output_passes_one_place():
             name = path.relative_to(ROOT).as_posix()
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-                if called in ("print", "click.echo", "click.secho", "tqdm.write") and name not in allowed:
+                if called in ("print", "click.echo", "click.secho", "tqdm.write", "click.Path") and name not in allowed:
                     wrong.append(f"{name}: {ast.unparse(node)}")
     assert not wrong
 

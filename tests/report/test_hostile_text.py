@@ -57,6 +57,7 @@ def hostile(place):
     lay_out(place, data__source=HOSTILE, model__name=HOSTILE)
     done = invoke(main)
     assert done.exit_code == 0, done.output
+    assert done.output == visible(done.output), "the stage prints the model's name"
     return place / "data/report"
 
 
