@@ -1,5 +1,6 @@
 """Adapters: which layers get one, and how they are made."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ from lean_finetune.model.images.trained_parts import forget_originals, train_par
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
-from lean_finetune.pinning.adapter_files import adapter_tensors
+from lean_finetune.pinning.adapter_files import MERGE_FIRST, adapter_tensors, fault
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 READ_DIRECTLY = {
@@ -371,11 +372,24 @@ def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) 
         raise UserError(f"{directory}: adapter cannot be loaded ({reason}); delete it and run `dvc repro`") from None
     own = ((name, one) for name, one in adapted.named_parameters() if f".{ADAPTER}" in name)
     refuse_not_finite(own, of_adapter(directory))
+    if not isinstance(model, ScoredModel):  # Which leaves out a language model's head.
+        _refuse_unloaded(adapted, directory)
     multiply_by_rows(adapted)
     compute_rows_alone(adapted)
     keep_trainable_on_cpu(adapted)
     _cast_adapters(adapted, weights)
     return adapted
+
+
+def _refuse_unloaded(model: PeftModel, directory: Path) -> None:
+    """Raise UserError if an adapter's file has more values than the model took: PEFT leaves the rest out silently."""
+    parameters = {name: one.numel() for name, one in model.named_parameters()}
+    # Biases of the base, and an adapted embedding, have the names that they have in the model.
+    stored = {name: one for name, one in adapter_tensors(directory).items() if name not in parameters}
+    taken = {name.replace(f".{ADAPTER}", ""): size for name, size in parameters.items() if f".{ADAPTER}" in name}
+    if sum(math.prod(one.shape) for one in stored.values()) > sum(taken.values()):
+        left = next((name for name in stored if name not in taken), next(iter(stored)))
+        raise fault(directory / ADAPTER_WEIGHTS, f"has {left}, for which the model has no place", MERGE_FIRST)
 
 
 def _name_trained_parts(config: LoraConfig, model: PreTrainedModel, directory: Path) -> None:

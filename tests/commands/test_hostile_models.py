@@ -67,6 +67,14 @@ def tensors(made: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) 
     return lambda directory: save_file(made(load_file(directory / WEIGHTS)), directory / WEIGHTS)
 
 
+OTHER = "base_model.model.model.layers.0.mlp.experts.0.up_proj"
+
+
+def pair_of(rank: int, size: int) -> dict[str, torch.Tensor]:
+    """The matrices of an adapter, by side."""
+    return {"A": torch.zeros(rank, size), "B": torch.zeros(size, rank)}
+
+
 def far_token(directory: Path) -> None:
     """Add the row of a token far beyond the vocabulary, which would be as large as all rows before it."""
     keys(CONFIG, trainable_token_indices={"embed_tokens": [10**7]})(directory)
@@ -227,6 +235,15 @@ def test_a_damaged_or_foreign_adapter_is_refused_in_one_line(name: str, adapter:
     directory = damaged(adapter, change, tmp_path / "model")
     found = refusals(directory, tmp_path, *(() if name.startswith("base weights") else ("--bits", "16")))
     assert len(found) == 1 and expected in (text := found.pop()) and text.startswith("--model: "), text
+
+
+def test_an_adapter_with_weights_of_layers_that_the_model_lacks_is_refused(adapter: Path, tmp_path: Path):
+    """Adapters of single experts, as older transformers had them: PEFT left them out, and the rest answered."""
+    pair = {f"{OTHER}.lora_{side}.weight": one for side, one in pair_of(4, 128).items()}
+    directory = damaged(adapter, tensors(lambda all: {**all, **pair}), tmp_path / "model")
+    found = refusals(directory, tmp_path, "--bits", "16")
+    assert len(found) == 2 and any("up_proj.lora_A.weight, for which the model has no place" in one for one in found)
+    assert any("has no weight for model.layers.0.mlp.experts.0.up_proj, which has an adapter" in one for one in found)
 
 
 @pytest.mark.parametrize("name", MODELS)
