@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.stages.pin import main as pin
 from tests.commands.tool_configs import LLAMA_FACTORY
+from tests.processes import run_bounded
 from tests.workspace import error, invoke, lay_out, write_rows
 
 TINY = str(TINY_DIRECTORY)
@@ -143,10 +143,8 @@ def test_printed_commands_are_read_back_by_a_shell():
     words = ["./-rf", "a b", "it's", "a\nb", "\x1b]52;x", "naïve\\x", "é\u202e\U0001f600\t"]
     line = shell_line(["printf", "%s\\0", *words])
     assert line.isprintable()
-    done = subprocess.run(
-        ["bash", "-c", line], capture_output=True, check=True, env={**os.environ, "LC_ALL": "C.UTF-8"}
-    )
-    assert done.stdout.decode().split("\0")[:-1] == words
+    done = run_bounded(["bash", "-c", line], check=True, env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert done.stdout.split("\0")[:-1] == words
 
 
 def test_init_names_a_directory_that_no_shell_takes_for_an_option(place: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,8 +164,8 @@ def made_a_directory(path: Path) -> None:
 @pytest.mark.parametrize("how", ["corrupt", "locked", "a directory"])
 def test_a_git_index_that_cannot_be_read_is_one_line(how: str, place: Path):
     """Tracebacks of DVC's libraries, or a check that is left out without a word."""
-    subprocess.run(["git", "init", "-q"], check=True)
-    subprocess.run(["git", "add", "run.yaml"], check=True)
+    run_bounded(["git", "init", "-q"], check=True)
+    run_bounded(["git", "add", "run.yaml"], check=True)
     index = place / ".git/index"
     changes: dict[str, Callable[[], Any]] = {
         "corrupt": lambda: index.write_bytes(b"x" * 300),

@@ -251,9 +251,8 @@ def test_a_stamp_that_names_other_files_is_refused(project: Path, tmp_path: Path
     of_version(project, "9.0", {name: "theirs\n"})
     before = tree(tmp_path)
     line = error(invoke(init, "--upgrade"))
-    assert (
-        line.startswith(f"locks/project.json: names {name!r}, which no version up to ") and "lean-finetune 9.0" in line
-    )
+    assert line.startswith(f"locks/project.json: names {repr(name)[:40]}") and "lean-finetune 9.0" in line
+    assert ", which no version up to " in line
     assert tree(tmp_path) == before
 
 

@@ -13,6 +13,7 @@ from lean_finetune.page.fit_answer import fault_document, fit_document
 from lean_finetune.page.jobs import environment, run_command
 from lean_finetune.page.limits import HOSTED
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 NO_LIMITS = {"seconds": None, "memory_bytes": None, "file_bytes": None, "only_below": None}
 PROGRAM = "from lean_finetune.page.child import set_limits; set_limits({limits}); {then}"
@@ -21,7 +22,7 @@ PROGRAM = "from lean_finetune.page.child import set_limits; set_limits({limits})
 def ran(then: str, **limits: object) -> subprocess.CompletedProcess[str]:
     """What a process with these limits says."""
     program = PROGRAM.format(limits={**NO_LIMITS, **limits}, then=then)
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return run_bounded([sys.executable, "-c", program], cwd=ROOT, timeout_seconds=60)
 
 
 def test_files_elsewhere_are_not_opened(tmp_path):
@@ -114,6 +115,6 @@ def test_where_gradio_is_absent_one_line_says_what_to_install():
         "from lean_finetune.cli import main; main(['page'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    done = run_bounded([sys.executable, "-c", program], env=environment, timeout_seconds=60)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert 'pip install "lean-finetune[page]"' in done.stderr

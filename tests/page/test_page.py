@@ -19,7 +19,7 @@ from cuda_memory.units import GIB, MIB
 from tests.conftest import ROOT
 from tests.cuda_memory.snapshots import Snapshot, frame
 from tests.page.webdriver import DELETE, ELEMENT, ENTER, TAB, Browser, browsers, needs_browser
-from tests.processes import kill_group
+from tests.processes import kill_group, run_bounded
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -130,7 +130,7 @@ def test_fit_says_what_the_command_says(local, open_window, width, tmp_path):
     sound(window, local)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "lean_finetune", *first.split()[1:], "--verdict", "--json"]
-    said = json.loads(subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path).stdout)
+    said = json.loads(run_bounded(words, env=environment, cwd=tmp_path).stdout)
     assert said["verdict_text"] in text
 
 

@@ -1,10 +1,10 @@
 """Images of every kind become the same upright RGB pixels, and hostile ones one line."""
 
 import struct
-import subprocess
 import sys
 import zlib
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from lean_finetune.core.errors import RowFault
 from lean_finetune.data.images import image_files
 from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
 from tests.conftest import ROOT
+from tests.processes import run_bounded
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 ORIENTATION = 0x0112
@@ -258,14 +259,17 @@ def with_broken_exif() -> bytes:
 
 QUIET = """
 import sys
+from pathlib import Path
 from lean_finetune.data.images.image_files import decode_image, has_damaged_exif
-data = sys.stdin.buffer.read()
+from tests.processes import run_bounded
+data = Path(sys.argv[1]).read_bytes()
 print(decode_image(data, "a").size, has_damaged_exif(data))
 """
 
 
-def test_damaged_exif_data_is_found_and_prints_nothing():
+def test_damaged_exif_data_is_found_and_prints_nothing(tmp_path: Path):
     """Two lines of Pillow on the terminal for each image of a data set."""
     assert not has_damaged_exif(saved(drawn(), "JPEG")) and not has_damaged_exif(LOSSLESS["png"])
-    done = subprocess.run([sys.executable, "-c", QUIET], input=with_broken_exif(), capture_output=True, cwd=ROOT)
-    assert done.stdout == b"(24, 16) True\n" and done.stderr == b"", done.stderr
+    (tmp_path / "a.jpg").write_bytes(with_broken_exif())
+    done = run_bounded([sys.executable, "-c", QUIET, tmp_path / "a.jpg"], cwd=ROOT)
+    assert done.stdout == "(24, 16) True\n" and done.stderr == "", done.stderr
