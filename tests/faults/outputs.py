@@ -15,7 +15,7 @@ from tests.repeatable import OF_THE_PROCESS, repeatable
 
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 ABSENT = "absent"
-PLACES_OF_WORK = ("scratch", "scratch/tokenize", "scratch/train", "scratch/train/running")
+PLACES_OF_WORK = ("scratch", "scratch/reference", "scratch/tokenize", "scratch/train", "scratch/train/running")
 """Directories that are empty after a successful run."""
 
 
