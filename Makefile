@@ -100,5 +100,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plots,test]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[page,plots,test]"
 	touch $@ $(VENV)/.installed

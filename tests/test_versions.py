@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lean_finetune.config.field_types import TrackerName
 from lean_finetune.core.stage_command import StageCommand
@@ -42,6 +43,21 @@ def test_pyproject_accepts_each_version_that_the_page_names():
     for name, listed in versions:
         for version in re.findall(r"\d+\.\d+\.\d+", listed):
             assert bounds[name].contains(version), f"{name} {version}"
+
+
+def test_the_pinned_versions_go_together():
+    """`pip install -c constraints.txt -e ".[page]"`, which ended in a conflict: Gradio needs an older Pillow."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    needs = map(Requirement, (line for line in lines if not line.startswith("#")))
+    pinned = {canonicalize_name(need.name): str(need.specifier).removeprefix("==") for need in needs}
+    wrong = []
+    for found in importlib.metadata.distributions():
+        for need in map(Requirement, found.requires or ()):
+            version = pinned.get(canonicalize_name(need.name))
+            is_needed = need.marker is None or need.marker.evaluate({"extra": ""})
+            if canonicalize_name(found.name) in pinned and version and is_needed:
+                wrong += [] if need.specifier.contains(version) else [f"{found.name} needs {need}, not {version}"]
+    assert wrong == []
 
 
 def test_something_imports_each_dependency():
