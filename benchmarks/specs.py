@@ -17,9 +17,10 @@ from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.objective import RowKind
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
 from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, Phase, StepResult, training_step
+from lean_finetune.step.training_step import LossScaler, Phase, StepResult, refuse_non_finite, training_step
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
 
 SCRATCH = Path("scratch")
@@ -117,12 +118,18 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
 class Trainer:
     """A model with its optimizer, as stage train has them before its first step."""
 
-    model: nn.Module
+    parallel: ParallelModel
+    """One process; it finds the model's modules and trained parameters once, as that of a run does."""
     optimizer: torch.optim.Optimizer
     train: Train
     device: torch.device
     scaler: LossScaler | None
     offload: ActivationOffload | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with its adapters."""
+        return self.parallel.model
 
     @classmethod
     def of(
@@ -131,7 +138,7 @@ class Trainer:
         """Make the optimizer of a model that is on its device; `changes` replace parameters of the setting."""
         train = changed(setting.train, **changes)
         return cls(
-            model=model,
+            parallel=ParallelModel(model),
             optimizer=build_optimizer(model, train),
             train=train,
             device=device,
@@ -155,9 +162,10 @@ class Trainer:
                 train=self.train,
                 foreach=self.device.type == "cuda",
                 phase=phase,
-                guard=lambda losses, norm: None,
+                guard=lambda losses, norm: refuse_non_finite(losses, norm, 0, []),
                 scaler=self.scaler,
                 offload=self.offload,
+                parallel=self.parallel,
                 preferences=StepPreferences.of_any_rows(self.train),
                 mismatched=mismatched,
             )
