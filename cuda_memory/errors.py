@@ -3,14 +3,14 @@
 import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cuda_memory.terminal import OutputFault, echo, guarded_streams, visible_line
+from cuda_memory.terminal import OutputFault, echo, echo_json, guarded_streams, visible_line
 
 REMEDIES: Mapping[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
@@ -32,6 +32,8 @@ class UserError(Exception):
 
     exit_code = 1
     """Of the process that ends with this error."""
+    answer: Mapping[str, Any] = {}
+    """What is known all the same, which `--json` prints with the message."""
 
     def __init__(self, message: str, *details: str):
         """`details` are further lines for what does not fit in one.
@@ -89,14 +91,20 @@ def write_whole(path: Path, text: str) -> None:
 # The command that prints them.
 
 
+Report = Callable[[int, str], None]
+"""Called with the exit code and the line of an error, after the line was printed."""
+
+
 @contextmanager
-def one_line_usage_errors(ctx: click.Context) -> Iterator[None]:
+def one_line_usage_errors(ctx: click.Context, report: Report | None = None) -> Iterator[None]:
     """Print an error in the command line as one line on standard error and exit with code 2."""
     try:
         yield
     except click.UsageError as error:
-        message = visible_line(error.format_message()).removesuffix(".")
-        echo(f"error: {message}; see `{ctx.command_path} --help`", err=True)
+        message = f"{visible_line(error.format_message()).removesuffix('.')}; see `{ctx.command_path} --help`"
+        echo(f"error: {message}", err=True)
+        if report is not None:
+            report(UsageFault.exit_code, message)
         ctx.exit(UsageFault.exit_code)
 
 
@@ -112,11 +120,18 @@ def guarded_output() -> Iterator[None]:
 
 
 class OneLineCommand(click.Command):
-    """A click command that prints a `UserError` as one line on standard error and exits with its code."""
+    """A click command that prints a `UserError` as one line on standard error and exits with its code.
+
+    With --json, the error is one JSON object on standard output, too, so that a script always finds one there.
+    """
+
+    wants_json = False
+    """Whether this run of the command prints JSON."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the command line. Exit with 2 and one line if it is wrong."""
-        with one_line_usage_errors(ctx):
+        self.wants_json = "--json" in args and any(option.name == "as_json" for option in self.params)
+        with one_line_usage_errors(ctx, self.report):
             return super().parse_args(ctx, args)
 
     def remedy(self, message: str) -> str:
@@ -128,20 +143,33 @@ class OneLineCommand(click.Command):
         with guarded_output():
             return super().main(*args, **kwargs)
 
+    def report(
+        self, exit_code: int, message: str, details: Sequence[str] = (), answer: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print an error as JSON, with what is known all the same, if this run of the command prints JSON."""
+        if self.wants_json:
+            self.echo_report({**(answer or {}), "error": message, "details": list(details), "exit_code": exit_code})
+
+    def echo_report(self, error: Mapping[str, Any]) -> None:
+        """Print an error as JSON."""
+        echo_json(error)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, or with 1 if memory ran out."""
         try:
             return super().invoke(ctx)
         except UserError as error:
-            message = str(error)
-            for line in (f"error: {message}{self.remedy(message)}", *(f"  {each}" for each in error.details)):
+            message = f"{error}{self.remedy(str(error))}"
+            for line in (f"error: {message}", *(f"  {each}" for each in error.details)):
                 echo(line, err=True)
+            self.report(error.exit_code, message, error.details, error.answer)
             sys.exit(error.exit_code)
         except MemoryError as error:  # Of Python, NumPy, Arrow or safetensors.
             reason = visible_line(str(error)) or "no reason given"
-            echo(
-                f"error: this process got no more of the host's memory ({reason}); free some, or raise the limit "
-                "(ulimit -v), then rerun",
-                err=True,
+            message = (
+                f"this process got no more of the host's memory ({reason}); free some, or raise the limit (ulimit -v), "
+                "then rerun"
             )
+            echo(f"error: {message}", err=True)
+            self.report(1, message)
             sys.exit(1)

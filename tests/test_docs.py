@@ -146,7 +146,8 @@ def test_every_parameter_named_is_in_params_yaml(page):
     """A dotted parameter in code quotes, such as `train.grad_ckpt`, that was renamed."""
     known = YAML_FILES.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     sections = [name for name, value in known.items() if isinstance(value, dict)]
-    named = re.findall(rf"`((?:{'|'.join(sections)})(?:\.\w+)+)(?:[:=][^`]*)?`", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8").split("## All fields\n")[0]  # Of JSON, which has a `model.type`, too.
+    named = re.findall(rf"`((?:{'|'.join(sections)})(?:\.\w+)+)(?:[:=][^`]*)?`", text)
     for dotted in (name for name in named if not name.endswith(".json")):
         value = known
         for key in dotted.split("."):
@@ -213,6 +214,40 @@ def test_the_command_for_70b_prints_the_figures_of_its_table():
         f"{step} by the data sheet",
     ):
         assert shown in done.stdout
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_for_scripts_runs(tmp_path: Path):
+    """The lines that everyone copies, and that nobody has run."""
+    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/scripts.md").read_text(encoding="utf-8"), re.S | re.M)
+    command = tmp_path / "lean-finetune"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m lean_finetune "$@"\n')
+    command.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    done = run_bounded([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert re.fullmatch(r"fits \d+ \d+\n", done.stdout)
+    code = code.replace('"llama-3.1-8b"', '"none/at/all"')
+    done = run_bounded([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and done.stderr.count("none/at/all") == 2
+
+
+def test_what_reruns_what_is_so():
+    """The table of the page for scripts, against dvc.yaml."""
+    text = (ROOT / "docs/scripts.md").read_text(encoding="utf-8").split("## What reruns what\n")[1].split("\n## ")[0]
+    stages = YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) >= 8
+    for changed, first in rows:
+        [*_, named] = [None, *re.findall(r"`(\w+)`", first)[:1]]
+        for key in re.findall(r"`([\w.]+)`", changed):
+            readers = [
+                name
+                for name, stage in stages.items()
+                if any(f"{key}.".startswith(f"{param}.") for param in stage.get("params", ()))
+            ]
+            # The last stage, which reads all, has no effect on the others.
+            assert next((name for name in readers if name != "report"), None) == named, key
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def fit(
     find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported, which takes seconds.
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.fit_text import fit_json, fit_lines, verdict_json, verdict_text
-        from lean_finetune.commands.fit_tool import tool_json, tool_lines
+        from lean_finetune.commands.fit_tool import converted_json, tool_json, tool_lines
 
     given = any(flag.startswith("data.max_length=") for flag in [*asked.of_config, *sets])
     shorten = asked.usual and length is None and not given
@@ -138,7 +138,7 @@ def fit(
     if as_json:
         answer = fit_json(run, prediction, memory)
         answer["staircase"] = stairs and stairs.as_json()
-        answer["from"] = converted and vars(converted)
+        answer["from"] = converted and converted_json(converted)
         if converted is not None and config is not None:
             answer["as_tool"] = tool_json(run, converted, config, run_of)
         echo_json(answer)

@@ -67,6 +67,12 @@ def tool_json(run: Run, converted: Converted, path: Path, run_of: RunOf) -> dict
     return {**found.as_json(), "one_change": change}
 
 
+def converted_json(converted: Converted) -> dict[str, Any]:
+    """What became of each key of the configuration, for `--json`."""
+    image = converted.image and {"width": converted.image.width, "height": converted.image.height}
+    return {**vars(converted), "image": image, "adapted_parts": sorted(converted.adapted_parts)}
+
+
 def _keys(converted: Converted, path: Path) -> Mapping[str, Any]:
     """The configuration's values, with the content of the DeepSpeed configuration that it names or has inside."""
     keys = converted.keys

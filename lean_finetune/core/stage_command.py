@@ -4,8 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import FrameType
@@ -13,10 +13,13 @@ from typing import Any
 
 import click
 
-from cuda_memory.errors import OneLineCommand
-from cuda_memory.terminal import echo, visible_line
+from cuda_memory.errors import OneLineCommand, Report
+from cuda_memory.terminal import echo, json_text, visible_line
 from lean_finetune.core import signals
 from lean_finetune.core.versions import wrong_library
+
+REPORT_FILE = "LEAN_FINETUNE_REPORT_FILE"
+"""Environment variable: the file into which a stage that fails writes the lines of its error as JSON."""
 
 
 @contextmanager
@@ -42,18 +45,20 @@ def stopped_line(ending: signals.Interrupted) -> str:
 
 
 @contextmanager
-def one_line_after_signals() -> Iterator[None]:
+def one_line_after_signals(report: Report | None = None) -> Iterator[None]:
     """Print one line and exit with 128 + its number after a signal that stops this process."""
     try:
         with signals.raised():
             yield
     except signals.Interrupted as ending:
         echo(stopped_line(ending), err=True)
+        if report is not None:
+            report(ending.exit_code, stopped_line(ending))
         sys.exit(ending.exit_code)
 
 
 @contextmanager
-def one_line_for_wrong_library() -> Iterator[None]:
+def one_line_for_wrong_library(report: Report | None = None) -> Iterator[None]:
     """Name a library that is missing or has another version than needed, where a name of it is not found."""
     try:
         yield
@@ -64,8 +69,10 @@ def one_line_for_wrong_library() -> Iterator[None]:
             wrong = None
         if wrong is None:
             raise
-        reason = visible_line(str(error))
-        echo(f"error: {wrong.fault} ({reason}); run `{wrong.remedy}`", err=True)
+        message = f"{wrong.fault} ({visible_line(str(error))}); run `{wrong.remedy}`"
+        echo(f"error: {message}", err=True)
+        if report is not None:
+            report(1, message)
         sys.exit(1)
 
 
@@ -95,8 +102,17 @@ class StageCommand(OneLineCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Exit with the code of a `UserError`, and with 128 + its number after a signal."""
-        with one_line_after_signals(), one_line_for_wrong_library():
+        with one_line_after_signals(self.report), one_line_for_wrong_library(self.report):
             return super().invoke(ctx)
+
+    def report(
+        self, exit_code: int, message: str, details: Sequence[str] = (), answer: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print an error as JSON if this run prints JSON, and write it into the file that `run` reads, if it asks."""
+        super().report(exit_code, message, details, answer)
+        if path := os.environ.get(REPORT_FILE):
+            with suppress(OSError):  # The line on standard error says the same.
+                Path(path).write_text(json_text([message, *details]), encoding="utf-8")
 
 
 # Undo what DVC leaves in a checkout: deleted metrics, overridden parameters, metrics of earlier runs.

@@ -119,10 +119,10 @@ def plan(
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
         echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
     if not chosen.choices:
-        if as_json:
-            echo_json(plan_json(chosen, rows, flags))
         index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
-        raise DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
+        fault = DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
+        fault.answer = {**plan_json(chosen, rows, flags), "written": None} if as_json else {}
+        raise fault
     if choice > len(chosen.choices):
         raise UsageFault(f"--choice: there are {len(chosen.choices)} sets that fit; got {choice}; name one of them")
     picked = {**dict(text.split("=", 1) for text in flags), **chosen.choices[choice - 1].flags}

@@ -1,17 +1,21 @@
 """Run the pipeline of the working directory by DVC, and print a line for each stage instead of DVC's own."""
 
+import json
 import logging
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.core.errors import UserError, one_line
 from lean_finetune.core.signals import FIRST_OF_SIGNALS, GRACE_SECONDS, Interrupted
+from lean_finetune.core.stage_command import REPORT_FILE
 
 if TYPE_CHECKING:
     from psutil import Process
@@ -25,6 +29,9 @@ KILLED = 9
 
 class StageFailed(UserError):
     """A stage ended with an error, of which it has printed its own line."""
+
+    lines: Sequence[str] = ()
+    """The lines of its error; empty if it could not write them."""
 
     def __init__(self, stage: str, exit_code: int):
         super().__init__(f"{stage}: failed")
@@ -79,13 +86,16 @@ def run_pipeline(shown: Shown) -> list[str]:
     from dvc.repo import Repo
 
     log = StageLog(shown)
-    with only_logged_by(log):
+    with only_logged_by(log), reported_errors() as report:
         try:
             with Repo() as repo:
                 log.descriptions = {stage.addressing: stage.desc or "" for stage in repo.index.stages}
                 repo.reproduce()
         except DvcException as error:
-            raise dvc_refusal(error, log.ran) from error
+            fault = dvc_refusal(error, log.ran)
+            if isinstance(fault, StageFailed):
+                fault.lines = _reported_lines(report)
+            raise fault from error
         except Interrupted:
             _end_stages()
             raise
@@ -96,6 +106,26 @@ def run_pipeline(shown: Shown) -> list[str]:
 def use_this_python() -> None:
     """Let stages, which are `python -m stages.…`, run in this environment, although nobody may have activated it."""
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
+@contextmanager
+def reported_errors() -> Iterator[Path]:
+    """Let a stage that fails in the block write the lines of its error into the file that is yielded."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "error.json"
+        os.environ[REPORT_FILE] = str(report)
+        try:
+            yield report
+        finally:
+            del os.environ[REPORT_FILE]
+
+
+def _reported_lines(report: Path) -> Sequence[str]:
+    try:
+        lines: Sequence[str] = json.loads(report.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # A stage that was killed writes none.
+        return ()
+    return lines
 
 
 @contextmanager

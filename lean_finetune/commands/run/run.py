@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 
 from cuda_memory.gpus import gpu_names
+from cuda_memory.terminal import echo_text, json_text
 from cuda_memory.units import readable_size
 from cuda_memory.user_paths import PATH, text_path
 from lean_finetune.commands.choose.plan import nested, refuse_contradictions
@@ -22,7 +23,15 @@ from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 
 
-@click.command(cls=StageCommand)
+class RunCommand(StageCommand):
+    """With --json, an error of the command itself is the last event."""
+
+    def echo_report(self, error: Mapping[str, Any]) -> None:
+        """See the base class."""
+        echo_text(json_text({"event": "error", **error}))
+
+
+@click.command(cls=RunCommand)
 @click.argument("directory", default=".", type=PATH)
 @click.option("--model", help="A directory, or a hub id such as Qwen/Qwen3-8B.")
 @click.option("--data", help="Your rows: a file, a glob, a directory or hf://org/name.")
@@ -97,16 +106,18 @@ def _plan_if_needed(sets: Sequence[str], given: Sequence[str], shown: Shown) -> 
 
 def _run_pipeline(directory: Path, shown: Shown, *, elsewhere: bool) -> None:
     """Run the stages in the working directory, and print what they came to."""
-    from lean_finetune.commands.run.outcome import outcome_lines, read_outcome
+    from lean_finetune.commands.run.outcome import REPORT, outcome_lines, read_outcome
     from lean_finetune.commands.run.pipeline import StageFailed, run_pipeline
 
     try:
         ran = run_pipeline(shown)
     except StageFailed as failed:
-        shown.event("failed", stage=failed.stage, exit_code=failed.exit_code)
+        error, details = (failed.lines[0], failed.lines[1:]) if failed.lines else (None, [])
+        shown.event("failed", stage=failed.stage, exit_code=failed.exit_code, error=error, details=details)
         raise SystemExit(failed.exit_code) from None
     if set(ran) <= {"pin_code"}:
         shown.event("up_to_date", "nothing has changed since the last run")
     commit_first(shown)
     found = read_outcome()
-    shown.event("end", *outcome_lines(found, directory, elsewhere=elsewhere), **asdict(found))
+    lines = outcome_lines(found, directory, elsewhere=elsewhere)
+    shown.event("end", *lines, report=str(directory / REPORT), **asdict(found))

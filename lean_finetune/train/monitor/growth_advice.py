@@ -3,7 +3,8 @@
 import csv
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +258,37 @@ def _row(place: str, header: list[str], cells: list[str], step_before: float | N
     return row
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause of growth in a recorded curve."""
+
+    growth: Growth
+    text: str
+    """The line for it."""
+    usual_causes: tuple[str, ...]
+    """In other programs than this pipeline."""
+
+    def lines(self) -> Iterator[str]:
+        """What to print of it."""
+        yield self.text
+        if self.usual_causes:
+            yield "usual causes:"
+            yield from (f"  {cause}" for cause in self.usual_causes)
+            if self.growth.series in ON_DEVICE:
+                yield f"the lines of code: {RECORD}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `explain --json`."""
+        return {**asdict(self.growth), "text": self.text, "usual_causes": list(self.usual_causes)}
+
+
 def explained(path: Path, left_gib: float | None) -> list[str]:
-    """Return one line for each cause of growth in a recorded curve, and usual causes if it is another program's.
+    """Return the lines about a recorded curve, for people."""
+    return [line for finding in findings_of(path, left_gib) for line in finding.lines()]
+
+
+def findings_of(path: Path, left_gib: float | None) -> list[Finding]:
+    """Return the causes of growth in a recorded curve.
 
     With `left_gib`, the memory still free at its end, the line of a leak says when it is used up.
     """
@@ -266,11 +296,11 @@ def explained(path: Path, left_gib: float | None) -> list[str]:
     free_bytes = None if left_gib is None else round(left_gib * GIB)
     with open(path, newline="", encoding="utf-8-sig") as file:
         ours = PIPELINE_COLUMNS <= {name.strip() for name in next(csv.reader(file))}
-    lines = []
-    for growth in classify(rows):
-        lines.append(growth_line(growth, rows, free_bytes, {} if ours else None))
-        if not ours and (causes := usual_causes(growth)):
-            lines += ["usual causes:", *(f"  {cause}" for cause in causes)]
-            if growth.series in ON_DEVICE:
-                lines.append(f"the lines of code: {RECORD}")
-    return lines
+    return [
+        Finding(
+            growth=growth,
+            text=growth_line(growth, rows, free_bytes, {} if ours else None),
+            usual_causes=() if ours else usual_causes(growth),
+        )
+        for growth in classify(rows)
+    ]

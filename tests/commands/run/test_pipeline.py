@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,8 @@ from dvc.repo import Repo
 from lean_finetune.commands.run.pipeline import StageFailed, run_pipeline
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import REPORT_FILE
+from tests.json_answers import check_event
 from tests.processes import run_bounded
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of DVC's libraries.
@@ -72,6 +75,8 @@ def test_events_are_json_lines_and_stages_print_to_standard_error(home: Path, ca
         *(("stage", "second"), ("stage_end", "second")),
     ]
     assert events[0] == {"event": "stage", "stage": "first", "number": 1, "of": 2, "cached": False}
+    for event in events:
+        check_event(event)
     assert events[1]["seconds"] >= 0 and err == "note: first speaks\n"
 
 
@@ -83,6 +88,31 @@ def test_a_failed_stage_decides_the_exit_code(home: Path, capfd: pytest.CaptureF
     assert (failed.value.stage, failed.value.exit_code) == ("second", 3)
     captured = capfd.readouterr()
     assert captured.err == "error: no\n" and captured.out.endswith("[2/2] second: Copy them again.\n")
+
+
+FAILING = """
+import click
+from lean_finetune.core.errors import UserError
+from lean_finetune.core.stage_command import StageCommand
+
+@click.command(cls=StageCommand)
+def stage():
+    raise UserError("rows.txt:1: must be a word; got 1; write one", "see line 1")
+
+stage()
+"""
+
+
+def test_the_line_of_a_failed_stage_is_known(home: Path, capfd: pytest.CaptureFixture[str]):
+    """A script that reads the events had to find the reason in all that stages print."""
+    (home / "failing.py").write_text(FAILING)
+    make(home, f"PYTHONPATH={shlex.quote(os.pathsep.join(sys.path))} {shlex.quote(sys.executable)} failing.py")
+    with Shown(as_json=True) as shown, pytest.raises(StageFailed) as failed:
+        run_pipeline(shown)
+    line = "rows.txt:1: must be a word; got 1; write one"
+    assert failed.value.lines == [line, "see line 1"] and failed.value.exit_code == 1
+    assert capfd.readouterr().err == f"note: first speaks\nerror: {line}\n  see line 1\n"
+    assert REPORT_FILE not in os.environ
 
 
 def test_a_stage_without_memory_is_named(home: Path):
