@@ -21,6 +21,7 @@ from tests.processes import run_bounded
 PAGES = [
     *sorted(ROOT.glob("README*.md")),
     ROOT / "cuda_memory/README.md",
+    ROOT / "lean_finetune/project/README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -230,6 +231,19 @@ def test_the_python_of_the_page_for_scripts_runs(tmp_path: Path):
     code = code.replace('"llama-3.1-8b"', '"none/at/all"')
     done = run_bounded([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr and done.stderr.count("none/at/all") == 2
+
+
+def test_the_readme_of_a_project_says_how_to_work_there():
+    """An assistant that opens a project, and reads the one file that it always reads."""
+    page = ROOT / "lean_finetune/project/README.md"
+    commands = {words[1] for words in documented_commands(page) if words[0] == "lean-finetune"}
+    assert {"run", "fit", "plan", "exp", "compare", "chat", "explain"} <= commands
+    text = page.read_text(encoding="utf-8")
+    outs = YAML_FILES.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"].values()
+    written = [next(iter(out)) if isinstance(out, dict) else out for stage in outs for out in stage["outs"]]
+    named = re.findall(r"`(data/[\w./-]+)`", text)
+    assert {"data/report/report.html", "data/tuned/"} < set(named)
+    assert [name for name in named if not any(f"{name}/".startswith(f"{out}/") for out in written)] == []
 
 
 def test_what_reruns_what_is_so():
