@@ -1,7 +1,7 @@
 """What is measured on a GPU, in order of worth."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,6 +176,8 @@ class SpeedCase:
     """Activations go to pinned host memory."""
     fused: bool = False
     """Liger-Kernel's operations."""
+    more: tuple[tuple[str, Any], ...] = ()
+    """More parameters of section train (see `changed`), with their values."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -198,6 +200,7 @@ class SpeedCase:
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
             offload_activations="cpu" if self.offload else "none",
+            **dict(self.more),
         )
         return Setting(train=train)
 
@@ -221,6 +224,43 @@ SMALL_SPEED_CASES = (
     _small(name="full bf16, 2 x 64", method="full"),
     _small(name="QLoRA, 2 x 64", method="qlora"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchesCase:
+    """A step that is timed with switches on and off, interleaved in one process."""
+
+    seconds = 45
+    speed: SpeedCase
+    changes: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+    """Names of variants with the fields of `speed` that they change."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other case has."""
+        return f"switches: {self.speed.name}"
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """Names of the variants, in the order of a round."""
+        return [name for name, _ in self.changes]
+
+    def variant(self, name: str) -> SpeedCase:
+        """The step of a variant."""
+        return replace(self.speed, **dict(dict(self.changes)[name]))
+
+
+_NO_CKPT = ("without checkpointing", (("grad_ckpt", False),))
+_AS_IT_IS: tuple[str, tuple[tuple[str, Any], ...]] = ("as it is", ())
+SWITCHES_CASES = (
+    SwitchesCase(speed=SPEED_CASES[0], changes=(_AS_IT_IS,)),
+    SwitchesCase(speed=SPEED_CASES[2], changes=(_AS_IT_IS, _NO_CKPT)),
+    SwitchesCase(
+        speed=SPEED_CASES[4],
+        changes=(_AS_IT_IS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),))),
+    ),
+)
+"""LoRA, QLoRA and full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +312,7 @@ class TestsCase:
     name: str = "tests marked gpu"
 
 
-Case = MemoryCase | SpeedCase | TrlCase | ProfileCase | LoadCase | TestsCase
+Case = MemoryCase | SpeedCase | SwitchesCase | TrlCase | ProfileCase | LoadCase | TestsCase
 
 
 def gpu_cases() -> list[Case]:
@@ -281,7 +321,8 @@ def gpu_cases() -> list[Case]:
     lora, least, qlora, qlora_long, full = pairs
     loading = [LoadCase(model="Llama-3.2-3B", method=method) for method in ("full", "qlora", "int8_lora")]
     cases: list[Case] = [
-        ProfileCase(speed=SPEED_CASES[0]),
+        *SWITCHES_CASES,
+        *[ProfileCase(speed=SPEED_CASES[number]) for number in (0, 2, 4)],
         *[*lora, *qlora, *full],
         FUSED_SPEED,
         *FIRST,
@@ -299,4 +340,5 @@ def fake_cases() -> list[Case]:
     """Small cases of each kind but tests, for a CPU."""
     memory = [*list(small_cases())[:3], MemoryCase(model="tiny experts", method="lora", layout="tiny")]
     speed = SMALL_SPEED_CASES[0]
-    return [*memory, ProfileCase(speed=speed), speed, LoadCase(model="tiny, untied", method="qlora")]
+    switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_AS_IT_IS, _NO_CKPT))
+    return [*memory, switches, ProfileCase(speed=speed), speed, LoadCase(model="tiny, untied", method="qlora")]

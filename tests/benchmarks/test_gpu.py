@@ -49,7 +49,7 @@ from tests.small_model import CPU
 LORA_CASE = 1
 """Index of the small case with adapters and without bitsandbytes."""
 CPU_TARGET = target_of(cpu_device(GIB))
-NOT_NEEDED = ("click", "datasets", "dvc", "dvclive", "orjson", "pydantic", "pydantic_core", "ruamel", "tiktoken")
+NOT_NEEDED = ("datasets", "dvc", "dvclive", "orjson", "tiktoken")
 """Packages of the project without which the benchmark runs."""
 
 
