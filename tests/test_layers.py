@@ -15,7 +15,8 @@ data/read data/format data/images data/chat data/encode data/shards
 plan model/attention model/experts model/images model/files model/recurrent model step/offload step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
-evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run page
+evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run
+page/project page
 """.split()
 MOST_MODULES = 15
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks")

@@ -10,10 +10,10 @@ import gradio as gr
 
 from cuda_memory.page.html import Html, Table, document, html, joined, table
 from lean_finetune.core.errors import UserError
-from lean_finetune.page.fit_answer import STYLE, fault_document
 from lean_finetune.page.frames import frame
 from lean_finetune.page.jobs import run_command, workplace
 from lean_finetune.page.limits import Limits
+from lean_finetune.page.project.documents import STYLE, fault_document
 
 REPORT = Path("data/report/report.html")
 MOST_REPORT_BYTES = 32 << 20

@@ -7,21 +7,16 @@ from typing import Any
 from cuda_memory.page.charts import Bar, Picture, bar_chart, figure
 from cuda_memory.page.html import Html, Table, document, html, joined, table
 from cuda_memory.units import counted, readable_size
+from lean_finetune.page.project.documents import STYLE
 from lean_finetune.report.pictures import CATEGORY_COLORS
 
 Answer = Mapping[str, Any]
-STYLE = "body { padding: 0 2px; max-width: none; } h2 { margin-top: 1.2rem; }"
 SEGMENTS = {"native": "fixed", "expandable": "expandable"}
 
 
 def fit_document(answer: Answer, words: Sequence[str]) -> Html:
     """The page of an answer; `words` are those of the command."""
     return document("lean-finetune fit", joined(_body(answer, words)), STYLE)
-
-
-def fault_document(fault: str) -> Html:
-    """The page of an error."""
-    return document("lean-finetune", html('<p class="verdict bad">{}</p>', fault), STYLE)
 
 
 def _body(answer: Answer, words: Sequence[str]) -> Iterator[Html]:

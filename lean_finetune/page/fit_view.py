@@ -14,16 +14,15 @@ from cuda_memory.gpus import GPUS
 from lean_finetune.config.field_types import Method
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import MOST_BYTES
-from lean_finetune.page.fit_answer import fault_document, fit_document
+from lean_finetune.page.fit_answer import fit_document
 from lean_finetune.page.frames import frame
-from lean_finetune.page.jobs import run_command, workplace
+from lean_finetune.page.jobs import option_words, run_command, workplace
 from lean_finetune.page.limits import Limits
+from lean_finetune.page.project.documents import fault_document
 
 SHIPPED = sorted(path.name for path in (Path(__file__).parents[1] / "example_configs").iterdir())
 HUB_ID = re.compile(r"(?!.*\.\.)[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", re.ASCII)
 USUAL = "usual"
-LONGEST_FIELD = 500
-"""Characters of a field of one line."""
 NO_DATA = "rows.jsonl"
 """Where the command to copy needs the user's own rows."""
 
@@ -136,11 +135,7 @@ def fit_words(form: Mapping[str, Any], limits: Limits, *, has_config: bool) -> l
         "image": given["image"],
         "images-per-row": given["per_row"],
     }
-    words = ["fit", *(f"--{name}={value}" for name, value in options.items() if value)]
-    words += [f"--set={line.strip()}" for line in (form["sets"] or "").splitlines() if line.strip()]
-    if any(len(word) > LONGEST_FIELD or not word.isprintable() for word in words) or len(words) > 50:
-        raise UserError(f"a field must have at most {LONGEST_FIELD} characters, all printable")
-    return words
+    return ["fit", *option_words(options, form["sets"])]
 
 
 def _commands(answer: Mapping[str, Any], words: list[str], form: Mapping[str, Any], *, has_config: bool) -> str:

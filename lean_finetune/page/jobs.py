@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,25 @@ PASSED_ON = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "SYSTEMROOT", "HF_HUB_OFFLI
 """Variables that a command of a hosted page sees. Others may be secrets, such as tokens."""
 MOST_OUTPUT_BYTES = 64 << 20
 ERROR = re.compile("^error: (.*)$", re.MULTILINE)
+
+
+LONGEST_FIELD, MOST_WORDS = 500, 50
+"""Characters of a field of one line, and fields of a command."""
+
+
+def option_words(options: Mapping[str, str], sets: str | None) -> list[str]:
+    """The words of a command for the fields that are filled in; `sets` has `KEY=VALUE` lines.
+
+    A field is a value and never an option.
+
+    Raises:
+        UserError: a field is too long or not printable.
+    """
+    words = [f"--{name}={value}" for name, value in options.items() if value]
+    words += [f"--set={line.strip()}" for line in (sets or "").splitlines() if line.strip()]
+    if any(len(word) > LONGEST_FIELD or not word.isprintable() for word in words) or len(words) > MOST_WORDS:
+        raise UserError(f"a field must have at most {LONGEST_FIELD} characters, all printable")
+    return words
 
 
 @dataclass(frozen=True, kw_only=True)

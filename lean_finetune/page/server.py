@@ -20,7 +20,8 @@ CSS = """
 .gradio-container .wrap.fillable, .gradio-container main > .wrap { padding: 0 !important; }
 h1 { font-size: 1.4rem !important; margin: 0 !important; }
 iframe.answer { width: 100%; min-height: 60px; border: 0; }
-.quiet { color: var(--body-text-color-subdued); font-size: 0.87rem; }
+.quiet { color: var(--body-text-color-subdued); font-size: 0.87rem; overflow-wrap: anywhere; }
+.refusal { border-left: 6px solid #c0283a; padding: 0.4rem 0.8rem; overflow-wrap: anywhere; }
 footer { display: none !important; }
 """
 SUBDUED = ("body_text_color_subdued", "block_info_text_color", "input_placeholder_color")
@@ -54,7 +55,10 @@ def build(limits: Limits, uploads: Path) -> Any:
             snapshot_view(limits)
         if not limits.is_hosted:
             from lean_finetune.page.experiments_view import experiments_view
+            from lean_finetune.page.run_view import run_view
 
+            with gr.Tab("Run"):
+                run_view()
             with gr.Tab("Experiments"):
                 experiments_view(limits)
     blocks.queue(max_size=limits.waiting, api_open=False)

@@ -10,10 +10,10 @@ from cuda_memory.gpus import GPUS
 from cuda_memory.terminal import visible_line
 from cuda_memory.units import readable_size
 from lean_finetune.core.errors import UserError
-from lean_finetune.page.fit_answer import fault_document
 from lean_finetune.page.frames import frame
 from lean_finetune.page.jobs import run_command, workplace
 from lean_finetune.page.limits import Limits
+from lean_finetune.page.project.documents import fault_document
 
 NO_GPU = "none"
 KINDS = (".pickle", ".pkl", ".csv", ".gz")

@@ -1,5 +1,6 @@
 """The pictures of report.html, each with its legend."""
 
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from cuda_memory.page.charts import (
@@ -18,6 +19,8 @@ from lean_finetune.report.content import CPU, plan_note, switches
 from lean_finetune.report.formats import size
 from lean_finetune.report.report_inputs import Inputs, in_order
 
+Curves = Sequence[Mapping[str, str]]
+"""Lines of curves.csv, one for each optimizer step, at least one."""
 CAPACITY_TIMES = 5
 """Most times the predicted peak at which the capacity is drawn."""
 CATEGORY_COLORS = {
@@ -40,18 +43,22 @@ CATEGORY_COLORS = {
 
 def pictures(inputs: Inputs) -> dict[str, Picture]:
     """Return the pictures by name; `reserved` exists only for a GPU whose plan was replayed, the last two for pairs."""
-    paired = any(record.get("reward_accuracy") for record in inputs.curves)
-    loss = "Loss, mean over the pairs of a step" if paired else "Loss, nats per trained token"
+    curves = inputs.curves
     found = {
         "phases": _phases(inputs),
-        "steps": _steps(inputs),
+        "steps": memory_picture(
+            curves,
+            inputs.estimate["peak_bytes_predicted"],
+            on_gpu=inputs.train["device"] != CPU,
+            note=f"{inputs.train['growth']['summary']}.",
+        ),
         "timeline": _timeline(inputs),
         "switches": _switches(inputs),
-        "loss": _by_step(inputs, loss, "loss"),
+        "loss": loss_picture(curves),
     }
-    if paired:
-        found["accuracy"] = _by_step(inputs, "Share of pairs in the right order", "reward_accuracy")
-        found["margin"] = _by_step(inputs, "Mean margin between the rewards of a pair", "reward_margin")
+    if _is_paired(curves):
+        found["accuracy"] = _by_step(curves, "Share of pairs in the right order", "reward_accuracy")
+        found["margin"] = _by_step(curves, "Mean margin between the rewards of a pair", "reward_margin")
     if inputs.reserved:
         found["reserved"] = _reserved(inputs)
     return found
@@ -98,18 +105,17 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _steps(inputs: Inputs) -> Picture:
+def memory_picture(curves: Curves, peak_bytes: int, *, on_gpu: bool, note: str) -> Picture:
     """Memory over optimizer steps; on a CPU the peaks only, because malloc counts all of Python's memory."""
-    peak_bytes = inputs.estimate["peak_bytes_predicted"]
-    steps = [int(record["step"]) for record in inputs.curves]
+    steps = [int(record["step"]) for record in curves]
     lines = [
         ("predicted peak of the run", "predicted", [(steps[0], float(peak_bytes)), (steps[-1], float(peak_bytes))]),
-        ("measured peak of a step", "measured", _curve(inputs, "allocated_bytes")),
+        ("measured peak of a step", "measured", _curve(curves, "allocated_bytes")),
     ]
-    if inputs.train["device"] != CPU:
-        lines.append(("live tensors after a step", "live", _curve(inputs, "live_bytes")))
-        lines.append(("reserved after a step", "reserved", _curve(inputs, "reserved_bytes")))
-    return memory_lines("Memory over optimizer steps", lines, f"{inputs.train['growth']['summary']}.")
+    if on_gpu:
+        lines.append(("live tensors after a step", "live", _curve(curves, "live_bytes")))
+        lines.append(("reserved after a step", "reserved", _curve(curves, "reserved_bytes")))
+    return memory_lines("Memory over optimizer steps", lines, note)
 
 
 def _reserved(inputs: Inputs) -> Picture:
@@ -126,14 +132,24 @@ def _reserved(inputs: Inputs) -> Picture:
     return memory_lines("Predicted memory of the plan, step by step", lines, plan_note(inputs))
 
 
-def _curve(inputs: Inputs, column: str) -> list[tuple[int, float]]:
+def loss_picture(curves: Curves) -> Picture:
+    """The loss of training and of the held-out rows over optimizer steps."""
+    of_pairs = "Loss, mean over the pairs of a step"
+    return _by_step(curves, of_pairs if _is_paired(curves) else "Loss, nats per trained token", "loss")
+
+
+def _is_paired(curves: Curves) -> bool:
+    return any(record.get("reward_accuracy") for record in curves)
+
+
+def _curve(curves: Curves, column: str) -> list[tuple[int, float]]:
     """Steps and values of a column of the curves, without empty cells."""
-    return [(int(record["step"]), float(record[column])) for record in inputs.curves if record.get(column)]
+    return [(int(record["step"]), float(record[column])) for record in curves if record.get(column)]
 
 
-def _by_step(inputs: Inputs, title: str, column: str) -> Picture:
+def _by_step(curves: Curves, title: str, column: str) -> Picture:
     """A figure of training and of the held-out rows over optimizer steps."""
-    training, heldout = (_curve(inputs, name) for name in (column, f"heldout_{column}"))
+    training, heldout = (_curve(curves, name) for name in (column, f"heldout_{column}"))
     lines = [
         Line(name="training", color=SERIES_COLORS["training"], points=training, reduce=fmean),
         Line(name="held out", color=SERIES_COLORS["heldout"], points=heldout, dots=True, reduce=fmean),

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.page.fit_answer import fault_document, fit_document
+from lean_finetune.page.fit_answer import fit_document
 from lean_finetune.page.jobs import environment, run_command
 from lean_finetune.page.limits import HOSTED
+from lean_finetune.page.project.documents import fault_document
 from tests.conftest import ROOT
 from tests.processes import run_bounded
 

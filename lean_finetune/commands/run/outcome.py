@@ -71,10 +71,10 @@ def outcome_lines(found: Outcome, directory: Path, *, elsewhere: bool) -> Iterat
     `directory` is the project's as the user named it; `elsewhere`: the user's shell is in another one.
     """
     yield ""
-    yield f"{'memory':<{LABEL}}{_memory_text(found)}"
-    yield f"{'held-out loss':<{LABEL}}{_change(found.base_loss, found.tuned_loss, lambda loss: f'{loss:.4g}')}"
+    yield f"{'memory':<{LABEL}}{memory_text(found)}"
+    yield f"{'held-out loss':<{LABEL}}{change_text(found.base_loss, found.tuned_loss, lambda loss: f'{loss:.4g}')}"
     if found.tuned_reward_accuracy is not None:
-        yield f"{'right order':<{LABEL}}{_change(found.base_reward_accuracy, found.tuned_reward_accuracy, percent)}"
+        yield f"{'right order':<{LABEL}}{change_text(found.base_reward_accuracy, found.tuned_reward_accuracy, percent)}"
     columns = min(max(get_terminal_size().columns, COLUMNS[0]), COLUMNS[1])
     for line in found.answers:
         yield ""
@@ -85,7 +85,8 @@ def outcome_lines(found: Outcome, directory: Path, *, elsewhere: bool) -> Iterat
     yield from (f"{label:<{LABEL}}{text}" for label, text in zip_longest(["next"], commands, fillvalue=""))
 
 
-def _memory_text(found: Outcome) -> str:
+def memory_text(found: Outcome) -> str:
+    """Whether it was predicted to fit, and the predicted and measured peak."""
     predicted, measured = found.peak_bytes_predicted, found.peak_bytes_measured
     verdict = "fits" if found.fits else "was predicted not to fit"
     text = f"{verdict}: peak of tensors {readable_size(predicted)} predicted, "
@@ -94,7 +95,8 @@ def _memory_text(found: Outcome) -> str:
     return f"{text}{readable_size(measured)} measured ({predicted / measured - 1:+z.1%})"
 
 
-def _change(before: float | None, after: float | None, text: Any) -> str:
+def change_text(before: float | None, after: float | None, text: Any) -> str:
+    """A figure before and after training; `text` writes it."""
     if before is None or after is None:
         return "not known: no rows are held out"
     return f"{text(before)} before training, {text(after)} after"
@@ -116,7 +118,7 @@ def _next_commands() -> Iterator[str]:
 
 def _answer_lines(line: Mapping[str, Any], columns: int) -> Iterator[str]:
     """One prompt, and below it the answers before and after training side by side."""
-    yield f"{'asked':<{LABEL}}{_clipped(_last_turn(str(line['prompt'])), columns - LABEL)}"
+    yield f"{'asked':<{LABEL}}{_clipped(last_turn(str(line['prompt'])), columns - LABEL)}"
     if line["expected"]:
         yield f"{'expected':<{LABEL}}{_clipped(' / '.join(_text_lines(line['expected'])), columns - LABEL)}"
     width = (columns - 3) // 2
@@ -126,7 +128,7 @@ def _answer_lines(line: Mapping[str, Any], columns: int) -> Iterator[str]:
         yield f"{left}{' ' * (width - _width(left))} | {right}".rstrip()
 
 
-def _last_turn(prompt: str) -> str:
+def last_turn(prompt: str) -> str:
     """The last text of a prompt, without the control tokens and roles of its chat template."""
     parts = (ROLE.sub("", part.strip(), count=1).strip() for part in CONTROL.split(prompt))
     return " / ".join(_text_lines(next((part for part in reversed(list(parts)) if part), "")))
