@@ -1,6 +1,7 @@
 """Types of weights and of arithmetic: what they bring, what they may cost, and which a device can."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.specs import changed
 from lean_finetune.config.load import COMMON_PARAMS, load_params
+from lean_finetune.config.schema import Params
+from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision, precision_of
@@ -102,11 +105,24 @@ def test_bf16_on_a_card_without_it_proposes_fp16(choice):
     assert choose_precision("fp16", kind="cuda", native_bf16=False, name="P4")[0] == "fp16"
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"precision": "auto"}', '{"precision": 1}'])
-def test_a_damaged_choice_of_stage_estimate_is_one_line(tmp_path: Path, content: str):
-    """A KeyError, or a run in another type."""
-    params, chosen = load_params(COMMON_PARAMS), tmp_path / "precision.json"
-    params = params.model_copy(update={"train": spec_of(precision="auto")})
+@pytest.mark.parametrize("content", ["[]", "{}", '{"precision": "bf16"}'])
+def test_a_choice_that_no_stage_wrote_is_one_line(tmp_path: Path, content: str):
+    """A KeyError."""
+    chosen = tmp_path / "precision.json"
     chosen.write_text(content)
+    with pytest.raises(UserError, match=r"has no hash of its content, so no stage wrote it; .* run `dvc repro`$"):
+        precision_of(_automatic(), chosen)
+
+
+@pytest.mark.parametrize("content", [{}, {"precision": "auto"}, {"precision": 1}])
+def test_a_choice_without_a_precision_is_one_line(tmp_path: Path, content: dict[str, Any]):
+    """A run in another type."""
+    chosen = tmp_path / "precision.json"
+    write_sealed(chosen, content)
     with pytest.raises(UserError, match=r"must name the run's precision; .* run `dvc repro -f estimate`$"):
-        precision_of(params, chosen)
+        precision_of(_automatic(), chosen)
+
+
+def _automatic() -> Params:
+    """Parameters whose precision stage estimate chooses."""
+    return load_params(COMMON_PARAMS).model_copy(update={"train": spec_of(precision="auto")})
