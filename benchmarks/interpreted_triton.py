@@ -2,7 +2,7 @@
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +12,10 @@ from lean_finetune.config.field_types import FusedKernels
 
 
 @contextmanager
-def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
+def interpreted_kernels(choice: FusedKernels = "none") -> Iterator[None]:
     """A context in which fused kernels compute on the CPU; Triton must have been imported with TRITON_INTERPRET=1.
+
+    `choice` is the package whose kernels run besides those of this project.
 
     - A number is a tensor in a kernel, and so is the variable of a loop; the interpreter passes Python's.
     - A kernel with several configurations runs with the first: there is nothing to time.
@@ -62,7 +64,7 @@ def interpreted_kernels(choice: FusedKernels) -> Iterator[None]:
         patch.object(interpreter, "_implicit_cvt", argument),
         patch.multiple(builder, cast_impl=cast_impl, binary_op=binary_op, create_dot=create_dot),
         patch.multiple(executor, _init_args_hst=arguments, _restore_args_dev=lambda *args: None),
-        _liger() if choice == "liger" else _fla(argument),
+        {"liger": _liger, "fla": lambda: _fla(argument)}.get(choice, nullcontext)(),
     ):
         yield
 

@@ -143,7 +143,7 @@ def build_optimizer(
 
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
-            optimizer: torch.optim.Optimizer = resolve_name(entry.factory)(given, lr=lr, **entry.options)
+            optimizer: torch.optim.Optimizer = _optimizer_class(entry)(given, lr=lr, **entry.options)
         # With a disk, `DiskMasterWeights` makes the state in its file.
         if disk is None:
             make_state(optimizer, entry)
@@ -157,6 +157,15 @@ def build_optimizer(
         return build(groups)
     link = HostTransfer(trained, dtype, on_host) if train.offload == "optimizer" else None
     return MasterWeights(groups, lr, build, dtype=dtype, link=link)
+
+
+def _optimizer_class(entry: OptimizerEntry) -> Any:
+    """The class of an optimizer; ours has another update on a GPU, and is bitsandbytes' otherwise."""
+    if entry.factory == "bitsandbytes.optim.AdamW8bit":
+        from lean_finetune.step.adamw_8bit import AdamW8bit
+
+        return AdamW8bit
+    return resolve_name(entry.factory)
 
 
 def learning_rate(step: int, total_steps: int, train: Train) -> float:

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 
@@ -62,6 +63,26 @@ def test_every_optimizer_learns_and_learns_the_same_again(small_llama: Path, nam
     again, other = run(small_llama, split([8]), method="full", steps=6, optim=optim_of(name))
     assert [r.loss.item() for r in results] == [r.loss.item() for r in again]
     assert_equal(weights, other, 0)
+
+
+def test_adamw_8bit_goes_on_from_the_state_of_bitsandbytes_without_its_waits(monkeypatch: pytest.MonkeyPatch):
+    """A checkpoint that only one of them reads; a GPU that is idle after each tensor. On a CPU both learn the same."""
+    monkeypatch.setattr(bnb.optim.optimizer, "sync_gpu", lambda tensor: pytest.fail("waits for the GPU"))
+    layers = [torch.nn.Linear(128, 64, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    ours = build_optimizer(layers[0], optim_of("adamw_8bit"))
+    theirs = bnb.optim.AdamW8bit(layers[1].parameters(), lr=LEARNS, weight_decay=0.1)
+    for step in range(4):
+        for layer in layers:
+            layer.weight.grad = torch.sin(torch.arange(128 * 64.0) * (step + 1)).view(64, 128)
+        ours.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(bnb.optim.optimizer, "sync_gpu", lambda tensor: None)
+            theirs.step()
+        assert torch.equal(layers[0].weight, layers[1].weight)
+        saved = ours.state_dict(), theirs.state_dict()
+        ours.load_state_dict(saved[1])
+        theirs.load_state_dict(saved[0])
 
 
 def test_paging_changes_no_bit(small_llama: Path):
