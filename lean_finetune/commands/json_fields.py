@@ -42,6 +42,18 @@ OUTSIDE = (
     Field("outside_of_the_device[].bytes", "integer"),
 )
 
+SWITCH_SET = (
+    Field("settings", "array"),
+    Field("settings[]", "string", "`KEY=VALUE`"),
+    Field("words", "string", "the same in words"),
+    Field("peak_bytes", "integer"),
+    Field("tokens_per_second", "array or null", "lowest and highest, by the data sheet, not measured"),
+    Field("tokens_per_second[]", "number"),
+    Field("slowdown", "number", "time of a step ÷ that of the first set"),
+    Field("effect", "string", "on training"),
+    *OUTSIDE,
+)
+
 VERDICT = (
     Field("verdict", "string", "`fits`, `tight` (without its headroom or margin), or `does not fit`"),
     Field("verdict_text", "string", "the verdict's line"),
@@ -190,15 +202,10 @@ FIT = (
 PLAN = (
     Field("sets", "array", "settings that fit, best first; empty if none does"),
     Field("sets[]", "object"),
-    Field("sets[].settings", "array"),
-    Field("sets[].settings[]", "string", "`KEY=VALUE`"),
-    Field("sets[].words", "string", "the same in words"),
-    Field("sets[].peak_bytes", "integer"),
-    Field("sets[].tokens_per_second", "array or null", "lowest and highest, by the data sheet, not measured"),
-    Field("sets[].tokens_per_second[]", "number"),
-    Field("sets[].slowdown", "number", "time of a step ÷ that of the first set"),
-    Field("sets[].effect", "string", "on training"),
-    *below("sets[]", OUTSIDE),
+    *below("sets[]", SWITCH_SET),
+    Field("faster_with_bf16_updates", "array", "one faster set with another training result, or none"),
+    Field("faster_with_bf16_updates[]", "object"),
+    *below("faster_with_bf16_updates[]", SWITCH_SET),
     Field("method", "string", "the method of the sets"),
     Field("asked", "array", "what the command line sets"),
     Field("asked[]", "string", "`KEY=VALUE`"),

@@ -104,7 +104,7 @@ def plan(
     with importing_without_compiler():  # Here: imports torch, which --help skips.
         from lean_finetune.commands.choose.plan_text import nothing_fits, plan_json, plan_lines
         from lean_finetune.commands.choose.sampled_rows import SampledRows, sampled_rows
-        from lean_finetune.memory.choice.choose import lighter_that_fits
+        from lean_finetune.memory.choice.choose import faster_with_bf16_updates, lighter_that_fits
 
     rows: SampledRows | None = None
     if lengths is not None:
@@ -118,10 +118,10 @@ def plan(
     chosen, flags, step = chosen_sets(asked, rows, length, rows_known=lengths is None or not is_of_quantiles(lengths))
     if (rows is None or lengths is not None) and chosen.start.run.config.model_type in MODELS:
         echo("note: rows of text are assumed; --data names rows, whose images are counted", err=True)
+    index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
     if not chosen.choices:
-        index = None if rows is None else rows.index.shortened(chosen.start.run.params.data.max_length)
         fault = DoesNotFit(nothing_fits(chosen, lighter_that_fits(chosen, asked.fixed, index)))
-        fault.answer = {**plan_json(chosen, rows, flags), "written": None} if as_json else {}
+        fault.answer = {**plan_json(chosen, rows, flags, None), "written": None} if as_json else {}
         raise fault
     if choice > len(chosen.choices):
         raise UsageFault(f"--choice: there are {len(chosen.choices)} sets that fit; got {choice}; name one of them")
@@ -129,10 +129,11 @@ def plan(
     changed: Mapping[str, Any] | None = None
     if target is not None:
         changed = change_params(nested(picked), target if target.exists() else asked.file, target)
+    faster = faster_with_bf16_updates(chosen, asked.fixed, index)
     if as_json:
-        echo_json({**plan_json(chosen, rows, flags), "written": str(target) if target else None})
+        echo_json({**plan_json(chosen, rows, flags, faster), "written": str(target) if target else None})
         return
-    for line in plan_lines(chosen, rows, None if target is None else choice, step):
+    for line in plan_lines(chosen, rows, None if target is None else choice, step, faster):
         echo_text(line)
     echo("")
     own = load_params(asked.file).model_dump()

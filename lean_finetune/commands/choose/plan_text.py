@@ -15,7 +15,7 @@ from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import SAME
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
-from lean_finetune.memory.choice.choose import Chosen, Lost, known_bytes, what_would_do
+from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets
 from lean_finetune.plan.planner import few_steps_note, steps_of_epoch
 from lean_finetune.plan.step_tokens import StepTokens
@@ -30,14 +30,22 @@ METHOD_WORDS = {
     "qlora": "adapters beside weights rounded to 4 bits",
     "int8_lora": "adapters beside weights rounded to 8 bits",
 }
+BF16_UPDATES_EFFECT = (
+    "updates below about 1/256 of a weight are rounded away, and moments have 8 bits. Compare the held-out loss"
+)
 LONG = 1.5
 """A longest row that is longer than this many times the 99th percentile: fewer tokens are worth a thought."""
 SAME_SPEED = 0.005
 """Shares of time below this are not shown."""
 
 
-def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None, step: StepTokens) -> Iterator[str]:
-    """The lines of the answer for a run that fits; `written`: the number of the set that was written."""
+def plan_lines(
+    chosen: Chosen, rows: SampledRows | None, written: int | None, step: StepTokens, faster: Chosen | None
+) -> Iterator[str]:
+    """The lines of the answer for a run that fits; `written`: the number of the set that was written.
+
+    `faster`: the answer of `faster_with_bf16_updates`.
+    """
     best, start = chosen.choices[0], chosen.start
     p, train = start.run.params, start.run.setting.train
     usable = f"{readable_size(best.run.usable_bytes)} usable on {best.run.device.name}"
@@ -53,6 +61,8 @@ def plan_lines(chosen: Chosen, rows: SampledRows | None, written: int | None, st
         yield from _wrapped(f"{place}{' (written)' if place == written else ''}", ", ".join(own))
         yield from _wrapped("", _price(choice, chosen))
         yield from _wrapped("", _learning(choice))
+    if faster is not None:
+        yield from _faster_lines(faster, chosen)
     lost = [*_lost_methods(chosen.lost), *_lost_sets(chosen)][:MOST_LOST]
     for place, text in enumerate(lost):
         yield from _wrapped("" if place else "why not", text)
@@ -128,6 +138,15 @@ def _price(choice: Choice, chosen: Chosen) -> str:
     for what, where, size in choice.run.host_bytes(choice.prediction):
         parts.append(f"{readable_size(size)} of {what} {where}")
     return "; ".join(parts)
+
+
+def _faster_lines(faster: Chosen, chosen: Chosen) -> Iterator[str]:
+    """A much faster set with another training result, which the user must ask for."""
+    words, own = (words_of(one.choices[0].run) for one in (faster, chosen))
+    yield from _wrapped("faster", ", ".join(text for key, text in words.items() if own.get(key) != text))
+    yield from _wrapped("", _price(faster.choices[0], faster))
+    yield from _wrapped("", f"changes training: {BF16_UPDATES_EFFECT}")
+    yield from _wrapped("", f"to take it: {' '.join(f'-S {key}={value}' for key, value in BF16_UPDATES.items())}")
 
 
 def _learning(choice: Choice) -> str:
@@ -240,9 +259,10 @@ def nothing_fits(chosen: Chosen, lighter: Chosen | None) -> str:
     )
 
 
-def plan_json(chosen: Chosen, rows: SampledRows | None, flags: Sequence[str]) -> dict[str, Any]:
+def plan_json(chosen: Chosen, rows: SampledRows | None, flags: Sequence[str], faster: Chosen | None) -> dict[str, Any]:
     """The answer as JSON. Sizes are in bytes, lengths in tokens."""
     return {
+        "faster_with_bf16_updates": [] if faster is None else [_choice_json(faster.choices[0], faster)],
         "sets": [_choice_json(choice, chosen) for choice in chosen.choices],
         "method": chosen.method,
         "asked": list(flags),
