@@ -3,8 +3,8 @@
 `python -m benchmarks.gpu --out DIR` writes DIR/gpu.json after each case, and the allocator's history of each memory
 case to DIR/snapshots-N.zip. `--resume` continues an earlier session. It needs no network, data, weights, git or DVC:
 only PyTorch, transformers, peft, bitsandbytes and pyarrow; pytest for the tests that need a GPU, TRL for its figures.
-Every case has its own process. A case that failed, or that ended the session, is tried once more. `--device fake` runs
-small cases on a CPU with PyTorch's CUDA functions replaced.
+Every case has its own process; while a step is timed, no other process runs. A case that failed, or that ended the
+session, is tried once more. `--device fake` runs small cases on a CPU with PyTorch's CUDA functions replaced.
 """
 
 import io
@@ -26,7 +26,17 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu import memory, speed
-from benchmarks.gpu.cases import FIRST, Case, MemoryCase, TrlCase, fake_cases, gpu_cases
+from benchmarks.gpu.cases import (
+    FIRST,
+    Case,
+    MemoryCase,
+    ProfileCase,
+    SpeedCase,
+    SwitchesCase,
+    TrlCase,
+    fake_cases,
+    gpu_cases,
+)
 from benchmarks.gpu.fake_cuda import FAKE_GPU, NOT_PROVEN
 from benchmarks.harness import RESULTS, Row, commit, format_table, machine, versions
 from cuda_memory.gpus import Device
@@ -37,6 +47,9 @@ from lean_finetune.memory.devices import resolve_gpu
 RESULTS_FILE = "gpu.json"
 PREDICTORS = 4
 """Predictions at a time, each on one core, while the GPU measures earlier cases."""
+MOST_READY = 16
+"""Processes of timed cases that import before the first is measured."""
+TIMED = (ProfileCase, SpeedCase, SwitchesCase, TrlCase)
 MOST_TRIES = 2
 TIMES_ESTIMATE = 4
 """A case is stopped after this many times its estimate."""
@@ -74,15 +87,18 @@ class Session:
         """Run the cases that are not done, until the time is over."""
         left = [case for case in self.cases if not self.is_done(case)]
         predictions: dict[str, Future[Row]] = {}
+        timed = [case for case in left[:MOST_READY] if isinstance(case, TIMED)]
+        self.prepare_together(timed)
         with ThreadPoolExecutor(PREDICTORS) as pool:
             for number, case in enumerate(left):
                 if time.monotonic() + case.seconds > self.ends:
                     break
-                for ahead in left[number : number + PREDICTORS]:
-                    if isinstance(ahead, MemoryCase) and ahead.name not in predictions:
-                        predictions[ahead.name] = pool.submit(self.predict, ahead)
-                for soon in left[number : number + 2]:
-                    self.prepare(soon)
+                if case not in timed:  # Else the host has nothing else to do: it may be what limits a step.
+                    for ahead in left[number : number + PREDICTORS]:
+                        if isinstance(ahead, MemoryCase) and ahead.name not in predictions:
+                            predictions[ahead.name] = pool.submit(self.predict, ahead)
+                    for soon in left[number : number + 2]:
+                        self.prepare(soon)
                 self.try_case(case, predictions.get(case.name))
             pool.shutdown(cancel_futures=True)
         for process in self.waiting.values():
@@ -146,6 +162,15 @@ class Session:
         command = self.measuring(case)
         if tuple(command) not in self.waiting:
             self.waiting[tuple(command)] = started(command)
+
+    def prepare_together(self, cases: Sequence[Case]) -> None:
+        """Start the processes of cases, and wait until all have imported."""
+        for case in cases:
+            self.prepare(case)
+        for case in cases:
+            output = self.waiting[tuple(self.measuring(case))].stdout
+            assert output is not None
+            output.readline()
 
     def number(self, case: MemoryCase) -> int:
         """The index of a case among the memory cases."""
@@ -237,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="continue DIR/gpu.json, or the published results")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {RESULTS}")
     parser.add_argument("--device", choices=["cuda", "fake"], default="cuda")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="run the cases that have this in their name")
     parser.add_argument("--trl-python", default=sys.executable, help="Python that has TRL (default: this one)")
     parser.add_argument("--commit", help="commit of the code, for a machine without git")
     given = parser.parse_args(arguments)
@@ -247,8 +273,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--device: no CUDA device here; run on a machine with one, or try --device fake")
     out, gpu = given.out or RESULTS, FAKE_GPU if given.device == "fake" else resolve_gpu("auto")[0]
     out.mkdir(parents=True, exist_ok=True)
+    cases = fake_cases() if given.device == "fake" else gpu_cases()
+    if given.only:
+        cases = [case for case in cases if any(text in case.name for text in given.only)]
     session = Session(
-        cases=fake_cases() if given.device == "fake" else gpu_cases(),
+        cases=cases,
         device=given.device,
         gpu=gpu,
         out=out,
