@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lean_finetune.model.kernels import adamw_8bit_kernel as adamw
+from lean_finetune.model.kernels import layer_kernels as layer
 
 CAPABILITIES = (80, 90)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -52,7 +53,33 @@ def adamw_8bit(kind: str, capability: int) -> dict[str, int]:
     return usage(adamw.adamw_8bit_kernel, types, constants, adamw.WARPS, capability)
 
 
-KERNELS = {f"8-bit AdamW, {kind}": (adamw_8bit, kind) for kind in ("bf16", "fp16", "fp32")}
+def silu_mul(kind: str, capability: int) -> dict[str, int]:
+    """The gated activation."""
+    types = {**{name: f"*{kind}" for name in ("gate_ptr", "up_ptr", "out_ptr")}, "values": "i32"}
+    return usage(layer.silu_mul_kernel, types, {"BLOCK": layer.BLOCK}, layer.WARPS, capability)
+
+
+def silu_mul_backward(kind: str, capability: int) -> dict[str, int]:
+    """Its gradients, and the product again."""
+    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "out_ptr", "gate_grad_ptr", "up_grad_ptr")
+    types = {**{name: f"*{kind}" for name in pointers}, "values": "i32"}
+    constants = {"PRODUCT": True, "BLOCK": layer.BLOCK}
+    return usage(layer.silu_mul_backward_kernel, types, constants, layer.WARPS, capability)
+
+
+def rotate(kind: str, capability: int) -> dict[str, int]:
+    """The rotation of Llama-3.1-8B's queries and keys."""
+    tensors = ("query", "key", "query_out", "key_out", "cos", "sin")
+    strides = [f"{name}_{of}_stride" for name in ("query", "key") for of in ("row", "token", "head")]
+    types = {**{f"{name}_ptr": f"*{kind}" for name in tensors}, **dict.fromkeys([*strides, "angle_row_stride"], "i32")}
+    constants = {"INVERSE": False, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "WIDTH": 64, "TILE": 16}
+    return usage(layer.rotate_kernel, {**types, "tokens": "i32"}, constants, layer.WARPS, capability)
+
+
+KERNELS = {
+    **{f"8-bit AdamW, {kind}": (adamw_8bit, kind) for kind in ("bf16", "fp16", "fp32")},
+    **{f"{each.__name__}, bf16": (each, "bf16") for each in (silu_mul, silu_mul_backward, rotate)},
+}
 
 
 def main() -> None:

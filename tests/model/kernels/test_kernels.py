@@ -24,7 +24,7 @@ def output_of(module: str, **variables: str) -> str:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["check_adamw_8bit"])
+@pytest.mark.parametrize("module", ["check_adamw_8bit", "check_layer_ops"])
 def test_kernels_compute_what_the_code_that_they_replace_computes(module: str):
     """Another update, other state, or other gradients than on a CPU; the module says what it compares."""
     assert "equal" in output_of(module, TRITON_INTERPRET="1")

@@ -1,0 +1,86 @@
+"""The gated activation and the rotation in Triton's interpreter, against transformers' code and its gradients.
+
+`test_kernels.py` runs this in a process with TRITON_INTERPRET=1.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from benchmarks.interpreted_triton import interpreted_kernels
+from lean_finetune.model.kernels import layer_ops
+from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, launch_silu_mul_backward
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+ROWS, TOKENS = 2, 7
+
+
+def on_cpu() -> None:
+    """Let the CPU run the kernels, which in this process Triton interprets."""
+    for name in ("silu_mul", "silu_mul_backward", "silu_mul_gradients", "rotate"):
+        layer_ops._library.impl(name, getattr(layer_ops, f"launch_{name}"), "CPU")
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    """Raise unless a result is exact in fp32, and in 16 bits rounded once and as near to it as the plain code's."""
+    if found.dtype == torch.float32:
+        torch.testing.assert_close(found, exact, rtol=2e-6, atol=2e-6)
+        return
+    torch.testing.assert_close(found, exact.to(found.dtype), rtol=1.01 * torch.finfo(found.dtype).eps, atol=1e-6)
+    assert (found.float() - exact).norm() <= 1.001 * (plain.float() - exact).norm()
+
+
+def check_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The product and its gradients, also with the product computed again."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape).to(dtype) for _ in range(3)]
+    results: dict[str, list[Any]] = {}
+    for name, kind in (("exact", torch.float32), ("plain", dtype), ("found", dtype)):
+        gate, up = (one.to(kind, copy=True).requires_grad_() for one in values[:2])
+        product = SiluMul.apply(gate, up) if name == "found" else F.silu(gate) * up
+        product.backward(values[2].to(kind))
+        results[name] = [product.detach(), gate.grad, up.grad]
+    for found, exact, plain in zip(results["found"], results["exact"], results["plain"], strict=True):
+        close(found, exact, plain)
+    again = launch_silu_mul_backward(values[2], values[0], values[1])
+    assert all(torch.equal(one, other) for one, other in zip(again, results["found"], strict=True))
+
+
+def check_rotate(dtype: torch.dtype, heads: tuple[int, int], size: int, *, shared: bool, transposed: bool) -> None:
+    """Queries and keys of rows with angles of their own or not, and gradients in another order than theirs."""
+    torch.manual_seed(0)
+    angles = torch.randn(1 if shared else ROWS, TOKENS, size)  # Both halves differ, as no model's do.
+    values = [torch.randn(ROWS, TOKENS, count, size).to(dtype) for count in heads]
+    grads = [torch.randn(ROWS, count, TOKENS, size).to(dtype) for count in heads]
+    if transposed:
+        grads = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in grads]
+    results = {}
+    for name, kind in (("exact", torch.float32), ("plain", dtype), ("found", dtype)):
+        cos, sin = (one.to(dtype).to(kind) for one in (angles.cos(), angles.sin()))
+        query, key = (one.to(kind, copy=True).transpose(1, 2).requires_grad_() for one in values)
+        rotated = Rotate.apply(query, key, cos, sin) if name == "found" else apply_rotary_pos_emb(query, key, cos, sin)
+        torch.autograd.backward(rotated, [one.to(kind) for one in grads])
+        results[name] = [*(one.detach() for one in rotated), query.grad, key.grad]
+        if name == "found":
+            assert all(one.transpose(1, 2).is_contiguous() for one in results[name][:2])
+    for found, exact, plain in zip(results["found"], results["exact"], results["plain"], strict=True):
+        close(found, exact, plain)
+
+
+def main() -> None:
+    """All checks."""
+    on_cpu()
+    with interpreted_kernels():
+        for dtype in (torch.float32, *HALF_TYPES):
+            check_silu_mul(dtype, (3, 5, 999))
+            check_silu_mul(dtype, (2, 1024))
+            check_rotate(dtype, (4, 2), 64, shared=True, transposed=False)
+            check_rotate(dtype, (33, 1), 128, shared=False, transposed=True)
+            check_rotate(dtype, (3, 3), 96, shared=True, transposed=True)
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()
