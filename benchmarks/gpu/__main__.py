@@ -87,7 +87,7 @@ class Session:
         """Run the cases that are not done, until the time is over."""
         left = [case for case in self.cases if not self.is_done(case)]
         predictions: dict[str, Future[Row]] = {}
-        timed = [case for case in left[:MOST_READY] if isinstance(case, TIMED)]
+        timed = [case for case in left[:MOST_READY] if isinstance(case, TIMED) and time.monotonic() < self.ends]
         self.prepare_together(timed)
         with ThreadPoolExecutor(PREDICTORS) as pool:
             for number, case in enumerate(left):
@@ -167,10 +167,9 @@ class Session:
         """Start the processes of cases, and wait until all have imported."""
         for case in cases:
             self.prepare(case)
-        for case in cases:
-            output = self.waiting[tuple(self.measuring(case))].stdout
-            assert output is not None
-            output.readline()
+        for process in self.waiting.values():
+            assert process.stdout is not None
+            process.stdout.readline()
 
     def number(self, case: MemoryCase) -> int:
         """The index of a case among the memory cases."""
