@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models
 
 from cuda_memory.errors import OneLineCommand, UserError
 from cuda_memory.snapshot import snapshot
-from cuda_memory.terminal import echo, echo_json, visible
+from cuda_memory.terminal import echo, echo_json, echo_text, visible
 from lean_finetune.commands.chat import chat, text_streamer
 from lean_finetune.commands.choose.plan import plan
 from lean_finetune.commands.doctor import doctor
@@ -81,7 +82,7 @@ def model(place: Path) -> Path:
 def answers() -> None:
     """Print an answer as `chat` does."""
     words = Tokenizer(models.WordLevel({HOSTILE: 0, f"{LETTERS}\n": 1, "a": 2}, unk_token="a"))
-    printer = text_streamer(SimpleNamespace(tokenizer=words), {2})  # type: ignore[arg-type]
+    printer = text_streamer(SimpleNamespace(tokenizer=words), {2}, partial(echo_text, nl=False))  # type: ignore[arg-type]
     for ids in ([2, 0], [0], [1], [2]):  # First the prompt.
         printer.put(torch.tensor(ids))
     printer.end()

@@ -3,14 +3,15 @@
 import io
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cuda_memory.terminal import echo, echo_text
+from cuda_memory.terminal import echo, echo_text, json_text
 from cuda_memory.units import counted
 from cuda_memory.user_paths import PATH
 from lean_finetune.core.errors import UsageFault, UserError
@@ -47,7 +48,15 @@ LENGTH = 4096
 COMMANDS = "/reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 
 
-@click.command(cls=StageCommand)
+class ChatCommand(StageCommand):
+    """With --json, an error of the command is its last event."""
+
+    def echo_report(self, error: Mapping[str, Any]) -> None:
+        """See the base class."""
+        echo_text(json_text({"event": "error", **error}))
+
+
+@click.command(cls=ChatCommand)
 @MODEL
 @BITS
 @NEW_TOKENS
@@ -57,6 +66,7 @@ COMMANDS = "/reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 )
 @click.option("--system", help="A system message.")
 @IMAGES
+@click.option("--json", "as_json", is_flag=True, help="Read conversations and print events, both as JSON lines.")
 def chat(
     model: Path,
     bits: str | None,
@@ -65,13 +75,16 @@ def chat(
     temperature: float,
     system: str | None,
     images: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Chat with a tuned model. Answers appear as they are made.
 
     Its memory is predicted first: the conversation is as long as fits, and its oldest turns are left out beyond that.
-    Lines are read from standard input, so a file of questions works too.
+    Lines are read from standard input, so a file of questions works too. With --json, each line has all messages of a
+    conversation: {"messages": [{"role": "user", "content": "Hello"}]}
     """
     refuse_no_model(model)
+    from lean_finetune.commands.tuned.chat_lines import ChatLines, event
     from lean_finetune.commands.tuned.conversation import Prompter
     from lean_finetune.commands.tuned.prompt_images import shown_images
     from lean_finetune.commands.tuned.tuned_model import find_tuned
@@ -89,17 +102,20 @@ def chat(
         stops = sorted({*stop_ids(lm, None, [], set()), *ends})
         set_decoding(lm, stops=stops, max_new_tokens=max_new_tokens, pad_id=prompter.pad_id, temperature=temperature)
 
-        def answer(ids: list[int]) -> str:
-            streamer = text_streamer(prompter, set(stops))
+        def answer(ids: list[int], show: Callable[[str], None]) -> str:
+            streamer = text_streamer(prompter, set(stops), show)
             arguments = None if shown is None else shown.arguments
             (found,) = answers_of_batch(lm, tuned.weights, [ids], stops, prompter.pad_id, device, streamer, arguments)
-            echo()
             return prompter.text(found)
 
-        note(f"{tuned.directory}: {tuned.weights.method} base ({tuned.reason}), on {device}. {COMMANDS}.")
         opening = [{"role": "system", "content": system}] if system else []
-        ids_of = prompter.of_messages if shown is None else shown.ids
-        ChatSession(ids_of, limit - max_new_tokens, opening).run(answer)
+        ids_of, most = prompter.of_messages if shown is None else shown.ids, limit - max_new_tokens
+        method, reason = tuned.weights.method, tuned.reason
+        if as_json:
+            event("ready", model=str(tuned.directory), method=method, reason=reason, device=str(device), tokens=limit)
+            return ChatLines(ids_of, most, opening).run(answer)
+        note(f"{tuned.directory}: {method} base ({reason}), on {device}. {COMMANDS}.")
+        ChatSession(ids_of, most, opening).run(lambda ids: answer(ids, partial(echo_text, nl=False)))
 
 
 def note(text: str) -> None:
@@ -133,8 +149,8 @@ def conversation_limit(
     return fits
 
 
-def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
-    """A streamer of `generate` that prints each token's text as soon as its characters are complete."""
+def text_streamer(prompter: "Prompter", stops: set[int], show: Callable[[str], None]) -> Any:
+    """A streamer of `generate` that calls `show` with each token's text as soon as its characters are complete."""
     from tokenizers.decoders import DecodeStream
     from transformers.generation.streamers import BaseStreamer
 
@@ -148,7 +164,7 @@ def text_streamer(prompter: "Prompter", stops: set[int]) -> Any:
                 return
             for number in value.flatten().tolist():
                 if number not in stops and (text := self._stream.step(prompter.tokenizer, number)):
-                    echo_text(text, nl=False)
+                    show(text)
 
         def end(self) -> None:
             sys.stdout.flush()
@@ -186,6 +202,7 @@ class ChatSession:
         """Add the answer to the conversation, or remove its question if it is stopped."""
         try:
             self._turns.append({"role": "assistant", "content": answer(ids)})
+            echo()
         except KeyboardInterrupt:
             self._turns.pop()
             echo(err=True)
@@ -206,19 +223,17 @@ class ChatSession:
 
     def _prompt(self, line: str) -> list[int] | None:
         """The prompt for a new line, without the oldest turns that are too much; None if the line alone is too long."""
+        from lean_finetune.commands.tuned.chat_lines import TooLong, fitting
         from lean_finetune.core.errors import RowFault
 
         turns = [*self._turns, {"role": "user", "content": line}]
-        while True:
-            try:
-                ids = self._ids_of([*self._opening, *turns])
-            except RowFault as fault:
-                raise UserError(f"--model: {fault}") from None
-            if len(ids) <= self._most:
-                self._turns = turns
-                return ids
-            if len(turns) == 1:
-                note(f"note: this line has {counted(len(ids), 'token')} and {self._most} fit; it is left out")
-                return None
+        try:
+            ids, self._turns = fitting(self._ids_of, self._most, self._opening, turns)
+        except RowFault as fault:
+            raise UserError(f"--model: {fault}") from None
+        except TooLong as fault:
+            note(f"note: this line has {counted(fault.tokens, 'token')} and {self._most} fit; it is left out")
+            return None
+        for _ in range(0, len(turns) - len(self._turns), 2):
             note("note: the oldest turn is left out to make room")
-            turns = turns[2:]
+        return ids

@@ -444,6 +444,24 @@ DOCTOR = (
     Field("findings[].remedy", "string or null"),
 )
 
+CHAT: Mapping[str, Sequence[Field]] = {
+    "ready": (
+        Field("model", "string", "its directory"),
+        Field("method", "string", "how the base is stored"),
+        Field("reason", "string", "why so"),
+        Field("device", "string"),
+        Field("tokens", "integer", "of a conversation with its answer, at most"),
+    ),
+    "text": (Field("text", "string", "the next part of the answer"),),
+    "answer": (
+        Field("text", "string or null", "the whole answer; null if it was stopped"),
+        Field("left_out", "integer", "number of the oldest messages that were left out to make room"),
+        Field("stopped", "boolean", "by SIGINT"),
+    ),
+    "fault": (Field("text", "string", "why this line has no answer"),),
+    "error": ERROR,
+}
+
 ANSWER_FIELDS: Mapping[str, Sequence[Field]] = {
     "error": ERROR,
     "fit": FIT,
@@ -453,5 +471,6 @@ ANSWER_FIELDS: Mapping[str, Sequence[Field]] = {
     "compare": COMPARE,
     "doctor": DOCTOR,
     **{f"run: {name}": (Field("event", "string", f"`{name}`"), *fields) for name, fields in EVENTS.items()},
+    **{f"chat: {name}": (Field("event", "string", f"`{name}`"), *fields) for name, fields in CHAT.items()},
 }
 """By answer. `error` is that of each command."""

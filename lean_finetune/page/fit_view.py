@@ -107,9 +107,9 @@ def fit_answer(form: Mapping[str, Any], limits: Limits) -> tuple[str, str]:
             (place / "config.yaml").write_text(text, encoding="utf-8", errors="replace")
             of_config = [f"--from={place / 'config.yaml'}"]
         ended = run_command([*words, *of_config, "--json"], place, limits)
-    if ended.code not in (0, 3) or not ended.out:
+    answer = json.loads(ended.out) if ended.code in (0, 3) and ended.out else {}
+    if "would_fit" not in answer:
         raise UserError(ended.fault)
-    answer = json.loads(ended.out)
     shown = [*words, "--from=config.yaml"] if has_config else words
     return fit_document(answer, shown), _commands(answer, shown, form, has_config=has_config)
 

@@ -5,7 +5,6 @@ So a page shows what the command computes, a crash ends one request only, and vi
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lean_finetune.core.errors import UserError, one_line
+from lean_finetune.core.errors import UserError
 from lean_finetune.page.limits import Limits
+from lean_finetune.page.project.ended import fault_of
 
 PASSED_ON = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "SYSTEMROOT", "HF_HUB_OFFLINE", "HF_ENDPOINT", "SSL_CERT_FILE")
 """Variables that a command of a hosted page sees. Others may be secrets, such as tokens."""
 MOST_OUTPUT_BYTES = 64 << 20
-ERROR = re.compile("^error: (.*)$", re.MULTILINE)
 
 
 LONGEST_FIELD, MOST_WORDS = 500, 50
@@ -54,12 +53,7 @@ class Ended:
     @property
     def fault(self) -> str:
         """The line of an error, for people."""
-        found = ERROR.search(self.errors)
-        if found:
-            return one_line(found[1])
-        if self.code in (-signal.SIGXCPU, -signal.SIGKILL) if sys.platform != "win32" else False:
-            return "the command used more time or memory than this page gives it, and was ended"
-        return f"the command ended with code {self.code}: {one_line(self.errors[-300:]) or 'it said nothing'}"
+        return fault_of(self.code, self.errors)
 
 
 @contextmanager

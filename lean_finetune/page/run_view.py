@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -27,8 +27,8 @@ SHARED_SECONDS = 1.0
 AS_IT_IS = "as it is"
 
 
-def run_view() -> None:
-    """Add the view to the tab that is open."""
+def run_view(free_memory: Callable[[], None]) -> None:
+    """Add the view to the tab that is open. `free_memory` ends what has loaded a model, before a run."""
     gr.HTML(html('<p class="quiet">The project: {}</p>', str(Path.cwd())))
     with gr.Accordion("Model, rows and parameters", open=False):
         gr.HTML('<p class="quiet">A new project needs a model and rows; empty fields stay as they are.</p>')
@@ -57,7 +57,7 @@ def run_view() -> None:
     shown = gr.HTML(elem_id="run-answer", **live_frame("The run"))
     look = Look()
     quick: Mapping[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
-    run.click(partial(_start, look), [model, data, gpu, method, sets], [said, shown], **quick)
+    run.click(partial(_start, look, free_memory), [model, data, gpu, method, sets], [said, shown], **quick)
     stop.click(partial(_stop, look), None, [said, shown], **quick)
     gr.Timer(SECONDS).tick(look.document, None, shown, trigger_mode="once", **quick)
 
@@ -85,17 +85,31 @@ class Look:
         return self.document()
 
 
-def _start(look: Look, model: str, data: str, gpu: str | None, method: str | None, sets: str) -> tuple[str, str]:
+def _start(
+    look: Look,
+    free_memory: Callable[[], None],
+    model: str,
+    data: str,
+    gpu: str | None,
+    method: str | None,
+    sets: str,
+) -> tuple[str, str]:
     given = {"model": model, "data": data, "gpu": gpu, "method": method}
     options = {name: "" if value in (None, AS_IT_IS) else str(value).strip() for name, value in given.items()}
-    return _done(look, lambda: start_run(option_words(options, sets)))
+
+    def start() -> None:
+        words = option_words(options, sets)
+        free_memory()
+        start_run(words)
+
+    return _done(look, start)
 
 
 def _stop(look: Look) -> tuple[str, str]:
     return _done(look, stop_run)
 
 
-def _done(look: Look, act: Any) -> tuple[str, str]:
+def _done(look: Look, act: Callable[[], None]) -> tuple[str, str]:
     """What to say of a button, and the run."""
     try:
         act()

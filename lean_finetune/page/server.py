@@ -54,11 +54,16 @@ def build(limits: Limits, uploads: Path) -> Any:
         with gr.Tab("Snapshot"):
             snapshot_view(limits)
         if not limits.is_hosted:
+            from lean_finetune.page.chat_view import chat_view
             from lean_finetune.page.experiments_view import experiments_view
+            from lean_finetune.page.project.chat_process import ChatModel
             from lean_finetune.page.run_view import run_view
 
+            model = ChatModel()
             with gr.Tab("Run"):
-                run_view()
+                run_view(free_memory=model.end)
+            with gr.Tab("Chat"):
+                chat_view(model)
             with gr.Tab("Experiments"):
                 experiments_view(limits)
     blocks.queue(max_size=limits.waiting, api_open=False)

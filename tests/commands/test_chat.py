@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lean_finetune.commands.chat import ChatSession, chat, conversation_limit
 from lean_finetune.commands.generate import generate
 from lean_finetune.commands.tuned import tuned_model
+from lean_finetune.commands.tuned.chat_lines import ChatLines
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -29,6 +30,7 @@ from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.conftest import ROOT
+from tests.json_answers import check_answer
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 from tests.workspace import error, invoke, write_rows
@@ -81,6 +83,36 @@ def test_chat_streams_the_same_answers_and_remembers_the_conversation(adapter: P
     answers = [one, answer([*QUESTIONS[0], {"role": "assistant", "content": one}, *QUESTIONS[1]]), answer(QUESTIONS[1])]
     shown = talk(f"{first}\n{second}\n/reset\n{second}\n", "--model", str(adapter), *SHORT).stdout
     assert shown == "".join(f"{each}\n" for each in answers)
+
+
+def test_json_lines_are_answered_alike_and_a_wrong_one_ends_nothing(adapter: Path):
+    """A page or a script that gets other answers than the terminal, or no more after a wrong line."""
+    first, second = (messages[0]["content"] for messages in QUESTIONS)
+    lines = talk(f"{first}\n{second}\n", "--model", str(adapter), *SHORT).stdout.splitlines()
+    turns = [*QUESTIONS[0], {"role": "assistant", "content": lines[0]}, *QUESTIONS[1]]
+    long = [{"role": "user", "content": "word " * 600}]
+    given = [
+        QUESTIONS[0],
+        turns,
+        turns[1:],
+        [],
+        long,
+        [{"role": "user", "content": ""}],
+        [*long, turns[1], *QUESTIONS[1]],
+    ]
+    wrong = ["{", "3", "[" * 100_000, json.dumps({"messages": QUESTIONS[0][0]})]
+    text = "".join(f"{each}\n" for each in (*wrong, *(json.dumps({"messages": one}) for one in given)))
+    done = talk(text, "--json", "--model", str(adapter), "--length", "500", *SHORT)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    for event in events:
+        check_answer(f"chat: {event['event']}", event)
+    assert events[0]["event"] == "ready" and events[0]["tokens"] == 500
+    ends = [one for one in events[1:] if one["event"] != "text"]
+    assert [one["event"] for one in ends] == ["fault"] * 4 + ["answer"] * 2 + ["fault"] * 4 + ["answer"]
+    assert [one["text"] for one in ends[4:6]] == lines and ends[-1]["left_out"] == 2
+    assert "tokens and 488 fit" in ends[8]["text"]
+    parts = "".join(one["text"] for one in events[: events.index(ends[5])] if one["event"] == "text")
+    assert parts == "".join(lines)
 
 
 def test_a_full_model_chats_and_plain_prompts_are_completed(tmp_path: Path):
@@ -149,6 +181,34 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(adapter: Path, monkeypa
     before, prompter = signal.getsignal(signal.SIGINT), Prompter(adapter)
     ChatSession(prompter.of_messages, 500, []).run(answer)
     assert prompts[1:] == [prompter.of_messages([{"role": "user", "content": "Two?"}])]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigint_stops_one_answer_of_json_lines(adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """A second event for one question, which would be taken for the answer to the next one."""
+
+    def answer(ids: list[int], show: Any) -> str:
+        show("a")
+        if len(ids) < 12:
+            signal.raise_signal(signal.SIGINT)
+        return "Yes"
+
+    class Lines(io.StringIO):
+        def readline(self, *size: Any) -> str:  # type: ignore[override]
+            signal.raise_signal(signal.SIGINT)
+            return super().readline(*size)
+
+    asked = [[{"role": "user", "content": text}] for text in ("One", "Is this a longer question, or is it none?")]
+    monkeypatch.setattr(sys, "stdin", Lines("".join(f"{json.dumps({'messages': one})}\n" for one in asked)))
+    before, prompter = signal.getsignal(signal.SIGINT), Prompter(adapter)
+    ChatLines(prompter.of_messages, 500, []).run(answer)
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["event"], one.get("stopped")) for one in events] == [
+        ("text", None),
+        ("answer", True),
+        ("text", None),
+        ("answer", False),
+    ]
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -23,7 +23,7 @@ MIB = 2**20
 UNITS = re.compile(r"(bytes|seconds|percent|gib|tokens(_per_\w+)?|tokens_per_second)(_|\b)|exit_code")
 COUNTS = set(
     "layers value limit rows per_row patches tokenized total traces number of event events blocks retries step device "
-    "first_step last_step failed_event planned_steps settled_step".split()
+    "left_out first_step last_step failed_event planned_steps settled_step".split()
 )
 """Fields that count things, or number them."""
 RATIOS = {"slowdown", "confidence", "share"} | {
@@ -212,6 +212,7 @@ def test_events():
         (["compare"], 1, "here is no project"),
         (["run", "--set", "train.epoch=3"], 2, "did you mean train.epochs?"),
         (["run", "--nope"], 2, "No such option"),
+        (["chat", "--model", "none"], 2, "does not exist"),
         (["run", "none.txt/../x\0y"], 2, "DIRECTORY"),
     ],
 )
@@ -221,11 +222,11 @@ def test_an_error_is_one_object_on_standard_output_too(
     """A script that parses standard output found nothing there, and had to parse the line on standard error."""
     monkeypatch.chdir(tmp_path)
     found, result = answer(*words, exit_code=exit_code)
-    is_run = words[0] == "run"
-    check_answer("run: error" if is_run else "error", found)
+    prints_events = words[0] in ("run", "chat")
+    check_answer(f"{words[0]}: error" if prints_events else "error", found)
     assert says in found["error"] and found["exit_code"] == exit_code
     assert result.stderr == "".join([f"error: {found['error']}\n", *(f"  {line}\n" for line in found["details"])])
-    assert result.stdout.count("\n") == 1 or not is_run, "one line for each event"
+    assert result.stdout.count("\n") == 1 or not prints_events, "one line for each event"
 
 
 def test_without_json_standard_output_stays_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

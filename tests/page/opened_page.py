@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.page.webdriver import DELETE, ELEMENT, TAB, Browser
+from tests.page.webdriver import DELETE, ELEMENT, ENTER, TAB, Browser
 from tests.processes import kill_group
 
 SCRIPT = '<img src=x onerror="window.ran=1"><script>window.ran=1</script>${window.ran=1}{{window.ran=1}}'
@@ -54,6 +54,16 @@ def opened(window: Browser, address: str, tab: str = "Fit") -> Browser:
 
 def click(window: Browser, name: str) -> None:
     window.run(f"({BUTTON[7:]}).click()", name)
+
+
+def press(window: Browser, button: str) -> None:
+    """Go to a button with Tab alone, and press it with Enter."""
+    for _ in range(60):
+        if window.run("return document.activeElement.id === arguments[0]", button):
+            break
+        window.press(TAB)
+    assert window.run("return document.activeElement.id === arguments[0]", button)
+    window.press(ENTER)
 
 
 def fill(window: Browser, label: str, text: str) -> None:

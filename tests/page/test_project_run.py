@@ -122,7 +122,7 @@ def state_of(*events: Any, **changes: Any) -> RunState:
 def test_every_text_of_a_run_is_escaped():
     """Names of stages, of files in messages, and answers of the model."""
     stage = {"event": "stage", "stage": HOSTILE, "number": 1, "of": HOSTILE, "cached": False}
-    failed = {"event": "failed", "stage": HOSTILE, "exit_code": 1}
+    failed = {"event": "failed", "stage": HOSTILE, "exit_code": 1, "error": HOSTILE}
     for events in ((stage, END), (stage, failed), (stage, {"event": "note", "text": HOSTILE})):
         for is_running in (True, False):
             state = state_of(*events, is_running=is_running, said=[HOSTILE, f"error: {HOSTILE}"])
@@ -134,9 +134,10 @@ def test_the_document_says_where_the_run_is_and_what_came_out():
     stage = {"event": "stage", "stage": "train", "number": 8, "of": 10, "cached": False}
     assert status(state_of(stage, is_running=True))[0] == "Runs: stage 8 of 10, train"
     assert status(state_of(stage, is_running=True, is_stopping=True))[0].startswith("Stops")
-    failed = {"event": "failed", "stage": "train", "exit_code": 3}
-    assert status(state_of(stage, failed, said=["x", "error: no memory"])) == ("Stage train failed: no memory", False)
-    assert status(state_of(said=["error: --set: wrong"])) == ("Failed: --set: wrong", False)
+    failed = {"event": "failed", "stage": "train", "exit_code": 3, "error": "no memory"}
+    assert status(state_of(stage, failed)) == ("Stage train failed: no memory", False)
+    assert status(state_of({"event": "error", "error": "--set: wrong"})) == ("Failed: --set: wrong", False)
+    assert status(state_of(stage))[0].startswith("Failed: it was ended")
     found = run_document(state_of(stage, END), [STEP], 4096, 10)
     for part in ("Finished", "of 10", "4 KiB predicted", "200 tokens/s", "2 before training, 1 after", "(+2.4%)"):
         assert part in found, part

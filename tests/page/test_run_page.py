@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.opened_page import SCRIPT, answered, click, fill, opened, serving, sound
-from tests.page.webdriver import ENTER, TAB, Browser, needs_browser
+from tests.page.opened_page import SCRIPT, answered, click, fill, opened, press, serving, sound
+from tests.page.webdriver import Browser, needs_browser
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -42,16 +42,6 @@ def ended_run(place: Path) -> Iterator[None]:
         with suppress(OSError, ValueError, ProcessLookupError):
             os.kill(json.loads((place / "scratch/page/process.json").read_text())["pid"], signal.SIGTERM)
         raise
-
-
-def press(window: Browser, button: str) -> None:
-    """Go to a button with Tab alone, and press it with Enter."""
-    for _ in range(60):
-        if window.run("return document.activeElement.id === arguments[0]", button):
-            break
-        window.press(TAB)
-    assert window.run("return document.activeElement.id === arguments[0]", button)
-    window.press(ENTER)
 
 
 def press_by_pointer(window: Browser, button: str) -> None:

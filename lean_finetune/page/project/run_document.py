@@ -15,7 +15,7 @@ from lean_finetune.report.pictures import loss_picture, memory_picture
 
 SPEED_STEPS = 10
 """Last steps whose speed is shown."""
-ENDS = ("end", "failed")
+ENDS = ("end", "failed", "error")
 
 
 def run_document(state: RunState, steps: Sequence[Step], peak_bytes: int | None, planned: int | None) -> Html:
@@ -61,9 +61,9 @@ def status(state: RunState) -> tuple[str, bool]:
         return "Finished", True
     if state.is_stopping:
         return "Stopped. Run goes on from here", True
-    faults = [line for line in state.said if line.startswith("error: ")]
     where = f"Stage {stage.get('stage')} failed" if stage is not None and stage["event"] == "failed" else "Failed"
-    return f"{where}: {faults[-1].removeprefix('error: ') if faults else 'it ended without a message'}", False
+    fault = None if stage is None else stage.get("error")
+    return f"{where}: {fault or 'it was ended, or has an error of its own; see the last lines'}", False
 
 
 def _results(steps: Sequence[Step], peak_bytes: int | None, planned: int | None) -> Iterator[tuple[str, str, str]]:
