@@ -18,6 +18,7 @@ from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
 from lean_finetune.model.fused_kernels import fuse_kernels
+from lean_finetune.model.joined_adapters.join import join_adapters
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 
@@ -32,6 +33,7 @@ def random_model(config: PretrainedConfig, spec: Train, device: torch.device) ->
         prepare_routers(model, spec.router)
     adapted = model if spec.method == "full" else add_adapters(model, spec, seed=1)
     enable_checkpointing(model, spec)
+    join_adapters(model, spec)
     fuse_kernels(model, spec.fused_kernels)
     enable_tiles(model, spec)
     return adapted.train()

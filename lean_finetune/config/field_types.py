@@ -21,6 +21,7 @@ GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""
 LoraExperts = Literal["none", "all"]
+LoraJoined = Literal["auto", "none"]
 PartMode = Literal["frozen", "lora", "full"]
 Router = Literal["frozen", "trained"]
 Resume = Literal["exact", "compatible"]

@@ -16,6 +16,7 @@ from lean_finetune.config.field_types import (
     FusedKernels,
     GradCkptPolicy,
     LoraExperts,
+    LoraJoined,
     MemorySnapshot,
     Method,
     OffloadActivations,
@@ -110,6 +111,8 @@ class Lora(Section):
     """Names of the embedding and of the head, of which copies are trained and saved with the adapters."""
     trainable_tokens: list[Token]
     """Tokens, or their ids, whose rows of the embedding and of the head are trained. New ones get rows."""
+    joined: LoraJoined
+    """Compute the adapters of layers that read the same input together, where their code allows it, or by peft."""
 
     def __hash__(self) -> int:
         """That of the rank: the list of targets has none."""

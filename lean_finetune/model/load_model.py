@@ -40,6 +40,7 @@ from lean_finetune.model.files.finite_values import finite_tensors
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.images.image_parts import freeze_images
+from lean_finetune.model.joined_adapters.join import join_adapters
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
@@ -90,6 +91,7 @@ def load_model(
         prepare_routers(model, train.router)
     switch_off_dropout(model, train)
     enable_checkpointing(model, train)
+    join_adapters(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
     return adapted.train()
@@ -252,6 +254,7 @@ def uninitialized_model(
             prepare_routers(model, train.router)
     switch_off_dropout(model, train)
     enable_checkpointing(model, train)
+    join_adapters(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
     keep_trainable_on_cpu(trained)

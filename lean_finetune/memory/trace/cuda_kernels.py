@@ -159,7 +159,8 @@ def _no_bias(*args: Any, **kwargs: Any) -> bool:
 
 
 PRODUCTS: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.baddbmm.default), _no_bias),
+    **dict.fromkeys((aten.mm.default, aten.mm.out, aten.bmm.default, aten.baddbmm.default), _no_bias),
+    **dict.fromkeys((aten.addmm_.default, aten.addmm.out), _no_bias),
     aten.addmm.default: lambda bias, *rest, **kwargs: bias.ndim == 1,
     **dict.fromkeys(operations("gemm_4bit"), lambda *args, **kwargs: len(args) > 6 and args[6] is not None),
 }
