@@ -23,10 +23,9 @@ from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.files.quantized_checkpoint import file_tensors
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.model_config import read_config
+from lean_finetune.pinning.adapter_files import ADAPTER as ADAPTER
 from lean_finetune.pinning.adapter_files import PEFT_PREFIX as PEFT_PREFIX
 
-ADAPTER = "default"
-"""peft's name of the one adapter."""
 FIRST_ADAPTERS = "adapters_at_start"
 """Attribute of a model whose frozen weights were changed: the adapters that were taken out of them."""
 SPARE_DIRECTIONS = 8

@@ -14,6 +14,8 @@ from lean_finetune.pinning.adapter_config import BASE_ID, CHANGED_BASES, Adapted
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NotAnObject, read_object, reason_of
 from lean_finetune.pinning.name_patterns import PatternFault
 
+ADAPTER = "default"
+"""peft's name of the one adapter."""
 PEFT_PREFIX = "base_model.model."
 """In the name of an adapter's tensor, before that of its layer."""
 LORA = ".lora_"

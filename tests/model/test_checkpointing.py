@@ -42,12 +42,12 @@ def test_a_layer_in_n_is_recomputed(small_llama):
         assert [layer.gradient_checkpointing for layer in layers] == recomputed
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_selective_recomputes_neither_products_of_weights_nor_attention(small_llama, method):
+@pytest.mark.parametrize(("method", "joined"), [("full", "none"), ("lora", "none"), ("lora", "auto")])
+def test_selective_recomputes_neither_products_of_weights_nor_attention(small_llama, method, joined):
     """Products recomputed although their outputs were saved; outputs of adapters saved, which are large and cheap."""
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     plain, full, selective = (
-        backward_counts(small_llama, method=method, **changes)
+        backward_counts(small_llama, method=method, lora_joined=joined, **changes)
         for changes in (
             {},
             {"grad_ckpt": True},
@@ -57,6 +57,7 @@ def test_selective_recomputes_neither_products_of_weights_nor_attention(small_ll
     assert attention not in plain and full[attention] == 2 and attention not in selective
     if method == "full":
         assert selective["mm"] == plain["mm"] < full["mm"]
-    else:  # Of seven adapted layers in each of two: their own product and the adapter's first one, not its second.
-        assert full["mm"] - selective["mm"] == 2 * 7 * 2
-    assert selective["silu"] == full["silu"] == 2
+    else:  # In each of two layers the products of seven frozen weights, and of their adapters' A, but not of B.
+        assert full["mm"] - selective["mm"] == 2 * (7 + (4 if joined == "auto" else 7))
+    # Joined MLPs compute their product again in backward.
+    assert selective["silu"] == full["silu"] == (4 if joined == "auto" else 2)

@@ -61,7 +61,7 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize(("method", "precision"), [("lora", "bf16"), ("full", "fp32"), ("full", "fp16")])
 def test_only_activations_are_compressed_and_each_once(small_llama, monkeypatch, method, precision):
     """Masks, positions, statistics of attention, weights or copies of them in 8 bits; a tensor compressed twice."""
-    spec = spec_of(method=method, precision=precision)
+    spec = spec_of(method=method, precision=precision, compress_activations="int8")
     model = load_model(small_llama, spec, CPU)
     with torch.no_grad():  # Norms of weight 1 return their input.
         for parameter in model.parameters():

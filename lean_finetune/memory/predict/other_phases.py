@@ -412,7 +412,8 @@ def _evaluation(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
 def _evaluation_of(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
     # As in stage evaluate.
-    plain = model.with_setting(model.setting.with_train(attention="auto", fused_kernels="none"))
+    lora = model.setting.train.lora.model_copy(update={"joined": "none"})
+    plain = model.with_setting(model.setting.with_train(attention="auto", fused_kernels="none", lora=lora))
 
     def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return token_losses(module, batch, around.logits_chunk)

@@ -86,7 +86,10 @@ class ToolRun:
         precision = "fp32" if step.weights == "fp32" else "fp16" if half and self.train.adapted else "bf16"
         if precision == "bf16" and step.adapters == "16 bits":
             precision = "pure_bf16"
-        return self.train.model_copy(update={"precision": precision, "master_weights": False, "fused_kernels": "none"})
+        lora = self.train.lora.model_copy(update={"joined": "none"})
+        return self.train.model_copy(
+            update={"precision": precision, "master_weights": False, "fused_kernels": "none", "lora": lora}
+        )
 
 
 def predict_tool(run: ToolRun) -> dict[str, Peak]:

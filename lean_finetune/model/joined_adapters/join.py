@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from lean_finetune.config.field_types import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
 from lean_finetune.core.optional_bitsandbytes import bnb
-from lean_finetune.model.adapter_init import ADAPTER
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
 from lean_finetune.model.joined_adapters.products import ACTIVATIONS, Activation, Group, Joined, JoinedMlp
+from lean_finetune.pinning.adapter_files import ADAPTER
 
 KEY = "train.lora.joined"
 ACTIVATION_CLASSES = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
@@ -70,8 +70,11 @@ class _Layers:
         return cls(layers=layers, group=group)
 
     def together_on(self, x: torch.Tensor) -> bool:
-        """Whether the adapters of all layers are in use, and no type but that of autocast converts them."""
-        if any(layer.disable_adapters or layer.merged for layer in self.layers):
+        """Whether to compute together: for backward alone, with the adapters of all layers, converted by autocast alone.
+
+        Without backward, losses and logits are those of peft's code to the last bit, as in stage evaluate.
+        """
+        if not torch.is_grad_enabled() or any(layer.disable_adapters or layer.merged for layer in self.layers):
             return False
         return torch.is_autocast_enabled(x.device.type) or self.group.A[0].weight.dtype == x.dtype
 
