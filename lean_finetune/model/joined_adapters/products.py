@@ -10,6 +10,7 @@ Shape legend: M tokens, K width of the input, N_i width of layer i's output, r_i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,14 +42,23 @@ class Group:
 
 
 Activation = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-"""A function of a gate, and its gradient from that of its result and the gate."""
+"""A function of a gate, and the gradient of the gate in the memory of that of the function's result."""
+
+
+def _silu_backward(grad: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = aten.silu_backward.grad_input(grad, gate, grad_input=grad)
+    return result
+
+
+def _gelu_backward(approximate: str, grad: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = aten.gelu_backward.grad_input(grad, gate, approximate=approximate, grad_input=grad)
+    return result
+
+
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": (F.silu, aten.silu_backward),
-    "gelu": (F.gelu, aten.gelu_backward),
-    "gelu_tanh": (
-        lambda gate: F.gelu(gate, approximate="tanh"),
-        lambda grad, gate: aten.gelu_backward(grad, gate, approximate="tanh"),
-    ),
+    "silu": (F.silu, _silu_backward),
+    "gelu": (F.gelu, partial(_gelu_backward, "none")),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_gelu_backward, "tanh")),
 }
 
 
@@ -96,16 +106,14 @@ def _weight(base: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     return base.weight.to(dtype)
 
 
-def _backward(
+def _of_adapters(
     group: Group,
     x: torch.Tensor,
     h: torch.Tensor,
     parameters: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    *,
-    of_input: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The gradients of the input (M, K), if asked for, and of the parameters, from those of the outputs (M, N_i)."""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The gradient of x Aᵀ (M, R), A (R, K), and the parameters' gradients, from those of the outputs (M, N_i)."""
     A, Bs = _as_dtype(parameters, x.dtype)
     grad_h = torch.empty_like(h)
     for grad, B, part, scale in zip(grads, Bs, grad_h.split(group.ranks, 1), group.scales, strict=True):
@@ -117,15 +125,15 @@ def _backward(
     of_B = _split(flat, parameters)[len(grads) :]
     for grad, h_i, part, scale in zip(grads, h.split(group.ranks, 1), of_B, group.scales, strict=True):
         torch.addmm(part, grad.t(), h_i, beta=0, alpha=scale, out=part)
-    del part, of_B
-    of_parameters = _split(flat.to(parameters[0].dtype), parameters)
-    del flat
-    if not of_input:
-        return None, of_parameters
+    return grad_h, A, _split(flat.to(parameters[0].dtype), parameters)
+
+
+def _of_input(group: Group, grad_h: torch.Tensor, A: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    """The gradient of the input (M, K). Empties `grads`, so that each is freed after its product."""
     grad_x = grad_h @ A
-    for grad, base in zip(grads, group.bases, strict=True):
-        grad_x.addmm_(grad, _weight(base, x.dtype))
-    return grad_x, of_parameters
+    for base in group.bases:
+        grad_x.addmm_(grads.pop(0), _weight(base, A.dtype))
+    return grad_x
 
 
 class Joined(torch.autograd.Function):
@@ -145,11 +153,10 @@ class Joined(torch.autograd.Function):
         """The gradients of x and the adapters."""
         x, h, *parameters = ctx.saved_tensors
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        of_input = ctx.needs_input_grad[1]
-        grad_x, of_parameters = _backward(
-            ctx.group, x.reshape(-1, x.shape[-1]), h, parameters, rows, of_input=of_input
-        )
-        return None, None if grad_x is None else grad_x.view(x.shape), *of_parameters
+        del grads
+        grad_h, A, of_adapters = _of_adapters(ctx.group, x.reshape(-1, x.shape[-1]), h, parameters, rows)
+        grad_x = _of_input(ctx.group, grad_h, A, rows).view(x.shape) if ctx.needs_input_grad[1] else None
+        return None, grad_x, *of_adapters
 
 
 class JoinedMlp(torch.autograd.Function):
@@ -176,19 +183,14 @@ class JoinedMlp(torch.autograd.Function):
         function, derivative = ctx.activation
         activated = function(gate)
         product = activated * up
-        grad_product, of_down = _backward(ctx.down, product, h_down, parameters[4:], [grad], of_input=True)
+        grad_h, A, of_down = _of_adapters(ctx.down, product, h_down, parameters[4:], [grad])
         del product
-        assert grad_product is not None
+        grad_product = _of_input(ctx.down, grad_h, A, [grad])
         grad_up = activated.mul_(grad_product)
-        del activated
         grad_gate = derivative(grad_product.mul_(up), gate)
-        del grad_product
-        grad_x, of_gate_up = _backward(
-            ctx.gate_up,
-            x.reshape(-1, x.shape[-1]),
-            h,
-            parameters[:4],
-            [grad_gate, grad_up],
-            of_input=ctx.needs_input_grad[3],
-        )
-        return None, None, None, None if grad_x is None else grad_x.view(x.shape), *of_gate_up, *of_down
+        del activated, grad_product
+        rows = [grad_gate, grad_up]
+        del grad_gate, grad_up
+        grad_h, A, of_gate_up = _of_adapters(ctx.gate_up, x.reshape(-1, x.shape[-1]), h, parameters[:4], rows)
+        grad_x = _of_input(ctx.gate_up, grad_h, A, rows).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, grad_x, *of_gate_up, *of_down

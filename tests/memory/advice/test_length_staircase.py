@@ -67,7 +67,9 @@ def test_reserved_memory_is_that_of_traced_steps(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def stairs(tmp_path_factory: pytest.TempPathFactory) -> Staircase:
-    return predict_staircase(run_of(tmp_path_factory.mktemp("model"), CASES["fixed rows"]))[1]
+    # Adapters by peft's code, whose micro-batches need more memory: the first step does not reserve all of it.
+    flags = [*CASES["fixed rows"], "train.lora.joined=none"]
+    return predict_staircase(run_of(tmp_path_factory.mktemp("model"), flags))[1]
 
 
 def test_the_text_has_each_stair_and_the_json_each_step(stairs: Staircase):
