@@ -17,6 +17,7 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
 """Modes in which every GPU stores a shard of each weight."""
 FusedKernels = Literal["none", "liger", "fla"]
+FusedNorms = Literal["auto", "none"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""

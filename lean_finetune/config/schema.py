@@ -14,6 +14,7 @@ from lean_finetune.config.field_types import (
     CompressActivations,
     DeviceChoice,
     FusedKernels,
+    FusedNorms,
     GradCkptPolicy,
     LoraExperts,
     LoraJoined,
@@ -183,6 +184,8 @@ class Train(BaseWeights):
     fused_kernels: FusedKernels
     """Code of rotary embedding, RMSNorm and SwiGLU (liger) or of the gated delta rule (fla): the model's, or that of a
     package. For GPUs."""
+    fused_norms: FusedNorms
+    """On a GPU, compute frozen norms with Llama's code in one kernel of PyTorch, or by the model's code."""
     optimizer: Optimizer
     """Update rule. It decides the bytes of optimizer state per trained value."""
     offload: OffloadState

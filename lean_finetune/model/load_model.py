@@ -42,6 +42,7 @@ from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.images.image_parts import freeze_images
 from lean_finetune.model.joined_adapters.join import join_adapters
 from lean_finetune.model.model_config import read_config
+from lean_finetune.model.norms.fused_norms import fuse_norms
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
 from lean_finetune.pinning.config_file import json_object
@@ -92,6 +93,7 @@ def load_model(
     switch_off_dropout(model, train)
     enable_checkpointing(model, train)
     join_adapters(model, train)
+    fuse_norms(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
     return adapted.train()
@@ -255,6 +257,7 @@ def uninitialized_model(
     switch_off_dropout(model, train)
     enable_checkpointing(model, train)
     join_adapters(model, train)
+    fuse_norms(model, train)
     fuse_kernels(model, train.fused_kernels)
     enable_tiles(model, train)
     keep_trainable_on_cpu(trained)

@@ -156,6 +156,7 @@ WITHOUT_ROW = {
     "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",
     "expandable_segments": "of a GPU's allocator: no kernel sees it",
     "fused_kernels": "of a GPU: benchmarks/fused_kernels.py compares losses and gradients",
+    "fused_norms": "of a GPU: tests/model/test_fused_norms.py",
     "sharding": "of several GPUs: tests/distributed/test_parity.py",
     "offload_to": "bit-equal with every optimizer: tests/step/test_disk_state.py",
     "shard_group_gpus": "of several GPUs: tests/distributed/test_parity.py",

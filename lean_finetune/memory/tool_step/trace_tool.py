@@ -88,7 +88,10 @@ class ToolRun:
             precision = "pure_bf16"
         lora = self.train.lora.model_copy(update={"joined": "none"})
         return self.train.model_copy(
-            update={"precision": precision, "master_weights": False, "fused_kernels": "none", "lora": lora}
+            update={
+                **{"precision": precision, "master_weights": False, "lora": lora},
+                **{"fused_kernels": "none", "fused_norms": "none"},
+            }
         )
 
 

@@ -28,6 +28,7 @@ from lean_finetune.memory.trace.cuda_ops import (
 )
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
 from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
+from lean_finetune.model.norms import fused_norms
 from lean_finetune.plan.batch_plan import ATTENTION_TILE_TOKENS
 
 TUNING_BYTES = 256 * 2**20
@@ -235,8 +236,35 @@ def target_of(device: Device) -> Target:
 
 @contextmanager
 def _attention_on(capability: tuple[int, int]) -> Iterator[None]:
-    """Attention, dropout and 8-bit matmuls as CUDA runs them at this compute capability."""
-    with attention_kernel(cuda_attention(capability), capability), _fused_functions(), int8_training_as_on_cuda():
+    """Attention, dropout, norms and 8-bit matmuls as CUDA runs them at this compute capability."""
+    with (
+        attention_kernel(cuda_attention(capability), capability),
+        _fused_functions(),
+        _fused_norms(),
+        int8_training_as_on_cuda(),
+    ):
+        yield
+
+
+@contextmanager
+def _fused_norms() -> Iterator[None]:
+    """RMSNorm as PyTorch's kernel allocates (native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`)."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.contiguous()
+        normed = torch.empty_like(x)
+        return normed, torch.empty((*x.shape[:-1], 1), dtype=FP32)
+
+    def norm_backward(grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x, of_input = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad.contiguous()
+        return of_input
+
+    with (
+        patch.object(fused_norms, "on_gpu", lambda x: True),
+        patch.object(fused_norms, "norm", norm),
+        patch.object(fused_norms, "norm_backward", norm_backward),
+    ):
         yield
 
 
