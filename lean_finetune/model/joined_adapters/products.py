@@ -62,33 +62,66 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Matrices:
+    """The adapters of a group, or their gradients."""
+
+    A: torch.Tensor
+    """Those of all layers below each other (R, K)."""
+    B: Sequence[torch.Tensor]
+    """(N_i, r_i) of each layer."""
+
+
+def _parts(flat: torch.Tensor, groups: Sequence[Group]) -> list[_Matrices]:
+    """The matrices of several groups in one flat tensor, in the order of their parameters."""
+    found, start = [], 0
+    for group in groups:
+        rows, width = sum(group.ranks), group.bases[0].in_features
+        A = flat[start : start + rows * width].view(rows, width)
+        start += rows * width
+        B = []
+        for base, rank in zip(group.bases, group.ranks, strict=True):
+            values = base.out_features * rank
+            B.append(flat[start : start + values].view(base.out_features, rank))
+            start += values
+        found.append(_Matrices(A=A, B=B))
+    return found
+
+
+def _in_type(parameters: Sequence[torch.Tensor], groups: Sequence[Group], dtype: torch.dtype) -> list[_Matrices]:
+    """The matrices of several groups in this type; what is copied is copied by one operation."""
+    if parameters[0].dtype == dtype:
+        found, start = [], 0
+        for group in groups:
+            count = len(group.bases)
+            A, B = parameters[start : start + count], parameters[start + count : start + 2 * count]
+            found.append(_Matrices(A=A[0] if count == 1 else torch.cat(list(A)), B=B))
+            start += 2 * count
+        return found
+    flat = parameters[0].new_empty(sum(one.numel() for one in parameters), dtype=dtype)
+    torch._foreach_copy_(_split(flat, parameters), list(parameters))
+    return _parts(flat, groups)
+
+
 def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Parts of a flat tensor in the shapes of others."""
     parts = flat.split([one.numel() for one in like])
     return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
-def _as_dtype(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A of all layers below each other (R, K), and each B (N_i, r_i), in this type."""
-    count, width = len(parameters) // 2, parameters[0].shape[1]
-    if parameters[0].dtype == dtype:
-        A = parameters[:count]
-        return A[0] if count == 1 else torch.cat(A), list(parameters[count:])
+def _new_gradients(
+    parameters: Sequence[torch.Tensor], groups: Sequence[Group], dtype: torch.dtype
+) -> tuple[torch.Tensor, list[_Matrices]]:
+    """A flat tensor for the gradients of all parameters, so that one operation converts them; and its parts."""
     flat = parameters[0].new_empty(sum(one.numel() for one in parameters), dtype=dtype)
-    parts = _split(flat, parameters)
-    torch._foreach_copy_(parts, list(parameters))
-    rows = sum(one.shape[0] for one in parameters[:count])
-    return flat[: rows * width].view(rows, width), parts[count:]
+    return flat, _parts(flat, groups)
 
 
-def _forward(
-    group: Group, x: torch.Tensor, parameters: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _forward(group: Group, x: torch.Tensor, matrices: _Matrices) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x Aᵀ (M, R) and the layers' outputs (..., N_i) of inputs (..., K)."""
-    A, Bs = _as_dtype(parameters, x.dtype)
-    h = x.reshape(-1, x.shape[-1]) @ A.t()
+    h = x.reshape(-1, x.shape[-1]) @ matrices.A.t()
     ys = []
-    for base, B, h_i, scale in zip(group.bases, Bs, h.split(group.ranks, 1), group.scales, strict=True):
+    for base, B, h_i, scale in zip(group.bases, matrices.B, h.split(group.ranks, 1), group.scales, strict=True):
         y = base(x)
         rows = y.view(-1, y.shape[-1])
         if group.in_place:
@@ -110,22 +143,18 @@ def _of_adapters(
     group: Group,
     x: torch.Tensor,
     h: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
+    matrices: _Matrices,
     grads: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The gradient of x Aᵀ (M, R), A (R, K), and the parameters' gradients, from those of the outputs (M, N_i)."""
-    A, Bs = _as_dtype(parameters, x.dtype)
+    into: _Matrices,
+) -> torch.Tensor:
+    """The gradient of x Aᵀ (M, R), from those of the outputs (M, N_i); writes those of the adapters."""
     grad_h = torch.empty_like(h)
-    for grad, B, part, scale in zip(grads, Bs, grad_h.split(group.ranks, 1), group.scales, strict=True):
+    for grad, B, part, scale in zip(grads, matrices.B, grad_h.split(group.ranks, 1), group.scales, strict=True):
         torch.addmm(part, grad, B, beta=0, alpha=scale, out=part)
-    # One tensor for all gradients, so that one operation converts them.
-    flat = x.new_empty(sum(one.numel() for one in parameters))
-    rows, width = A.shape
-    torch.mm(grad_h.t(), x, out=flat[: rows * width].view(rows, width))
-    of_B = _split(flat, parameters)[len(grads) :]
-    for grad, h_i, part, scale in zip(grads, h.split(group.ranks, 1), of_B, group.scales, strict=True):
+    torch.mm(grad_h.t(), x, out=into.A)
+    for grad, h_i, part, scale in zip(grads, h.split(group.ranks, 1), into.B, group.scales, strict=True):
         torch.addmm(part, grad.t(), h_i, beta=0, alpha=scale, out=part)
-    return grad_h, A, _split(flat.to(parameters[0].dtype), parameters)
+    return grad_h
 
 
 def _of_input(group: Group, grad_h: torch.Tensor, A: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
@@ -142,7 +171,7 @@ class Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
         """Save x and x Aᵀ."""
-        h, ys = _forward(group, x, parameters)
+        h, ys = _forward(group, x, *_in_type(parameters, [group], x.dtype))
         ctx.group = group
         ctx.save_for_backward(x, h, *parameters)
         return tuple(ys)
@@ -152,11 +181,13 @@ class Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients of x and the adapters."""
         x, h, *parameters = ctx.saved_tensors
-        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        group, rows = ctx.group, [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         del grads
-        grad_h, A, of_adapters = _of_adapters(ctx.group, x.reshape(-1, x.shape[-1]), h, parameters, rows)
-        grad_x = _of_input(ctx.group, grad_h, A, rows).view(x.shape) if ctx.needs_input_grad[1] else None
-        return None, grad_x, *of_adapters
+        (matrices,) = _in_type(parameters, [group], x.dtype)
+        flat, (into,) = _new_gradients(parameters, [group], x.dtype)
+        grad_h = _of_adapters(group, x.reshape(-1, x.shape[-1]), h, matrices, rows, into)
+        grad_x = _of_input(group, grad_h, matrices.A, rows).view(x.shape) if ctx.needs_input_grad[1] else None
+        return None, grad_x, *_split(flat.to(parameters[0].dtype), parameters)
 
 
 class JoinedMlp(torch.autograd.Function):
@@ -167,9 +198,10 @@ class JoinedMlp(torch.autograd.Function):
         ctx: Any, gate_up: Group, down: Group, activation: Activation, x: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         """Save x, gate, up and the rank-wide products."""
-        h, (gate, up) = _forward(gate_up, x, parameters[:4])
+        of_gate_up, of_down = _in_type(parameters, [gate_up, down], x.dtype)
+        h, (gate, up) = _forward(gate_up, x, of_gate_up)
         product = activation[0](gate).mul_(up)
-        h_down, (y,) = _forward(down, product, parameters[4:])
+        h_down, (y,) = _forward(down, product, of_down)
         ctx.gate_up, ctx.down, ctx.activation = gate_up, down, activation
         ctx.save_for_backward(x, h, gate, up, h_down, *parameters)
         return y
@@ -181,16 +213,19 @@ class JoinedMlp(torch.autograd.Function):
         x, h, gate, up, h_down, *parameters = ctx.saved_tensors
         gate, up, grad = (one.reshape(-1, one.shape[-1]) for one in (gate, up, grad))
         function, derivative = ctx.activation
+        groups = ctx.gate_up, ctx.down
+        of_gate_up, of_down = _in_type(parameters, groups, x.dtype)
+        flat, (into_gate_up, into_down) = _new_gradients(parameters, groups, x.dtype)
         activated = function(gate)
         product = activated * up
-        grad_h, A, of_down = _of_adapters(ctx.down, product, h_down, parameters[4:], [grad])
+        grad_h = _of_adapters(ctx.down, product, h_down, of_down, [grad], into_down)
         del product
-        grad_product = _of_input(ctx.down, grad_h, A, [grad])
+        grad_product = _of_input(ctx.down, grad_h, of_down.A, [grad])
         grad_up = activated.mul_(grad_product)
         grad_gate = derivative(grad_product.mul_(up), gate)
         del activated, grad_product
         rows = [grad_gate, grad_up]
         del grad_gate, grad_up
-        grad_h, A, of_gate_up = _of_adapters(ctx.gate_up, x.reshape(-1, x.shape[-1]), h, parameters[:4], rows)
-        grad_x = _of_input(ctx.gate_up, grad_h, A, rows).view(x.shape) if ctx.needs_input_grad[3] else None
-        return None, None, None, grad_x, *of_gate_up, *of_down
+        grad_h = _of_adapters(ctx.gate_up, x.reshape(-1, x.shape[-1]), h, of_gate_up, rows, into_gate_up)
+        grad_x = _of_input(ctx.gate_up, grad_h, of_gate_up.A, rows).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, grad_x, *_split(flat.to(parameters[0].dtype), parameters)

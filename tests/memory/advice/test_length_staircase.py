@@ -67,8 +67,8 @@ def test_reserved_memory_is_that_of_traced_steps(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def stairs(tmp_path_factory: pytest.TempPathFactory) -> Staircase:
-    # Adapters by peft's code, whose micro-batches need more memory: the first step does not reserve all of it.
-    flags = [*CASES["fixed rows"], "train.lora.joined=none"]
+    # The model's and peft's code, whose micro-batches need more memory: the first step does not reserve all of it.
+    flags = [*CASES["fixed rows"], "train.lora.joined=none", "train.fused_norms=none"]
     return predict_staircase(run_of(tmp_path_factory.mktemp("model"), flags))[1]
 
 
