@@ -18,7 +18,6 @@ from benchmarks.specs import llama, padded, random_batch
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
-from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.norms import fused_norms
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
@@ -48,7 +47,9 @@ class Launches(TorchDispatchMode):
 
 def norm_backward(grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """PyTorch's own definition of the kernel, which exists for CUDA alone."""
-    return _fused_rms_norm_backward(grad, x, weight.shape, rstd, weight, [True, False])[0]
+    of_input = _fused_rms_norm_backward(grad, x, [*weight.shape], rstd, weight, [True, False])[0]
+    assert of_input is not None
+    return of_input
 
 
 @contextmanager

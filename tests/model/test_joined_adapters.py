@@ -34,7 +34,7 @@ SWITCHES: list[dict[str, Any]] = [
 ]
 
 
-def drawn(model: nn.Module) -> nn.Module:
+def drawn(model: nn.Module) -> Any:
     """The model with B drawn at random, so that every gradient has a value."""
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -165,10 +165,10 @@ def test_gradients_are_not_copied():
     train = spec_of()
     model = drawn(random_model(SMALL, train, CPU))
     learnt(model, train)
-    parameters = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    storages = {p.grad.untyped_storage().data_ptr() for _, p in parameters}
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
     # In each of two layers: those of q, k and v; of o; of the MLP.
-    assert len(storages) == 2 * 3 and len(parameters) == 2 * 7 * 2
+    assert len(storages) == 2 * 3 and len(gradients) == 2 * 7 * 2
 
 
 class Block(nn.Module):

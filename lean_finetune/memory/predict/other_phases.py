@@ -413,7 +413,8 @@ def _evaluation_of(model: TracedModel, around: OtherPhases) -> dict[str, Peak]:
     """Peaks of evaluating one model."""
     # As in stage evaluate.
     lora = model.setting.train.lora.model_copy(update={"joined": "none"})
-    plain = model.with_setting(model.setting.with_train(attention="auto", fused_kernels="none", fused_norms="none", lora=lora))
+    own_code = model.setting.with_train(attention="auto", fused_kernels="none", fused_norms="none", lora=lora)
+    plain = model.with_setting(own_code)
 
     def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
         return token_losses(module, batch, around.logits_chunk)

@@ -70,7 +70,7 @@ class _Layers:
         return cls(layers=layers, group=group)
 
     def together_on(self, x: torch.Tensor) -> bool:
-        """Whether to compute together: for backward alone, with the adapters of all layers, converted by autocast alone.
+        """Whether to compute together: for backward alone, with all adapters in use, converted by autocast alone.
 
         Without backward, losses and logits are those of peft's code to the last bit, as in stage evaluate.
         """

@@ -1,9 +1,9 @@
 """The products of layers with LoRA adapters that read one input, as autograd functions in plain PyTorch.
 
-y_i = x W_iᵀ + s_i (x A_iᵀ) B_iᵀ. One product computes x Aᵀ for all layers. That of B_i adds to the frozen layer's output in
-place and multiplies by s_i, so no operation but a product touches a tensor of the layer's width. Saved for backward
-are x and x Aᵀ, whose width is the rank. Adapters are copied to the type of the inputs for a forward or a backward
-pass, all of a group in one operation.
+y_i = x W_iᵀ + s_i (x A_iᵀ) B_iᵀ. One product computes x Aᵀ for all layers. That of B_i adds to the frozen layer's
+output in place and multiplies by s_i, so no operation but a product touches a tensor of the layer's width. Saved for
+backward are x and x Aᵀ, whose width is the rank. Adapters are copied to the type of the inputs for a forward or a
+backward pass, all of a function in one operation.
 
 Shape legend: M tokens, K width of the input, N_i width of layer i's output, r_i its rank, R the sum of the ranks.
 """
@@ -118,7 +118,7 @@ def _new_gradients(
 
 
 def _forward(group: Group, x: torch.Tensor, matrices: _Matrices) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """x Aᵀ (M, R) and the layers' outputs (..., N_i) of inputs (..., K)."""
+    """The product x Aᵀ (M, R) and the layers' outputs (..., N_i) of inputs (..., K)."""
     h = x.reshape(-1, x.shape[-1]) @ matrices.A.t()
     ys = []
     for base, B, h_i, scale in zip(group.bases, matrices.B, h.split(group.ranks, 1), group.scales, strict=True):
@@ -134,9 +134,11 @@ def _forward(group: Group, x: torch.Tensor, matrices: _Matrices) -> tuple[torch.
 
 def _weight(base: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """The frozen weight (N_i, K); of a 4-bit layer unpacked now."""
+    weight: Any = base.weight
     if isinstance(base, bnb.nn.Linear4bit):
-        return bnb.functional.dequantize_4bit(base.weight.data.view(-1, 1), base.weight.quant_state).to(dtype)
-    return base.weight.to(dtype)
+        weight = bnb.functional.dequantize_4bit(weight.data.view(-1, 1), weight.quant_state)
+    converted: torch.Tensor = weight.to(dtype)
+    return converted
 
 
 def _of_adapters(

@@ -8,6 +8,7 @@ code, and so does every norm on a CPU, where PyTorch has no such kernel.
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -58,7 +59,7 @@ class FrozenNorm(torch.autograd.Function):
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Replaces the family's method; without backward, results are the family's to the last bit, as in stage evaluate."""
+    """The kernel for backward; without it, the family's method, whose bits are those of stage evaluate."""
     fused = on_gpu(hidden_states) and hidden_states.dtype == self.weight.dtype and torch.is_grad_enabled()
     if not fused:
         own: torch.Tensor = type(self).forward(self, hidden_states)
@@ -72,22 +73,26 @@ def fuse_norms(model: nn.Module, train: Train) -> None:
     if train.fused_norms == "none" or train.fused_kernels == "liger":
         return
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and _is_llamas(type(module)):
+        if (
+            type(module).__name__.endswith("RMSNorm")
+            and "forward" not in vars(module)
+            and _is_llamas(type(module).forward)
+        ):
             weight: Any = module.weight
             if not weight.requires_grad:
                 module.forward = MethodType(_forward, module)
 
 
 @cache
-def _is_llamas(kind: type[nn.Module]) -> bool:
-    """Whether a norm's forward method has the statements of Llama's."""
-    return _statements(kind) == _statements(LlamaRMSNorm)
+def _is_llamas(forward: Callable[..., Any]) -> bool:
+    """Whether a norm's method has the statements of Llama's."""
+    return _statements(forward) == _statements(LlamaRMSNorm.forward)
 
 
-def _statements(kind: type[nn.Module]) -> str | None:
-    """The statements of a module's forward method, without comments and blanks; None without its source."""
+def _statements(method: Callable[..., Any]) -> str | None:
+    """The statements of a method, without comments and blanks; None without its source."""
     try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
+        function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
     return "\n".join(map(ast.dump, function.body)) if isinstance(function, ast.FunctionDef) else None
