@@ -14,7 +14,6 @@ core objectives config pinning
 data/read data/format data/images data/chat data/encode data/shards
 plan model/kernels model/attention model/experts model/images model/files model/recurrent
 model/joined_adapters model/norms model step/offload step distributed
-model/joined_adapters model/norms model step/offload step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
 evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run
