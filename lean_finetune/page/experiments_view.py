@@ -1,33 +1,19 @@
 """The view *Experiments*: those of the project where the page was started, side by side. It runs `compare`."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gradio as gr
 
-from cuda_memory.page.html import Html, Table, document, html, joined, table
+from cuda_memory.page.html import html
 from lean_finetune.core.errors import UserError
 from lean_finetune.page.frames import frame
 from lean_finetune.page.jobs import run_command, workplace
 from lean_finetune.page.limits import Limits
-from lean_finetune.page.project.documents import STYLE, fault_document
+from lean_finetune.page.project.documents import fault_document
 
 REPORT = Path("data/report/report.html")
 MOST_REPORT_BYTES = 32 << 20
-TITLES = {
-    "state": "state",
-    "peak_gib_predicted": "predicted GiB",
-    "peak_gib_measured": "measured GiB",
-    "tokens_per_second": "tokens/s",
-    "tuned_loss": "loss",
-    "loss_change": "change",
-    "tuned_exact_match_percent": "exact %",
-    "tuned_reward_accuracy": "in order",
-    "tuned_reward_margin": "margin",
-}
 
 
 def experiments_view(limits: Limits) -> None:
@@ -60,16 +46,16 @@ def _answer(limits: Limits) -> tuple[str, str]:
 
 
 def _compared(limits: Limits) -> str:
-    """The document of `lean-finetune compare`.
+    """The page of `lean-finetune compare`.
 
     Raises:
         UserError: the command says so.
     """
     with workplace() as place:
-        ended = run_command(["compare", "--json"], place, limits)
-    if ended.code != 0:
-        raise UserError(ended.fault)
-    return experiments_document(json.loads(ended.out))
+        ended = run_command(["compare", f"--html={place / 'answer.html'}", "--json"], place, limits)
+        if ended.code != 0:
+            raise UserError(ended.fault)
+        return (place / "answer.html").read_text(encoding="utf-8")
 
 
 def last_report() -> str:
@@ -86,24 +72,3 @@ def last_report() -> str:
     if len(content) > MOST_REPORT_BYTES:
         raise UserError(f"{REPORT}: is larger than {MOST_REPORT_BYTES} bytes; open it in a window of its own")
     return content.decode("utf-8", errors="replace")
-
-
-def experiments_document(rows: Sequence[Mapping[str, Any]]) -> Html:
-    """The answer of `compare --json` as a table; columns without a value are left out."""
-    names = [name for name in TITLES if any(row.get(name) is not None for row in rows)]
-    header = ("experiment", *(TITLES[name] for name in names), "changed")
-    cells = [(row["experiment"], *(_cell(row.get(name)) for name in names), _changed(row)) for row in rows]
-    return document("Experiments", joined(_body(Table(header, cells))), STYLE)
-
-
-def _body(found: Table) -> Iterator[Html]:
-    yield table(found)
-    yield Html('<p class="note">A figure is shown only if it was measured with the experiment\'s own parameters.</p>')
-
-
-def _changed(row: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={json.dumps(value)}" for name, value in row["changed"].items())
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -23,6 +23,8 @@ HashInside = Callable[[str, PurePosixPath], str | None]
 """Hash of a directory and a path in it → hash of what is there; None if DVC's cache does not have the directory."""
 WORKSPACE = "workspace"
 """DVC's name for the files of the checkout."""
+TRAINED, CURVES = "data/train", "curves.csv"
+"""Output of stage train, and its file with a line for each step."""
 ABSENT = object()
 
 
@@ -113,6 +115,8 @@ def _parameter(params: Mapping[str, Any], dotted: str) -> Any:
 NAME = "Experiment"
 STATE = "state"
 """Column of experiments without results: queued, running, failed, or not readable."""
+REVISION = "revision"
+"""Not shown: the revision of a row whose stage train ran with the row's own parameters."""
 LOSS = "tuned_loss"
 CHANGE = "loss_change"
 PAIRS = ("tuned_reward_accuracy", "tuned_reward_margin")
@@ -156,6 +160,8 @@ def _row(revision: Mapping[str, Any], name: str, state: str, own: Own) -> Experi
         files = own(revision["rev"], params)
         for path in data["metrics"].keys() & files:
             row |= data["metrics"][path].get("data", {})
+        if TRAINED in files:
+            row[REVISION] = revision["rev"]
     return row
 
 
@@ -200,6 +206,25 @@ def own_rows(commits: Iterable[Mapping[str, Any]]) -> list[ExperimentRow]:
     """The rows of what `dvc exp show --json` prints in this directory, with the metrics of their own stages."""
     hash_inside = hashes_in_cache()
     return list(rows_of(commits, lambda revision, params: set(own_files(lock_of(revision), params, hash_inside))))
+
+
+def curve_files(rows: Iterable[ExperimentRow]) -> list[Path | None]:
+    """The curves of each row's training, in the workspace or in DVC's cache; None if it has none of its own there."""
+    from dvc.repo import Repo
+
+    hash_inside = hashes_in_cache()
+    with Repo() as repo:
+        store = repo.cache.local
+
+    def found(revision: str | None) -> Path | None:
+        if revision in (None, WORKSPACE):
+            return None if revision is None else Path(TRAINED, CURVES)
+        outs = lock_of(str(revision)).get("train", {}).get("outs", ())
+        written = next((out["md5"] for out in outs if out["path"] == TRAINED), None)
+        content = None if written is None else hash_inside(written, PurePosixPath(CURVES))
+        return None if content is None else Path(store.oid_to_path(content))
+
+    return [found(row.get(REVISION)) for row in rows]
 
 
 def main() -> None:

@@ -105,13 +105,15 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def memory_picture(curves: Curves, peak_bytes: int, *, on_gpu: bool, note: str) -> Picture:
-    """Memory over optimizer steps; on a CPU the peaks only, because malloc counts all of Python's memory."""
-    steps = [int(record["step"]) for record in curves]
-    lines = [
-        ("predicted peak of the run", "predicted", [(steps[0], float(peak_bytes)), (steps[-1], float(peak_bytes))]),
-        ("measured peak of a step", "measured", _curve(curves, "allocated_bytes")),
-    ]
+def memory_picture(curves: Curves, peak_bytes: int | None, *, on_gpu: bool, note: str) -> Picture:
+    """Memory over optimizer steps; on a CPU the peaks only, because malloc counts all of Python's memory.
+
+    `peak_bytes` is the predicted peak; None if it is not known, but a step was measured.
+    """
+    lines = [("measured peak of a step", "measured", _curve(curves, "allocated_bytes"))]
+    if peak_bytes is not None:
+        ends = [(int(curves[place]["step"]), float(peak_bytes)) for place in (0, -1)]
+        lines.insert(0, ("predicted peak of the run", "predicted", ends))
     if on_gpu:
         lines.append(("live tensors after a step", "live", _curve(curves, "live_bytes")))
         lines.append(("reserved after a step", "reserved", _curve(curves, "reserved_bytes")))

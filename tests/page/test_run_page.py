@@ -84,6 +84,13 @@ def test_a_run_is_started_watched_stopped_and_continued(open_window, tmp_path):
         answered(later, RUN, "Finished.*What came out.*before training, .* after")
         later.picture(tmp_path / "run-finished.png")
         sound(later, address)
+        for width in (400, 1400):
+            other = opened(open_window(width), address, "Experiments")
+            click(other, "Compare")
+            answered(other, "#experiments-answer", "workspace.*baseline.*Training loss.*Memory of each")
+            other.run("document.querySelector('#experiments-answer').scrollIntoView()")
+            other.picture(tmp_path / f"compared-{width}.png")
+            sound(other, address)
         events = [json.loads(line) for line in (place / "scratch/page/events.jsonl").read_text().splitlines()]
         assert [one["stage"] for one in events if one["event"] == "stage"][:2] == ["pin_code", "train"]
         assert subprocess.run(["git", "status", "--short"], cwd=place, capture_output=True).stdout == b""

@@ -10,9 +10,12 @@ from typing import Any
 
 import click
 
+from cuda_memory.errors import write_errors
 from cuda_memory.terminal import echo, echo_json
+from cuda_memory.user_paths import PATH
 from lean_finetune.commands.run.place import is_project
 from lean_finetune.config.load import PARAMS_FILE, load_params, refuse_unknown
+from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UsageFault, UserError
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.report.compare_experiments import (
@@ -101,12 +104,15 @@ LEGEND = "predicted, measured: peak of tensors in GiB; loss: held out, and its c
 
 
 @click.command(cls=StageCommand)
+@click.option("--html", type=PATH, help="Also write a page with the curves of loss and memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with all figures and parameters that differ.")
-def compare(as_json: bool) -> None:
+def compare(html: Path | None, as_json: bool) -> None:
     """Show this commit's experiments side by side: what changed, memory, speed and loss. `dvc exp show` has the rest.
 
     A figure is shown only if it was measured with the experiment's own parameters.
     """
+    if html is not None and (not html.name or html.is_dir() or not html.absolute().parent.is_dir()):
+        raise UsageFault(f"--html: must be a file in a directory that exists; got {str(html)!r}")
     _need_project()
     rows = own_rows(_commits())
     if not rows:
@@ -120,6 +126,12 @@ def compare(as_json: bool) -> None:
         }
         for row in rows
     ]
+    if html is not None:
+        from lean_finetune.commands.run.compare_page import comparison_page
+        from lean_finetune.report.compare_experiments import curve_files
+
+        with write_errors(html):
+            write_text(html, comparison_page([_json(row) for row in shown], curve_files(rows)))
     if as_json:
         echo_json([_json(row) for row in shown])
         return
