@@ -12,7 +12,7 @@ PACKAGE = "lean_finetune"
 PACKAGES = """
 core objectives config pinning
 data/read data/format data/images data/chat data/encode data/shards
-plan model/kernels model/attention model/experts model/images model/files model/recurrent
+plan model/attention model/experts model/images model/files model/recurrent model/kernels
 model/joined_adapters model/norms model step/offload step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train

@@ -16,7 +16,7 @@ OffloadTo = Literal["cpu", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
 """Modes in which every GPU stores a shard of each weight."""
-FusedKernels = Literal["none", "liger", "fla"]
+FusedKernels = Literal["none", "auto", "liger", "fla"]
 FusedNorms = Literal["auto", "none"]
 GradCkptPolicy = Literal["full", "every_n", "selective"]
 LoraInit = str

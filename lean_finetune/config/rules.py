@@ -312,15 +312,15 @@ SHARDING_RULES = [
         Rule(
             key,
             lambda p, key=key, off=off: (  # type: ignore[misc]
-                attrgetter(key)(p) != off and p.layout.data < p.hardware.num_gpus
+                attrgetter(key)(p) not in off and p.layout.data < p.hardware.num_gpus
             ),
             f"was tried only where all GPUs take different rows (train.sharding); got {{{key}}} with rows or layers "
             f"divided among GPUs; {remedy}",
         )
         for key, off, remedy in (
-            ("train.compress_activations", "none", "set it to none"),
-            ("train.sequence_tiles", None, "leave it blank"),
-            ("train.fused_kernels", "none", "set it to none"),
+            ("train.compress_activations", ("none",), "set it to none"),
+            ("train.sequence_tiles", (None,), "leave it blank"),
+            ("train.fused_kernels", ("none", "auto"), "set it to none"),
         )
     ),
     Rule(

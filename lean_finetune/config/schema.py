@@ -182,8 +182,8 @@ class Train(BaseWeights):
     attention: AttentionName
     """Attention kernels. `auto` is sdpa, or eager for models with capped attention scores."""
     fused_kernels: FusedKernels
-    """Code of rotary embedding, RMSNorm and SwiGLU (liger) or of the gated delta rule (fla): the model's, or that of a
-    package. For GPUs."""
+    """Code of rotary embedding and SwiGLU: the model's, or kernels of this project on a GPU (auto). Packages for GPUs:
+    liger, with RMSNorm too, and fla, for the gated delta rule."""
     fused_norms: FusedNorms
     """On a GPU, compute frozen norms with Llama's code in one kernel of PyTorch, or by the model's code."""
     optimizer: Optimizer

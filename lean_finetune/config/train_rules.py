@@ -171,7 +171,7 @@ TRAIN_RULES = [
     Rule(
         "train.fused_kernels",
         lambda p: (
-            p.train.fused_kernels != "none"
+            p.train.fused_kernels in ("liger", "fla")
             and (p.train.compress_activations != "none" or p.train.sequence_tiles is not None)
         ),
         "was not tried with train.compress_activations and sequence_tiles; got "

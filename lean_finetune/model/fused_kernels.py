@@ -1,4 +1,4 @@
-"""Kernels of other packages instead of the model's code (train.fused_kernels).
+"""Kernels of other packages instead of the model's code (train.fused_kernels). For those of this project: `kernels/`.
 
 `fla`: flash-linear-attention's gated delta rule (`recurrent/fla_kernels.py`). `liger`: Liger-Kernel's rotary embedding,
 RMSNorm and SwiGLU. The loss is ours.
@@ -61,6 +61,11 @@ def memory_note(choice: FusedKernels) -> str | None:
     """How the predicted peak of a run with fused kernels was checked; None for other runs."""
     if choice == "none":
         return None
+    if choice == "auto":
+        return (
+            f"{KEY}: on GPUs from compute capability 8.0 on, rotary embedding and SwiGLU with Llama's code run in "
+            "kernels of this project, whose tensors the peak counts; no GPU has measured it"
+        )
     tuning = " and Triton's buffer of 256 MiB while it tunes a kernel" if choice == "fla" else ""
     return (
         f"{KEY}: the peak follows {PACKAGES[choice].title}'s allocations, equal to those counted on a CPU{tuning}; no "
@@ -77,7 +82,7 @@ def refuse_fused(choice: FusedKernels, device_type: str, config: PretrainedConfi
         config: of the model.
         enforce: estimate.enforce.
     """
-    if choice == "none":
+    if choice in ("none", "auto"):
         return
     package = PACKAGES[choice]
     if device_type == "cpu":
@@ -138,7 +143,7 @@ def fuse_kernels(model: PreTrainedModel, choice: FusedKernels) -> None:
     Raises:
         UserError: the model is of another family, or the package is missing.
     """
-    if choice == "none":
+    if choice in ("none", "auto"):
         return
     _refuse_family(choice, model.config)
     _version(choice)

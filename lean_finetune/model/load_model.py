@@ -41,6 +41,7 @@ from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_mo
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.images.image_parts import freeze_images
 from lean_finetune.model.joined_adapters.join import join_adapters
+from lean_finetune.model.kernels.fuse_layers import fuse_layers
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.norms.fused_norms import fuse_norms
 from lean_finetune.model.precision import base_dtype
@@ -95,6 +96,7 @@ def load_model(
     join_adapters(model, train)
     fuse_norms(model, train)
     fuse_kernels(model, train.fused_kernels)
+    fuse_layers(model, train)
     enable_tiles(model, train)
     return adapted.train()
 
@@ -259,6 +261,7 @@ def uninitialized_model(
     join_adapters(model, train)
     fuse_norms(model, train)
     fuse_kernels(model, train.fused_kernels)
+    fuse_layers(model, train)
     enable_tiles(model, train)
     keep_trainable_on_cpu(trained)
     _materialize(trained, train, device)

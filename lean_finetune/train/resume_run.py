@@ -72,7 +72,9 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     """
     values = tracked_values(params)
     cuda = device.type == "cuda"
-    kernels = {"none": (), "liger": ("liger-kernel",), "fla": ("fla-core", "triton")}[params.train.fused_kernels]
+    kernels = {"none": (), "auto": (), "liger": ("liger-kernel",), "fla": ("fla-core", "triton")}[
+        params.train.fused_kernels
+    ]
     parameters = {
         "seed": values["seed"],
         "train": {name: value for name, value in values["train"].items() if name not in WHERE_STORED},

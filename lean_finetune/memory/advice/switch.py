@@ -116,7 +116,7 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _plain_layers(setting: Setting) -> bool:
     """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
-    return setting.train.fused_kernels == "none" and setting.layout == ParallelLayout(data=setting.gpus)
+    return setting.train.fused_kernels in ("none", "auto") and setting.layout == ParallelLayout(data=setting.gpus)
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
@@ -134,10 +134,11 @@ def _compressed_activations(setting: Setting, support: Support) -> Iterable[Valu
 
 
 def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]:
-    """Kernels of the packages that are installed; a family that they do not support is refused when it is traced."""
+    """Kernels of this project, and of packages that are installed; a trace refuses families without their code."""
     if setting.train.fused_kernels != "none":
         yield {"train.fused_kernels": "none"}
     elif support.cuda:
+        yield {"train.fused_kernels": "auto"}
         if find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
             yield {"train.fused_kernels": "liger"}
         if find_spec("fla"):
@@ -265,7 +266,7 @@ def _untried(setting: Setting) -> bool:
     return (
         setting.train.compress_activations != "none"
         or train.sequence_tiles is not None
-        or train.fused_kernels != "none"
+        or train.fused_kernels in ("liger", "fla")
     )
 
 

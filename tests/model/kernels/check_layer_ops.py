@@ -3,15 +3,19 @@
 `test_kernels.py` runs this in a process with TRITON_INTERPRET=1.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.interpreted_triton import interpreted_kernels
-from lean_finetune.model.kernels import layer_ops
+from benchmarks.models.small import tiny_config
+from lean_finetune.model.kernels import fuse_layers, layer_ops
 from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, launch_silu_mul_backward
+from tests.small_model import spec_of
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 ROWS, TOKENS = 2, 7
@@ -69,9 +73,34 @@ def check_rotate(dtype: torch.dtype, heads: tuple[int, int], size: int, *, share
         close(found, exact, plain)
 
 
+def check_model(config: PretrainedConfig, grad_ckpt: bool) -> None:
+    """The loss of a model and all its gradients, with its code and with the kernels, in fp32."""
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (2, 9))
+    plain = AutoModelForCausalLM.from_config(config).train()
+    fused = copy.deepcopy(plain)
+    fuse_layers.fuse_layers(fused, spec_of(method="full", fused_kernels="auto"))
+    assert fuse_layers.fused_parts(plain) == {"SwiGLU", "rotary embedding"}
+    losses = []
+    for model in (plain, fused):
+        if grad_ckpt:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert (one.grad - other.grad).norm() <= 1e-6 * max(other.grad.norm().item(), 1e-3)
+
+
 def main() -> None:
     """All checks."""
     on_cpu()
+    fuse_layers.runs_kernels = lambda x: True
+    with interpreted_kernels():
+        for family in ("llama", "qwen3", "granite"):
+            check_model(tiny_config(family), grad_ckpt=family == "qwen3")
     with interpreted_kernels():
         for dtype in (torch.float32, *HALF_TYPES):
             check_silu_mul(dtype, (3, 5, 999))

@@ -1,5 +1,8 @@
 """Operations of layers as a trace sees them: shapes, orders in memory, and what they keep for backward."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,9 +10,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, silu_mul_backward
+from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, _like_heads, silu_mul_backward
 
 BF16 = torch.bfloat16
+
+
+@contextmanager
+def allocated_on_cpu() -> Iterator[None]:
+    """A context in which the operations run on a CPU, and allocate their results alone, which are 0."""
+    library = torch.library.Library("lean_finetune", "IMPL")
+    like = torch.zeros_like
+    library.impl("silu_mul", lambda gate, up: like(gate), "CPU")
+    library.impl("silu_mul_backward", lambda grad, gate, up: (like(gate), like(gate), like(up)), "CPU")
+    library.impl("silu_mul_gradients", lambda grad, gate, up: (like(gate), like(up)), "CPU")
+    library.impl("rotate", lambda query, key, *angles: (_like_heads(query).zero_(), _like_heads(key).zero_()), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def traced(function, *inputs: torch.Tensor) -> tuple[list[torch.Tensor], set[int]]:
