@@ -20,6 +20,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
 from lean_finetune.model.joined_adapters.products import ACTIVATIONS, Activation, Group, Joined, JoinedMlp
+from lean_finetune.model.kernels.fuse_layers import why_plain
 from lean_finetune.pinning.adapter_files import ADAPTER
 
 KEY = "train.lora.joined"
@@ -133,9 +134,10 @@ def join_adapters(model: nn.Module, train: Train) -> None:
         if mlp is not None and whole_mlps:
             gate_up = _Layers.of([getattr(module, mlp.gate), getattr(module, mlp.up)], in_place=in_place)
             down = _Layers.of([getattr(module, mlp.down)], in_place=in_place)
-            module.forward = _Mlp(
-                module=module, gate_up=gate_up, down=down, activation=_activation(module, mlp)
-            ).forward
+            activation = _activation(module, mlp)
+            if activation is ACTIVATIONS["silu"]:
+                activation = activation._replace(kernels=why_plain(train) is None)
+            module.forward = _Mlp(module=module, gate_up=gate_up, down=down, activation=activation).forward
             continue
         for names in groups:
             together = _Layers.of([getattr(module, name) for name in names], in_place=in_place)

@@ -11,7 +11,7 @@ Shape legend: M tokens, K width of the input, N_i width of layer i's output, r_i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lean_finetune.core.optional_bitsandbytes import bnb
+from lean_finetune.model.kernels.fuse_layers import runs_kernels
+from lean_finetune.model.kernels.layer_ops import silu_mul, silu_mul_gradients_
 
 aten = torch.ops.aten
 
@@ -41,8 +43,14 @@ class Group:
         return [layer.weight for layer in (*self.A, *self.B)]
 
 
-Activation = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-"""A function of a gate, and the gradient of the gate in the memory of that of the function's result."""
+class Activation(NamedTuple):
+    """A function of a gate."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """The gradient of the gate, in the memory of that of the function's result."""
+    kernels: bool = False
+    """Whether this project's kernels compute the function and its product with another tensor, where they run."""
 
 
 def _silu_backward(grad: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -56,9 +64,9 @@ def _gelu_backward(approximate: str, grad: torch.Tensor, gate: torch.Tensor) -> 
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": (F.silu, _silu_backward),
-    "gelu": (F.gelu, partial(_gelu_backward, "none")),
-    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_gelu_backward, "tanh")),
+    "silu": Activation(F.silu, _silu_backward),
+    "gelu": Activation(F.gelu, partial(_gelu_backward, "none")),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), partial(_gelu_backward, "tanh")),
 }
 
 
@@ -202,7 +210,8 @@ class JoinedMlp(torch.autograd.Function):
         """Save x, gate, up and the rank-wide products."""
         of_gate_up, of_down = _in_type(parameters, [gate_up, down], x.dtype)
         h, (gate, up) = _forward(gate_up, x, of_gate_up)
-        product = activation[0](gate).mul_(up)
+        ctx.kernels = activation.kernels and runs_kernels(gate)
+        product = silu_mul(gate, up) if ctx.kernels else activation.function(gate).mul_(up)
         h_down, (y,) = _forward(down, product, of_down)
         ctx.gate_up, ctx.down, ctx.activation = gate_up, down, activation
         ctx.save_for_backward(x, h, gate, up, h_down, *parameters)
@@ -214,17 +223,19 @@ class JoinedMlp(torch.autograd.Function):
         """The gradients of x and the adapters."""
         x, h, gate, up, h_down, *parameters = ctx.saved_tensors
         gate, up, grad = (one.reshape(-1, one.shape[-1]) for one in (gate, up, grad))
-        function, derivative = ctx.activation
         groups = ctx.gate_up, ctx.down
         of_gate_up, of_down = _in_type(parameters, groups, x.dtype)
         flat, (into_gate_up, into_down) = _new_gradients(parameters, groups, x.dtype)
-        activated = function(gate)
-        product = activated * up
+        activated = None if ctx.kernels else ctx.activation.function(gate)
+        product = silu_mul(gate, up) if activated is None else activated * up
         grad_h = _of_adapters(ctx.down, product, h_down, of_down, [grad], into_down)
         del product
         grad_product = _of_input(ctx.down, grad_h, of_down.A, [grad])
-        grad_up = activated.mul_(grad_product)
-        grad_gate = derivative(grad_product.mul_(up), gate)
+        if activated is None:
+            grad_up, grad_gate = silu_mul_gradients_(grad_product, gate, up), grad_product
+        else:
+            grad_up = activated.mul_(grad_product)
+            grad_gate = ctx.activation.derivative(grad_product.mul_(up), gate)
         del activated, grad_product
         rows = [grad_gate, grad_up]
         del grad_gate, grad_up

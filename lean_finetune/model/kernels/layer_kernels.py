@@ -22,10 +22,8 @@ def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, values, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_backward_kernel(
-    grad_ptr, gate_ptr, up_ptr, out_ptr, gate_grad_ptr, up_grad_ptr, values, PRODUCT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The gradients of gate and up; with PRODUCT, silu(gate) · up again."""
+def silu_mul_gradients_kernel(grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, values, BLOCK: tl.constexpr):
+    """The gradients of gate and up; that of gate may have the memory of the product's."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < values
     grad = tl.load(grad_ptr + place, mask=inside).to(tl.float32)
@@ -36,8 +34,6 @@ def silu_mul_backward_kernel(
     dtype = gate_grad_ptr.dtype.element_ty
     tl.store(gate_grad_ptr + place, (grad * up * (sigmoid + silu * (1.0 - sigmoid))).to(dtype), mask=inside)
     tl.store(up_grad_ptr + place, (grad * silu).to(dtype), mask=inside)
-    if PRODUCT:
-        tl.store(out_ptr + place, (silu * up).to(dtype), mask=inside)
 
 
 @triton.jit

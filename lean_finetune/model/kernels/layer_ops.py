@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 _library = torch.library.Library("lean_finetune", "FRAGMENT")
 _library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
-_library.define("silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor, Tensor)")
 _library.define("silu_mul_gradients(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+_library.define("silu_mul_gradients_(Tensor(a!) grad, Tensor gate, Tensor up) -> Tensor")
 _library.define("rotate(Tensor query, Tensor key, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,13 +27,10 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def silu_mul_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """silu(gate) · up again, and the gradients of gate and up from that of the product; contiguous tensors."""
-    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    values = torch.ops.lean_finetune.silu_mul_backward.default(grad, gate, up)
-    return values
+def silu_mul_gradients_(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The gradient of up from that of the product, whose memory that of gate takes; contiguous tensors."""
+    up_grad: torch.Tensor = torch.ops.lean_finetune.silu_mul_gradients_.default(grad, gate, up)
+    return up_grad
 
 
 class SiluMul(torch.autograd.Function):
@@ -100,29 +97,26 @@ def launch_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def launch_silu_mul_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`silu_mul_backward` by the kernel."""
-    out = torch.empty_like(gate)
-    return out, *_launch_backward(grad, gate, up, out, product=True)
-
-
 def launch_silu_mul_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Pair:
     """`silu_mul_gradients` by the kernel."""
-    return _launch_backward(grad, gate, up, gate, product=False)
+    gate_grad = torch.empty_like(gate)
+    return gate_grad, _launch_gradients(grad, gate, up, gate_grad)
 
 
-def _launch_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, *, product: bool
-) -> Pair:
-    """The gradients; writes the product to `out` if asked to."""
-    code, values = _code(), gate.numel()
-    gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
-    code.silu_mul_backward_kernel[(-(-values // code.BLOCK),)](
-        grad, gate, up, out, gate_grad, up_grad, values, PRODUCT=product, BLOCK=code.BLOCK, num_warps=code.WARPS
+def launch_silu_mul_gradients_(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu_mul_gradients_` by the kernel."""
+    return _launch_gradients(grad, gate, up, grad)
+
+
+def _launch_gradients(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gate_grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of up; writes that of gate to `gate_grad`."""
+    code, values, up_grad = _code(), gate.numel(), torch.empty_like(up)
+    code.silu_mul_gradients_kernel[(-(-values // code.BLOCK),)](
+        grad, gate, up, gate_grad, up_grad, values, BLOCK=code.BLOCK, num_warps=code.WARPS
     )
-    return gate_grad, up_grad
+    return up_grad
 
 
 def launch_rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> Pair:
@@ -152,11 +146,16 @@ def launch_rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin
     return outs
 
 
-_library.impl("silu_mul", launch_silu_mul, "CUDA")
-_library.impl("silu_mul_backward", launch_silu_mul_backward, "CUDA")
-_library.impl("silu_mul_gradients", launch_silu_mul_gradients, "CUDA")
-_library.impl("rotate", launch_rotate, "CUDA")
+LAUNCHES = {
+    "silu_mul": launch_silu_mul,
+    "silu_mul_gradients": launch_silu_mul_gradients,
+    "silu_mul_gradients_": launch_silu_mul_gradients_,
+    "rotate": launch_rotate,
+}
+"""By the names of the operations."""
+for _name, _launch in LAUNCHES.items():
+    _library.impl(_name, _launch, "CUDA")
 _library.impl("silu_mul", lambda gate, up: torch.empty_like(gate), "Meta")
-_library.impl("silu_mul_backward", lambda grad, gate, up: tuple(map(torch.empty_like, (gate, gate, up))), "Meta")
 _library.impl("silu_mul_gradients", lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(up)), "Meta")
+_library.impl("silu_mul_gradients_", lambda grad, gate, up: torch.empty_like(up), "Meta")
 _library.impl("rotate", lambda query, key, *angles: (_like_heads(query), _like_heads(key)), "Meta")

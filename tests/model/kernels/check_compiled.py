@@ -59,12 +59,11 @@ def silu_mul(kind: str, capability: int) -> dict[str, int]:
     return usage(layer.silu_mul_kernel, types, {"BLOCK": layer.BLOCK}, layer.WARPS, capability)
 
 
-def silu_mul_backward(kind: str, capability: int) -> dict[str, int]:
-    """Its gradients, and the product again."""
-    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "out_ptr", "gate_grad_ptr", "up_grad_ptr")
+def silu_mul_gradients(kind: str, capability: int) -> dict[str, int]:
+    """Its gradients."""
+    pointers = ("grad_ptr", "gate_ptr", "up_ptr", "gate_grad_ptr", "up_grad_ptr")
     types = {**{name: f"*{kind}" for name in pointers}, "values": "i32"}
-    constants = {"PRODUCT": True, "BLOCK": layer.BLOCK}
-    return usage(layer.silu_mul_backward_kernel, types, constants, layer.WARPS, capability)
+    return usage(layer.silu_mul_gradients_kernel, types, {"BLOCK": layer.BLOCK}, layer.WARPS, capability)
 
 
 def rotate(kind: str, capability: int) -> dict[str, int]:
@@ -78,7 +77,7 @@ def rotate(kind: str, capability: int) -> dict[str, int]:
 
 KERNELS = {
     **{f"8-bit AdamW, {kind}": (adamw_8bit, kind) for kind in ("bf16", "fp16", "fp32")},
-    **{f"{each.__name__}, bf16": (each, "bf16") for each in (silu_mul, silu_mul_backward, rotate)},
+    **{f"{each.__name__}, bf16": (each, "bf16") for each in (silu_mul, silu_mul_gradients, rotate)},
 }
 
 

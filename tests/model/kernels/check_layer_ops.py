@@ -4,6 +4,8 @@
 """
 
 import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from benchmarks.interpreted_triton import interpreted_kernels
 from benchmarks.models.small import tiny_config
 from lean_finetune.model.kernels import fuse_layers, layer_ops
-from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, launch_silu_mul_backward
-from tests.small_model import spec_of
+from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, silu_mul_gradients_
+from tests.small_model import save_small_llama, spec_of
+from tests.step.common import run, split
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 ROWS, TOKENS = 2, 7
@@ -23,8 +26,8 @@ ROWS, TOKENS = 2, 7
 
 def on_cpu() -> None:
     """Let the CPU run the kernels, which in this process Triton interprets."""
-    for name in ("silu_mul", "silu_mul_backward", "silu_mul_gradients", "rotate"):
-        layer_ops._library.impl(name, getattr(layer_ops, f"launch_{name}"), "CPU")
+    for name, launch in layer_ops.LAUNCHES.items():
+        layer_ops._library.impl(name, launch, "CPU")
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
@@ -37,7 +40,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None
 
 
 def check_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The product and its gradients, also with the product computed again."""
+    """The product and its gradients, also with that of gate in place."""
     torch.manual_seed(0)
     values = [torch.randn(shape).to(dtype) for _ in range(3)]
     results: dict[str, list[Any]] = {}
@@ -48,8 +51,8 @@ def check_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         results[name] = [product.detach(), gate.grad, up.grad]
     for found, exact, plain in zip(results["found"], results["exact"], results["plain"], strict=True):
         close(found, exact, plain)
-    again = launch_silu_mul_backward(values[2], values[0], values[1])
-    assert all(torch.equal(one, other) for one, other in zip(again, results["found"], strict=True))
+    up_grad = silu_mul_gradients_(values[2], values[0], values[1])  # Now values[2] is the gradient of gate.
+    assert torch.equal(values[2], results["found"][1]) and torch.equal(up_grad, results["found"][2])
 
 
 def check_rotate(dtype: torch.dtype, heads: tuple[int, int], size: int, *, shared: bool, transposed: bool) -> None:
@@ -94,6 +97,16 @@ def check_model(config: PretrainedConfig, grad_ckpt: bool) -> None:
         assert (one.grad - other.grad).norm() <= 1e-6 * max(other.grad.norm().item(), 1e-3)
 
 
+def check_steps(directory: Path, method: str) -> None:
+    """Losses and gradient norms of some steps, in fp32: adapters that compute together have a function of their own."""
+    found, expected = (
+        run(directory, split([8]), method=method, fused_kernels=kernels)[0] for kernels in ("auto", "none")
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.loss, other.loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=1e-5, atol=0)
+
+
 def main() -> None:
     """All checks."""
     on_cpu()
@@ -101,6 +114,10 @@ def main() -> None:
     with interpreted_kernels():
         for family in ("llama", "qwen3", "granite"):
             check_model(tiny_config(family), grad_ckpt=family == "qwen3")
+        with TemporaryDirectory() as directory:
+            save_small_llama(Path(directory), dtype=torch.float32)
+            for method in ("full", "lora"):
+                check_steps(Path(directory), method)
     with interpreted_kernels():
         for dtype in (torch.float32, *HALF_TYPES):
             check_silu_mul(dtype, (3, 5, 999))
