@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.specs import joined, padded, train_of
-from lean_finetune.config.field_types import Method, OptimizerName, Precision
+from lean_finetune.config.field_types import FusedKernels, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
@@ -174,8 +174,8 @@ class SpeedCase:
     loss_chunk: int = 512
     offload: bool = False
     """Activations go to pinned host memory."""
-    fused: bool = False
-    """Liger-Kernel's operations."""
+    kernels: FusedKernels = "none"
+    """train.fused_kernels."""
     more: tuple[tuple[str, Any], ...] = ()
     """More parameters of section train (see `changed`), with their values."""
 
@@ -195,7 +195,7 @@ class SpeedCase:
         train = train_of(
             self.method,
             grad_ckpt=self.grad_ckpt,
-            fused_kernels="liger" if self.fused else "none",
+            fused_kernels=self.kernels,
             optimizer=self.optimizer,
             loss_chunk=self.loss_chunk,
             max_grad_norm=1.0,
@@ -215,7 +215,7 @@ SPEED_CASES = (
     SpeedCase(name="full bf16, 2 x 2048", method="full", rows=2, length=2048),
 )
 FUSED_SPEED = SpeedCase(
-    name=f"{LORA_4096}, Liger", method="lora", rows=1, length=4096, optimizer="adamw", grad_ckpt=False, fused=True
+    name=f"{LORA_4096}, Liger", method="lora", rows=1, length=4096, optimizer="adamw", grad_ckpt=False, kernels="liger"
 )
 """The first of them with Liger-Kernel."""
 _small = partial(SpeedCase, model="tiny, untied", rows=2, length=64, loss_chunk=32)
@@ -230,7 +230,7 @@ SMALL_SPEED_CASES = (
 class SwitchesCase:
     """A step that is timed with switches on and off, interleaved in one process."""
 
-    seconds = 45
+    seconds = 60
     speed: SpeedCase
     changes: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
     """Names of variants with the fields of `speed` that they change."""
@@ -252,12 +252,13 @@ class SwitchesCase:
 
 _NO_CKPT = ("without checkpointing", (("grad_ckpt", False),))
 _AS_IT_IS: tuple[str, tuple[tuple[str, Any], ...]] = ("as it is", ())
+_KERNELS = ("fused_kernels: auto", (("kernels", "auto"),))
 SWITCHES_CASES = (
-    SwitchesCase(speed=SPEED_CASES[0], changes=(_AS_IT_IS,)),
-    SwitchesCase(speed=SPEED_CASES[2], changes=(_AS_IT_IS, _NO_CKPT)),
+    SwitchesCase(speed=SPEED_CASES[0], changes=(_AS_IT_IS, _KERNELS)),
+    SwitchesCase(speed=SPEED_CASES[2], changes=(_AS_IT_IS, _KERNELS, _NO_CKPT)),
     SwitchesCase(
         speed=SPEED_CASES[4],
-        changes=(_AS_IT_IS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),))),
+        changes=(_AS_IT_IS, _KERNELS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),))),
     ),
 )
 """LoRA, QLoRA and full."""

@@ -19,6 +19,7 @@ from lean_finetune.model.empty_model import causal_kind
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
 from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.joined_adapters.join import join_adapters
+from lean_finetune.model.kernels.fuse_layers import fuse_layers
 from lean_finetune.model.norms.fused_norms import fuse_norms
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
@@ -37,6 +38,7 @@ def random_model(config: PretrainedConfig, spec: Train, device: torch.device) ->
     join_adapters(model, spec)
     fuse_norms(model, spec)
     fuse_kernels(model, spec.fused_kernels)
+    fuse_layers(model, spec)
     enable_tiles(model, spec)
     return adapted.train()
 
