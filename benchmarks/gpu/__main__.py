@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -261,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="continue DIR/gpu.json, or the published results")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {RESULTS}")
     parser.add_argument("--device", choices=["cuda", "fake"], default="cuda")
-    parser.add_argument("--only", action="append", metavar="TEXT", help="run the cases that have this in their name")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="run cases of these names, as 'TRL: *'")
     parser.add_argument("--trl-python", default=sys.executable, help="Python that has TRL (default: this one)")
     parser.add_argument("--commit", help="commit of the code, for a machine without git")
     given = parser.parse_args(arguments)
@@ -274,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     cases = fake_cases() if given.device == "fake" else gpu_cases()
     if given.only:
-        cases = [case for case in cases if any(text in case.name for text in given.only)]
+        cases = [case for case in cases if any(fnmatchcase(case.name, pattern) for pattern in given.only)]
     session = Session(
         cases=cases,
         device=given.device,

@@ -174,7 +174,7 @@ class SpeedCase:
     loss_chunk: int = 512
     offload: bool = False
     """Activations go to pinned host memory."""
-    kernels: FusedKernels = "none"
+    kernels: FusedKernels = "auto"
     """train.fused_kernels."""
     more: tuple[tuple[str, Any], ...] = ()
     """More parameters of section train (see `changed`), with their values."""
@@ -250,16 +250,25 @@ class SwitchesCase:
         return replace(self.speed, **dict(dict(self.changes)[name]))
 
 
-_NO_CKPT = ("without checkpointing", (("grad_ckpt", False),))
-_AS_IT_IS: tuple[str, tuple[tuple[str, Any], ...]] = ("as it is", ())
-_KERNELS = ("fused_kernels: auto", (("kernels", "auto"),))
+_Change = tuple[str, tuple[tuple[str, Any], ...]]
+_NO_NORMS = ("fused_norms", "none")
+_OFF = (("kernels", "none"), ("more", (("lora_joined", "none"), _NO_NORMS)))
+_AS_IT_IS: _Change = ("as it is", ())
+_ALL_OFF: _Change = ("all off", _OFF)
+_NO_CKPT: _Change = ("without checkpointing", (("grad_ckpt", False),))
+_NO_CKPT_OFF: _Change = ("without checkpointing, all off", (("grad_ckpt", False), *_OFF))
 SWITCHES_CASES = (
-    SwitchesCase(speed=SPEED_CASES[0], changes=(_AS_IT_IS, _KERNELS)),
-    SwitchesCase(speed=SPEED_CASES[2], changes=(_AS_IT_IS, _KERNELS, _NO_CKPT)),
     SwitchesCase(
-        speed=SPEED_CASES[4],
-        changes=(_AS_IT_IS, _KERNELS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),))),
+        speed=SPEED_CASES[0],
+        changes=(
+            _ALL_OFF,
+            ("joined alone", (("kernels", "none"), ("more", (_NO_NORMS,)))),
+            ("joined and norms", (("kernels", "none"),)),
+            _AS_IT_IS,
+        ),
     ),
+    SwitchesCase(speed=SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS, _NO_CKPT_OFF, _NO_CKPT)),
+    SwitchesCase(speed=SPEED_CASES[4], changes=(_ALL_OFF, _AS_IT_IS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),)))),
 )
 """LoRA, QLoRA and full."""
 
@@ -341,5 +350,5 @@ def fake_cases() -> list[Case]:
     """Small cases of each kind but tests, for a CPU."""
     memory = [*list(small_cases())[:3], MemoryCase(model="tiny experts", method="lora", layout="tiny")]
     speed = SMALL_SPEED_CASES[0]
-    switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_AS_IT_IS, _NO_CKPT))
+    switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS))
     return [*memory, switches, ProfileCase(speed=speed), speed, LoadCase(model="tiny, untied", method="qlora")]

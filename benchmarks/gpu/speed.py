@@ -28,8 +28,8 @@ FLOPS_SCORES = 6
 """FLOP per layer, width and token of the row: causal scores and their product with values, forward and twice back."""
 
 
-Step = Callable[..., None]
-"""Runs a training step; may be called with what opens its phases."""
+Step = Callable[..., float]
+"""Runs a training step and returns its loss; may be called with what opens its phases."""
 
 
 def measured(case: SpeedCase, device: torch.device, steps: int = WARM_UP_STEPS + TIMED_STEPS) -> Row:
@@ -63,9 +63,9 @@ def timed_step(case: SpeedCase, device: torch.device) -> tuple[Step, Trainer]:
     torch.cuda.reset_peak_memory_stats(device)
     batch = random_batch(case.shape, case.config.get_text_config().vocab_size, device)
 
-    def step(phase: Phase = lambda name: contextlib.nullcontext()) -> None:
+    def step(phase: Phase = lambda name: contextlib.nullcontext()) -> float:
         # Reading the loss waits for the device, as the loop of stage train does.
-        trainer.step([batch], case.shape.supervised, phase).loss.item()
+        return trainer.step([batch], case.shape.supervised, phase).loss.item()
 
     return step, trainer
 

@@ -14,6 +14,8 @@ from benchmarks.harness import Row
 from lean_finetune.model.allocator_settings import use_segments
 
 ROUNDS, WARM_UP_STEPS, TIMED_STEPS = 2, 2, 3
+SEED = 0
+"""All variants have the same weights and rows, so their losses may be compared."""
 
 
 def measured(case: SwitchesCase, device: torch.device) -> Row:
@@ -27,19 +29,22 @@ def measured(case: SwitchesCase, device: torch.device) -> Row:
                 _add_round(row, case, name, device)
             except torch.OutOfMemoryError as error:
                 row["out_of_memory"] = str(error).splitlines()[0]
+            free_cached()
     return {"variants": list(rows.values()), "matmul_flops": matmul_flops(device)}
 
 
 def _add_round(row: dict[str, Any], case: SwitchesCase, name: str, device: torch.device) -> None:
     """Add the seconds of some steps to a variant's row, with the peaks of these steps."""
     speed = case.variant(name)
+    torch.manual_seed(SEED)
     step, trainer = timed_step(speed, device)
-    seconds = [seconds_of(step, device) for _ in range(WARM_UP_STEPS + TIMED_STEPS)][WARM_UP_STEPS:]
+    losses: list[float] = []
+    seconds = [seconds_of(lambda: losses.append(step()), device) for _ in range(WARM_UP_STEPS + TIMED_STEPS)]
+    seconds = seconds[WARM_UP_STEPS:]
+    row["losses"] = losses
     row["seconds"] += [round(each, 4) for each in seconds]
     tokens_per_s = speed.rows * speed.length / sorted(row["seconds"])[len(row["seconds"]) // 2]
     row["tokens_per_s"] = round(tokens_per_s, 1)
     row["mfu_percent"] = round(100 * flops_per_token(trainer.model, speed) * tokens_per_s / PEAK_FLOPS, 2)
     row["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
     row["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-    del step, trainer
-    free_cached()
