@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from cuda_memory.errors import OneLineCommand, Report
-from cuda_memory.terminal import echo, json_text, visible_line
+from cuda_memory.terminal import echo, json_text
 from lean_finetune.core import signals
+from lean_finetune.core.errors import one_line
 from lean_finetune.core.versions import wrong_library
 
 REPORT_FILE = "LEAN_FINETUNE_REPORT_FILE"
@@ -69,7 +70,7 @@ def one_line_for_wrong_library(report: Report | None = None) -> Iterator[None]:
             wrong = None
         if wrong is None:
             raise
-        message = f"{wrong.fault} ({visible_line(str(error))}); run `{wrong.remedy}`"
+        message = f"{wrong.fault} ({one_line(str(error))}); run `{wrong.remedy}`"
         echo(f"error: {message}", err=True)
         if report is not None:
             report(1, message)

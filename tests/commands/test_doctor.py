@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -39,6 +40,14 @@ def test_a_machine_is_described_in_80_columns(tmp_path: Path, monkeypatch: pytes
         f["what"] for f in content["findings"]
     }
     assert all(finding["remedy"] for finding in content["findings"] if finding["level"] != "ok")
+
+
+def test_no_warning_of_a_library_comes_between_the_lines():
+    """A kernel that bitsandbytes advises to install, and that no stage uses."""
+    name = "bitsandbytes.backends.cpu.ops"
+    code = f"import logging, lean_finetune.commands.doctor as _; print(logging.getLogger({name!r}).level)"
+    done = run_bounded([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert int(done.stdout) == logging.ERROR
 
 
 def test_a_git_without_identity_fails_with_the_line_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

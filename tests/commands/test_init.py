@@ -340,4 +340,8 @@ def test_a_project_for_ones_own_model_has_defaults_that_the_rows_decide(home: Pa
     p, tiny = load_params(own), load_params(toy)
     assert (p.train.tokens_per_step, p.train.heldout_every_steps, p.evaluate.max_new_tokens) == ("auto", "auto", None)
     assert (tiny.train.tokens_per_step, tiny.train.heldout_every_steps, tiny.evaluate.max_new_tokens) == (2048, 50, 64)
+    (home / "rows.jsonl").write_text("{}\n")
+    own.write_text(create.params_text(home, create.Choices(model="tiny", data="rows.jsonl")))
+    p = load_params(own)
+    assert (p.train.tokens_per_step, p.train.heldout_every_steps, p.evaluate.max_new_tokens) == ("auto", "auto", None)
     assert {p.evaluate.loss_rows, tiny.evaluate.loss_rows} == {2000}

@@ -47,6 +47,8 @@ from lean_finetune.pinning.watched_links import refuse_outputs
 
 MOST_BYTES = 1 << 28
 """Size of a file whose first rows are looked at: it is hashed for that."""
+BY_ROWS = (("train", "tokens_per_step"), ("train", "heldout_every_steps"), ("evaluate", "max_new_tokens"))
+"""Parameters that suit the shipped sample in a new project, and are chosen from the rows where these are the user's."""
 PIPELINE = "dvc.yaml"
 README = "README.md"
 
@@ -167,11 +169,14 @@ def _text(path: Path) -> str | None:
 def params_text(here: Path, choices: Choices) -> str:
     """The params.yaml of a new project. Raises UserError for a wrong choice."""
     values: dict[str, Any] = {}
-    if choices.model is not None and choices.model != TINY and choices.preset is None:
-        common = read_yaml(COMMON_PARAMS, "is missing")
+    common = read_yaml(COMMON_PARAMS, "is missing")
+    if choices.model not in (None, TINY) and choices.preset is None:
         values = {name: common[name] for name in ("bucket", "train", "evaluate")} | {
             "data": {"max_length": common["data"]["max_length"]}
         }
+    elif choices.data is not None and choices.preset is None:
+        for section, key in BY_ROWS:
+            values = merged(values, {section: {key: common[section][key]}})
     values = merged(values, chosen_values(here, choices))
     with tempfile.TemporaryDirectory() as made:
         path = Path(made) / PARAMS
