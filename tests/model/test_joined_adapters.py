@@ -120,6 +120,7 @@ def adapted(model: nn.Module) -> list[Any]:
         ({"lora_dropout": 0.1}, "train.lora.dropout"),
         ({"lora_dora": True}, "train.lora.dora"),
         ({"method": "int8_lora"}, "train.method=int8_lora"),
+        ({"tensor_parallel": 2}, "train.tensor_parallel"),
         ({"method": "full"}, "has no adapters"),
     ],
 )

@@ -15,7 +15,6 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from lean_finetune.config.field_types import SPLIT_WEIGHTS
 from lean_finetune.config.schema import Train
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
@@ -40,8 +39,6 @@ def reason_apart(train: Train) -> str | None:
         return "train.lora.dropout gives each layer another input"
     if train.lora.dora:
         return "train.lora.dora scales the sum of a layer and its adapter"
-    if train.sharding in SPLIT_WEIGHTS or train.offload == "parameters":
-        return "weights are gathered for one layer's product at a time"
     if train.tensor_parallel > 1:
         return "train.tensor_parallel divides the adapters"
     return None

@@ -144,7 +144,8 @@ def _weight(base: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
     """The frozen weight (N_i, K); of a 4-bit layer unpacked now."""
     weight: Any = base.weight
     if isinstance(base, bnb.nn.Linear4bit):
-        weight = bnb.functional.dequantize_4bit(weight.data.view(-1, 1), weight.quant_state)
+        state = getattr(weight, "quant_state", None)  # FSDP2's gathered weight has none, and the layer has.
+        weight = bnb.functional.dequantize_4bit(weight.data.view(-1, 1), base.quant_state if state is None else state)
     converted: torch.Tensor = weight.to(dtype)
     return converted
 
