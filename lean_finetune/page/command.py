@@ -19,7 +19,7 @@ HOSTED = "LEAN_FINETUNE_PAGE_HOSTED"
 @click.option("--host", help="With --hosted: the address to listen at, such as 0.0.0.0. Default: 127.0.0.1.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 def page(port: int | None, hosted: bool, host: str | None, opens: bool) -> None:
-    """Show a page in the browser: does a run fit, what fills the memory, and the experiments of the project here.
+    """Show a page in the browser: does a run fit, what fills the memory; run, chat and compare in the project here.
 
     It prints an address with a key. The page listens on this machine only, uses no account and no other server, and
     ends with Ctrl-C. Needs the extra `page`.

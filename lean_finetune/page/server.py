@@ -1,5 +1,6 @@
 """The page and its server: the tabs, and what keeps strangers out."""
 
+import atexit
 import os
 import secrets
 import socket
@@ -60,6 +61,7 @@ def build(limits: Limits, uploads: Path) -> Any:
             from lean_finetune.page.run_view import run_view
 
             model = ChatModel()
+            atexit.register(model.end)
             with gr.Tab("Run"):
                 run_view(free_memory=model.end)
             with gr.Tab("Chat"):

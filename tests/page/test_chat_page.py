@@ -9,11 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.conftest import ROOT
 from tests.page.opened_page import SCRIPT, click, opened, press, serving, sound
 from tests.page.webdriver import ENTER, Browser, needs_browser
+from tests.small_vision import vision_model
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -49,6 +51,16 @@ def note(window: Browser, text: str) -> None:
     window.wait("return document.querySelector('#chat-said').innerText.includes(arguments[0])", text)
 
 
+def loaded(place: Path) -> list[int]:
+    """Processes that have the model."""
+    found = psutil.process_iter(["pid", "cmdline", "cwd"])
+    return [
+        one.info["pid"]
+        for one in found
+        if one.info["cwd"] == str(place) and "lean_finetune chat --json" in " ".join(one.info["cmdline"] or ())
+    ]
+
+
 def test_two_users_chat_with_one_loaded_model(open_window, tmp_path):
     shutil.copytree(TINY_DIRECTORY, tmp_path / "data/tuned")
     expected = " ".join(said_by_the_command(QUESTION, tmp_path).split())
@@ -61,8 +73,7 @@ def test_two_users_chat_with_one_loaded_model(open_window, tmp_path):
         note(second, "conversations of at most")
         assert "<img src=x" in shown(second, "window.ran=1")
         assert QUESTION not in shown(second, "window.ran=1") and "<img" not in shown(window, expected)
-        commands = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
-        assert sum("lean_finetune chat --json" in one for one in commands) == 1
+        assert len(loaded(tmp_path)) == 1
         ask(window, "And 1 + 1?")
         shown(window, "And 1 + 1?")
         note(window, "conversations of at most")
@@ -75,18 +86,25 @@ def test_two_users_chat_with_one_loaded_model(open_window, tmp_path):
         note(window, "conversations of at most")
         press(window, "chat-unload")
         note(window, "Its memory is free")
+        assert loaded(tmp_path) == []
+        ask(second, "And now?")
+        note(second, "conversations of at most")
         for each in (window, second):
             sound(each, address)
+    assert loaded(tmp_path) == [], "it outlives the page"
 
 
 def test_a_model_that_takes_images_is_shown_one(open_window, tmp_path):
-    from tests.small_vision import vision_model
-
-    vision_model(tmp_path / "data/tuned")
+    weights = load_file(vision_model(tmp_path / "data/tuned") / "model.safetensors")
+    larger = {name: 6 * tensor if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    save_file(larger, tmp_path / "data/tuned/model.safetensors", metadata={"format": "pt"})  # Answers with text.
     name = "<b onclick=run()>.png"
     Image.radial_gradient("L").convert("RGB").resize((112, 84)).save(tmp_path / name)
     options = ("--image", str(tmp_path / name))
-    expected = " ".join(said_by_the_command("What is it?", tmp_path, *options).split())
+    expected, without = (
+        " ".join(said_by_the_command("What is it?", tmp_path, *more).split()) for more in (options, ())
+    )
+    assert len(expected) > 100 and expected[:100] != without[:100]
     with serving(cwd=tmp_path) as address:
         window = opened(open_window(400), address, "Chat")
         click(window, "Images")
@@ -95,8 +113,15 @@ def test_a_model_that_takes_images_is_shown_one(open_window, tmp_path):
         )
         window.wait("return document.querySelector('#chat-images').innerText.includes('png')")
         ask(window, "What is it?")
-        shown(window, expected[:200])
+        shown(window, expected[:100])
+        note(window, "conversations of at most")
         window.picture(tmp_path / "chat-image-400.png")
+        click(window, "New conversation")
+        window.wait("return document.querySelectorAll('#chat-shown [data-testid=bot]').length === 0")
+        ask(window, "Another one?")
+        window.wait("return document.querySelectorAll('#chat-shown [data-testid=bot]').length > 0")
+        click(window, "Stop the answer")
+        note(window, "Stopped; the question is left out")
         sound(window, address)
         shutil.rmtree(tmp_path / "data/tuned")
         shutil.copytree(TINY_DIRECTORY, tmp_path / "data/tuned")

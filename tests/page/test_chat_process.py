@@ -39,6 +39,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
     monkeypatch.chdir(tmp_path)
     Path("data/tuned").mkdir(parents=True)
     Path("data/tuned/config.json").write_text("{}")
+    Path("a.png").touch()
+    Path("none").touch()
     found, popen = [], subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
@@ -101,6 +103,8 @@ def test_what_ends_the_process_is_one_line_and_the_next_question_starts_another(
         asked(model, "crash")
     with pytest.raises(UserError, match="--image: no such file"):
         asked(model, "x", ("none",))
+    with pytest.raises(UserError, match="drop it again"):
+        asked(model, "x", ("gone.png",))
     answer = model.answer([{"role": "user", "content": "long"}], (), "a")
     next(answer), next(answer)
     model.end()

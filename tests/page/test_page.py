@@ -130,7 +130,11 @@ def test_a_large_and_a_false_pickle_are_refused(local, open_window, tmp_path):
 
 def test_hosted_page_has_limits(hosted, open_window, tmp_path):
     window = opened(open_window(400), hosted)
-    assert "Or the file" not in window.text() and "Chat" not in window.text()
+    assert "Or the file" not in window.text()
+    tabs = window.run("return [...document.querySelectorAll('[role=tab]')].map(one => one.innerText.trim())")
+    assert set(tabs) == {"Fit", "Snapshot"}, "a stranger could start programs here"
+    config = json.loads(urllib.request.urlopen(f"{hosted}config", timeout=30).read())
+    assert len(config["dependencies"]) == 2, "events that no tab has"
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     fill(window, "Model", str(tmp_path))
     click(window, "Does it fit?")

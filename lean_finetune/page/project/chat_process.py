@@ -93,6 +93,8 @@ class ChatModel:
         return self._first
 
     def _start(self, images: Sequence[str]) -> None:
+        if not all(map(os.path.isfile, images)):
+            raise UserError("a dropped image is not kept any more; drop it again")
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lean_finetune", "chat", "--json", *(f"--image={image}" for image in images)],
