@@ -88,10 +88,13 @@ def _with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`LlamaMLP.forward`."""
+    output: torch.Tensor
+    if not runs_kernels(x):
+        output = type(self).forward(self, x)
+        return output
     gate, up = self.gate_proj(x), self.up_proj(x)
-    fused = gate.dtype == up.dtype and runs_kernels(gate)
-    product = SiluMul.apply(gate, up) if fused else self.act_fn(gate) * up
-    output: torch.Tensor = self.down_proj(product)
+    product = SiluMul.apply(gate, up) if gate.dtype == up.dtype else self.act_fn(gate) * up
+    output = self.down_proj(product)
     return output
 
 

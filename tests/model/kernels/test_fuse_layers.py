@@ -9,14 +9,17 @@ import torch
 
 from benchmarks.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
 from benchmarks.models.small import tiny_config
+from benchmarks.specs import padded
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.gpu_names import named_gpu
+from lean_finetune.memory.predict.evaluation_phases import peak_of_loss
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.kernels import fuse_layers
 from lean_finetune.model.model_config import read_config
+from lean_finetune.step.loss import token_losses
 from tests.conftest import ROOT
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.model.kernels.test_layer_ops import allocated_on_cpu
@@ -50,7 +53,14 @@ def test_switches_that_change_the_same_code_keep_the_models(flags: str):
 
 
 def test_a_cpu_computes_by_the_models_code(small_llama: Path):
-    """Another loss where there are no kernels."""
+    """Another loss, or tensors that live longer, where there are no kernels."""
+    settings = [setting_of(method="full", fused_kernels=kernels) for kernels in ("none", "auto")]
+    models = [TracedModel(read_config(small_llama), setting, CPU_TARGET) for setting in settings]
+    losses_alone = [
+        peak_of_loss(model, padded(2, 64, 100), lambda module, batch, _: token_losses(module, batch, 16))
+        for model in models
+    ]
+    assert losses_alone[0].bytes == losses_alone[1].bytes
     losses = [
         run(small_llama, split([8]), method="full", fused_kernels=kernels)[0][0].loss for kernels in ("none", "auto")
     ]
