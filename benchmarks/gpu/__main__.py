@@ -30,11 +30,13 @@ from benchmarks.gpu import memory, speed
 from benchmarks.gpu.cases import (
     FIRST,
     Case,
+    KernelsCase,
     MemoryCase,
     ProfileCase,
     SpeedCase,
     SwitchesCase,
     TrlCase,
+    UnslothCase,
     fake_cases,
     gpu_cases,
 )
@@ -50,7 +52,7 @@ PREDICTORS = 4
 """Predictions at a time, each on one core, while the GPU measures earlier cases."""
 MOST_READY = 16
 """Processes of timed cases that import before the first is measured."""
-TIMED = (ProfileCase, SpeedCase, SwitchesCase, TrlCase)
+TIMED = (KernelsCase, ProfileCase, SpeedCase, SwitchesCase, TrlCase, UnslothCase)
 MOST_TRIES = 2
 TIMES_ESTIMATE = 4
 """A case is stopped after this many times its estimate."""
@@ -78,6 +80,7 @@ class Session:
     ends: float
     """time.monotonic after which no case starts."""
     trl_python: str
+    unsloth_python: str
     commit: str | None
     rows: dict[str, Row] = field(default_factory=dict)
     """By name of the case."""
@@ -153,6 +156,8 @@ class Session:
         command = self.command("measure", case)
         if isinstance(case, TrlCase):
             command = [self.trl_python, "-m", "benchmarks.gpu.trl_steps", case.speed.name, self.device]
+        if isinstance(case, UnslothCase):  # Unsloth is imported before all else.
+            return [self.unsloth_python, "-m", "benchmarks.gpu.unsloth_steps", case.speed.name, self.device]
         if isinstance(case, MemoryCase) and self.number(case) < MOST_SNAPSHOTS:
             command += ["--snapshot", str(self.snapshot(case))]
         python, m, *module = command
@@ -161,7 +166,7 @@ class Session:
     def prepare(self, case: Case) -> None:
         """Start the process of a case, which imports and waits."""
         command = self.measuring(case)
-        if tuple(command) not in self.waiting:
+        if tuple(command) not in self.waiting and not isinstance(case, UnslothCase):
             self.waiting[tuple(command)] = started(command)
 
     def prepare_together(self, cases: Sequence[Case]) -> None:
@@ -264,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "fake"], default="cuda")
     parser.add_argument("--only", action="append", metavar="PATTERN", help="run cases of these names, as 'TRL: *'")
     parser.add_argument("--trl-python", default=sys.executable, help="Python that has TRL (default: this one)")
+    parser.add_argument("--unsloth-python", default=sys.executable, help="that has Unsloth (default: this one)")
     parser.add_argument("--commit", help="commit of the code, for a machine without git")
     given = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * given.minutes
@@ -283,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out=out,
         ends=ends,
         trl_python=given.trl_python,
+        unsloth_python=given.unsloth_python,
         commit=given.commit or commit(),
     )
     if given.resume:

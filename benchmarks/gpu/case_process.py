@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import loading, memory, profiling, speed, switches
-from benchmarks.gpu.cases import Case, LoadCase, MemoryCase, ProfileCase, SpeedCase, SwitchesCase, fake_cases, gpu_cases
+from benchmarks.gpu import kernels, loading, memory, profiling, speed, switches
+from benchmarks.gpu.cases import (
+    Case,
+    KernelsCase,
+    LoadCase,
+    MemoryCase,
+    ProfileCase,
+    SpeedCase,
+    SwitchesCase,
+    fake_cases,
+    gpu_cases,
+)
 from benchmarks.gpu.fake_cuda import fake_cuda
 from benchmarks.harness import Row
 from cuda_memory.gpus import Device
@@ -59,6 +69,8 @@ def measured(case: Case, device: torch.device, snapshot: Path | None) -> Row:
         return memory.measured(case, device, CudaMeter(device), snapshot)
     if isinstance(case, SpeedCase):
         return speed.measured(case, device)
+    if isinstance(case, KernelsCase):
+        return kernels.measured(device)
     if isinstance(case, SwitchesCase):
         return switches.measured(case, device)
     if isinstance(case, ProfileCase):

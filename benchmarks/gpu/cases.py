@@ -288,6 +288,20 @@ class TrlCase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnslothCase:
+    """The same step by Unsloth, which compiles layers first."""
+
+    seconds = 90
+    prefix = "Unsloth: "
+    speed: SpeedCase
+
+    @property
+    def name(self) -> str:
+        """A name that no other case has."""
+        return self.prefix + self.speed.name
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileCase:
     """Where the time of a step goes."""
 
@@ -315,6 +329,14 @@ class LoadCase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelsCase:
+    """Kernels of this project, compared with those they replace."""
+
+    seconds = 15
+    name: str = "kernels"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TestsCase:
     """The tests that need a GPU, among them the recovery of a run whose memory ends."""
 
@@ -322,7 +344,7 @@ class TestsCase:
     name: str = "tests marked gpu"
 
 
-Case = MemoryCase | SpeedCase | SwitchesCase | TrlCase | ProfileCase | LoadCase | TestsCase
+Case = MemoryCase | SpeedCase | SwitchesCase | TrlCase | UnslothCase | ProfileCase | LoadCase | KernelsCase | TestsCase
 
 
 def gpu_cases() -> list[Case]:
@@ -331,9 +353,11 @@ def gpu_cases() -> list[Case]:
     lora, least, qlora, qlora_long, full = pairs
     loading = [LoadCase(model="Llama-3.2-3B", method=method) for method in ("full", "qlora", "int8_lora")]
     cases: list[Case] = [
+        KernelsCase(),
         *SWITCHES_CASES,
-        *[ProfileCase(speed=SPEED_CASES[number]) for number in (0, 2, 4)],
         *[*lora, *qlora, *full],
+        *[UnslothCase(speed=SPEED_CASES[number]) for number in (2, 0)],
+        *[ProfileCase(speed=SPEED_CASES[number]) for number in (0, 2, 4)],
         FUSED_SPEED,
         *FIRST,
         *[FUSED[0], EXPERTS[1], OFFLOAD[2], OFFLOAD[0]],  # One of each kind, before the others of these kinds.
@@ -351,4 +375,11 @@ def fake_cases() -> list[Case]:
     memory = [*list(small_cases())[:3], MemoryCase(model="tiny experts", method="lora", layout="tiny")]
     speed = SMALL_SPEED_CASES[0]
     switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS))
-    return [*memory, switches, ProfileCase(speed=speed), speed, LoadCase(model="tiny, untied", method="qlora")]
+    return [
+        KernelsCase(),
+        *memory,
+        switches,
+        ProfileCase(speed=speed),
+        speed,
+        LoadCase(model="tiny, untied", method="qlora"),
+    ]

@@ -69,6 +69,7 @@ def session(out: Path, seconds: float = 600) -> Session:
         out=out,
         ends=time.monotonic() + seconds,
         trl_python=sys.executable,
+        unsloth_python=sys.executable,
         commit="one",
     )
 
