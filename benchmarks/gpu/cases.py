@@ -376,10 +376,10 @@ def fake_cases() -> list[Case]:
     speed = SMALL_SPEED_CASES[0]
     switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS))
     return [
-        KernelsCase(),
         *memory,
         switches,
         ProfileCase(speed=speed),
         speed,
         LoadCase(model="tiny, untied", method="qlora"),
+        KernelsCase(),
     ]
