@@ -15,7 +15,7 @@ from benchmarks.models.small import COUNTED, tiny_config
 from benchmarks.specs import llama, padded, random_batch
 from lean_finetune.config.schema import Train
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
-from lean_finetune.model.joined_adapters.join import joined_layers, reason_apart, why_alone
+from lean_finetune.model.joined_adapters.join import apart_note, joined_layers, reason_apart, why_alone
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
@@ -129,6 +129,10 @@ def test_what_excludes_it_is_named_and_runs_pefts_code(changes: dict[str, Any], 
     train = spec_of(**changes, fused_norms="none")
     named = reason_apart(train)
     assert named is not None and reason in named
+    silent = train.method == "full" or train.lora.joined == "none"
+    assert apart_note(train) == (
+        None if silent else f"train.lora.joined: adapters are computed by peft's code, as {named}"
+    )
     model = random_model(SMALL, train, CPU)
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -38,6 +38,7 @@ from lean_finetune.model.attention_choice import materializes_scores
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.images.image_config import masks_images
+from lean_finetune.model.joined_adapters.join import apart_note
 from lean_finetune.model.model_config import (
     attention_window,
     chunk_tokens,
@@ -233,11 +234,11 @@ class Run:
         return self.params.train.expandable_segments if segments is None else segments
 
     def notes(self) -> list[str]:
-        """Settings of the environment that differ from those predicted, and kernels that are not traced."""
+        """Settings of the environment that differ from those predicted, kernels that are not traced, code of peft."""
         train = self.params.train
         kernels = CPU_KERNELS if self.device.kind == "cpu" and self.setting.train.precision != "fp32" else None
         notes = environment_notes(train.expandable_segments) if self.device.kind == "cuda" else ()
-        return [*notes, *filter(None, [kernels, fused_kernels.memory_note(train.fused_kernels)])]
+        return [*notes, *filter(None, [kernels, fused_kernels.memory_note(train.fused_kernels), apart_note(train)])]
 
     def layers_note(self) -> str | None:
         """Layers that `all-linear` leaves out; None without any."""

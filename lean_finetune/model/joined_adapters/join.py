@@ -44,6 +44,14 @@ def reason_apart(train: Train) -> str | None:
     return None
 
 
+def apart_note(train: Train) -> str | None:
+    """A line on adapters that peft's code computes although they may be joined; None for other runs."""
+    reason = reason_apart(train)
+    if reason is None or not train.adapted or train.lora.joined == "none":
+        return None
+    return f"{KEY}: adapters are computed by peft's code, as {reason}"
+
+
 @dataclass(kw_only=True, eq=False)
 class _Layers:
     """Adapted layers of one input, and the outputs that wait for the call of their layer."""
