@@ -17,7 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.page.frames import live_frame
 from lean_finetune.page.jobs import option_words
 from lean_finetune.page.project.project_run import read_state, start_run, stop_run
-from lean_finetune.page.project.run_document import run_document
+from lean_finetune.page.project.run_document import Training, run_document
 from lean_finetune.page.project.training_curves import LiveCurves, planned_steps, predicted_peak_bytes
 
 SECONDS = 2.0
@@ -75,7 +75,13 @@ class Look:
             if time.monotonic() > self._until:
                 state = read_state()
                 steps = self._curves.steps(state.started if state.is_running else 0.0)
-                self._document = run_document(state, steps, predicted_peak_bytes(), planned_steps())
+                training = Training(
+                    steps=steps,
+                    written=self._curves.written,
+                    peak_bytes=predicted_peak_bytes(),
+                    planned_steps=planned_steps(),
+                )
+                self._document = run_document(state, training)
                 self._until = time.monotonic() + SHARED_SECONDS
             return self._document
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.page.jobs import option_words
 from lean_finetune.page.project import project_run
 from lean_finetune.page.project.project_run import PLACE, RunState, read_state, start_run, stop_run
-from lean_finetune.page.project.run_document import run_document, status
+from lean_finetune.page.project.run_document import Training, run_document, status
 from lean_finetune.page.project.training_curves import LiveCurves
 
 HOSTILE = "</pre><img src=x onerror=run()><script>run()</script>'\"&"
@@ -75,6 +76,20 @@ def test_one_run_at_a_time_which_stops_by_a_signal(place: Path, sleeper: Any):
     assert not read_state().is_stopping
 
 
+def test_of_users_who_press_run_at_once_one_starts_it(sleeper: Any):
+    def press(_: int) -> str:
+        try:
+            start_run([])
+        except UserError as refusal:
+            return str(refusal)
+        return "started"
+
+    with ThreadPoolExecutor(8) as users:
+        said = list(users.map(press, range(8)))
+    assert said.count("started") == 1 and len(sleeper) == 1
+    assert all("shown below" in one for one in said if one != "started")
+
+
 def test_another_process_with_the_number_of_an_ended_run_is_not_it(place: Path):
     """A signal to a stranger's process."""
     PLACE.mkdir(parents=True)
@@ -93,7 +108,7 @@ def test_damaged_files_are_no_run(place: Path, text: str):
     (PLACE / "events.jsonl").write_text(f'{text}\nnull\n{{"event": 3}}\n{{"event": "stage", "stage": "train"')
     state = read_state()
     assert (state.is_running, state.started, state.events) == (False, 0.0, [])
-    assert "No page has started" in run_document(state, [], None, None)
+    assert "No page has started" in run_document(state, training_of())
 
 
 def test_a_field_is_a_value_and_never_an_option():
@@ -114,8 +129,20 @@ END = {
 }
 
 
+def training_of(*steps: Any, written: float = 0.0) -> Training:
+    return Training(steps=steps, written=written, peak_bytes=4096, planned_steps=10)
+
+
 def state_of(*events: Any, **changes: Any) -> RunState:
-    values = {"is_running": False, "is_stopping": False, "started": 1.0, "events": events, "said": [HOSTILE], **changes}
+    values = {
+        "is_running": False,
+        "is_stopping": False,
+        "started": 1.0,
+        "said_last": 5.0,
+        "events": events,
+        "said": [HOSTILE],
+        **changes,
+    }
     return RunState(**values)
 
 
@@ -126,7 +153,7 @@ def test_every_text_of_a_run_is_escaped():
     for events in ((stage, END), (stage, failed), (stage, {"event": "note", "text": HOSTILE})):
         for is_running in (True, False):
             state = state_of(*events, is_running=is_running, said=[HOSTILE, f"error: {HOSTILE}"])
-            found = run_document(state, [STEP], 4096, 10)
+            found = run_document(state, training_of(STEP))
             assert "<img" not in found and "<script" not in found and "&lt;img src=x" in found
 
 
@@ -138,9 +165,12 @@ def test_the_document_says_where_the_run_is_and_what_came_out():
     assert status(state_of(stage, failed)) == ("Stage train failed: no memory", False)
     assert status(state_of({"event": "error", "error": "--set: wrong"})) == ("Failed: --set: wrong", False)
     assert status(state_of(stage))[0].startswith("Failed: it was ended")
-    found = run_document(state_of(stage, END), [STEP], 4096, 10)
+    found = run_document(state_of(stage, END), training_of(STEP))
     for part in ("Finished", "of 10", "4 KiB predicted", "200 tokens/s", "2 before training, 1 after", "(+2.4%)"):
         assert part in found, part
+    outside = "started outside of this page"
+    assert outside not in found and outside in run_document(state_of(stage, END), training_of(STEP, written=6.0))
+    assert outside not in run_document(state_of(stage, is_running=True), training_of(STEP, written=6.0))
 
 
 def test_curves_are_read_as_they_grow(place: Path):

@@ -40,6 +40,8 @@ class RunState:
     """Whether someone has asked it to stop."""
     started: float
     """Seconds since the epoch; 0 if no page has started any."""
+    said_last: float
+    """When it or its stages printed last, in seconds since the epoch; 0 if it never did."""
     events: Sequence[Mapping[str, Any]]
     """As `run --json` prints them."""
     said: Sequence[str]
@@ -57,6 +59,7 @@ def read_state() -> RunState:
         is_running=process is not None and _is_alive(process),
         is_stopping=(PLACE / ASKED_TO_STOP).exists(),
         started=0.0 if process is None else process["started"],
+        said_last=max(map(_written, (PLACE / EVENTS, PLACE / SAID))),
         events=_events(),
         said=_tail(PLACE / SAID, MOST_SAID_BYTES).splitlines()[-SAID_LINES:],
     )
@@ -144,6 +147,13 @@ def _events() -> list[dict[str, Any]]:
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             events.append(event)
     return events
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _tail(path: Path, most_bytes: int) -> str:

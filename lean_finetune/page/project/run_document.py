@@ -1,6 +1,7 @@
 """The run as a document: where it is, its loss and memory against the prediction, what came out, and what it says."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cuda_memory.page.charts import figure
@@ -18,22 +19,33 @@ SPEED_STEPS = 10
 ENDS = ("end", "failed", "error")
 
 
-def run_document(state: RunState, steps: Sequence[Step], peak_bytes: int | None, planned: int | None) -> Html:
-    """The page of a run; `peak_bytes` and `planned` are the predicted peak and the optimizer steps, if known."""
-    return document(
-        "lean-finetune run",
-        joined(_body(state, steps, peak_bytes, planned)),
-        STYLE,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is known of the training that wrote its curves last."""
+
+    steps: Sequence[Step]
+    written: float
+    """When, in seconds since the epoch; 0: never."""
+    peak_bytes: int | None
+    """Predicted."""
+    planned_steps: int | None
 
 
-def _body(state: RunState, steps: Sequence[Step], peak_bytes: int | None, planned: int | None) -> Iterator[Html]:
+def run_document(state: RunState, training: Training) -> Html:
+    """The page of a run."""
+    return document("lean-finetune run", joined(_body(state, training)), STYLE)
+
+
+def _body(state: RunState, training: Training) -> Iterator[Html]:
     text, is_good = status(state)
+    steps, peak_bytes = training.steps, training.peak_bytes
     yield html('<p class="verdict {}">{}</p>', "good" if is_good else "bad", text)
+    if not state.is_running and training.written > state.said_last:
+        yield Html('<p class="note">The figures of training are of one that was started outside of this page.</p>')
     ended = None if state.is_running else state.last("end")
     if steps:
         result = '<div><dt>{}</dt><dd class="value">{}</dd><dd class="quiet">{}</dd></div>\n'
-        results = joined(html(result, *each) for each in _results(steps, peak_bytes, planned))
+        results = joined(html(result, *each) for each in _results(steps, peak_bytes, training.planned_steps))
         yield html('<dl class="results">\n{}</dl>', results)
         yield html('<div class="columns">{}</div>', joined(_pictures(steps, peak_bytes)))
     if ended is not None:

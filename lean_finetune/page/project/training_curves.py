@@ -32,13 +32,16 @@ class LiveCurves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read: _Read | None = None
+        self.written = 0.0
+        """When the training that wrote last did so, in seconds since the epoch."""
 
     def steps(self, since: float) -> Sequence[Step]:
         """The steps of the training that wrote last, without a damaged line; empty if none did since that time."""
         with self._lock:
             try:
                 path = max((FINISHED, *UNFINISHED.glob("*/curves.csv")), key=_changed)
-                return self._grown(path) if _changed(path) >= max(since, 1.0) else ()
+                self.written = _changed(path)
+                return self._grown(path) if self.written >= max(since, 1.0) else ()
             except OSError:  # A stage has just removed it.
                 return ()
 
