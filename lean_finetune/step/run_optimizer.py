@@ -143,7 +143,7 @@ def build_optimizer(
 
     def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with unset_fake_temporarily():  # bitsandbytes reads the values of its code books.
-            optimizer: torch.optim.Optimizer = _optimizer_class(entry)(given, lr=lr, **entry.options)
+            optimizer: torch.optim.Optimizer = _optimizer_class(entry, train)(given, lr=lr, **entry.options)
         # With a disk, `DiskMasterWeights` makes the state in its file.
         if disk is None:
             make_state(optimizer, entry)
@@ -159,9 +159,9 @@ def build_optimizer(
     return MasterWeights(groups, lr, build, dtype=dtype, link=link)
 
 
-def _optimizer_class(entry: OptimizerEntry) -> Any:
-    """The class of an optimizer; ours has another update on a GPU, and is bitsandbytes' otherwise."""
-    if entry.factory == "bitsandbytes.optim.AdamW8bit":
+def _optimizer_class(entry: OptimizerEntry, train: Train) -> Any:
+    """The class of an optimizer; of 8-bit AdamW a subclass with another update on a GPU, if kernels are fused."""
+    if entry.factory == "bitsandbytes.optim.AdamW8bit" and train.fused_kernels == "auto":
         from lean_finetune.step.adamw_8bit import AdamW8bit
 
         return AdamW8bit

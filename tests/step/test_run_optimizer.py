@@ -8,6 +8,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from benchmarks.specs import changed
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import Train
@@ -70,7 +71,8 @@ def test_adamw_8bit_goes_on_from_the_state_of_bitsandbytes_without_its_waits(mon
     monkeypatch.setattr(bnb.optim.optimizer, "sync_gpu", lambda tensor: pytest.fail("waits for the GPU"))
     layers = [torch.nn.Linear(128, 64, bias=False) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
-    ours = build_optimizer(layers[0], optim_of("adamw_8bit"))
+    ours = build_optimizer(layers[0], changed(optim_of("adamw_8bit"), fused_kernels="auto"))
+    assert type(build_optimizer(layers[0], optim_of("adamw_8bit"))) is bnb.optim.AdamW8bit, "the default"
     theirs = bnb.optim.AdamW8bit(layers[1].parameters(), lr=LEARNS, weight_decay=0.1)
     for step in range(4):
         for layer in layers:
