@@ -26,6 +26,7 @@ from lean_finetune.commands.run.shown import Shown
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.core.errors import UserError
 from tests.conftest import ROOT
+from tests.json_answers import check_event
 from tests.processes import TIMEOUT_SECONDS, killed_after, run_bounded, wait_for
 from tests.small_model import save_small_llama
 from tests.workspace import error, invoke
@@ -218,11 +219,12 @@ def test_a_refused_commit_is_a_note(rows: Path, monkeypatch: pytest.MonkeyPatch,
 # Whole runs.
 
 SMALL = {
-    "data.max_rows": 120,
+    "data.max_rows": 60,
+    "data.max_length": 128,
     "data.heldout_fraction": 0.1,
-    "train.tokens_per_step": 2048,
+    "train.tokens_per_step": 256,
     "train.epochs": 2,
-    "evaluate.generate_rows": 6,
+    "evaluate.generate_rows": 4,
     "evaluate.max_new_tokens": 8,
     "run.cpu_threads": 1,
     "run.checkpoint_seconds": 0.05,
@@ -298,11 +300,13 @@ def test_one_command_from_rows_to_a_report_also_after_a_kill(user: User, tmp_pat
     assert git("status", "--short", cwd=user.place) == "", "one commit with the figures: a baseline"
     assert len(git("log", "--format=%h", cwd=user.place).splitlines()) == 1
 
-    third = user.run("--set", "evaluate.generate_rows=4")
-    assert stages(third.stdout) == ["pin_code", "estimate", "evaluate", "report"]
+    third = user.run("--set", "evaluate.loss_rows=3")
+    assert stages(third.stdout) == ["pin_code", "evaluate", "report"]
     assert "params.yaml: changed" in third.stdout
     fourth = user.run("--json")
     events = [json.loads(line) for line in fourth.stdout.splitlines()]
+    for event in events:
+        check_event(event)
     assert [one["event"] for one in events] == ["stage", "stage_end", "up_to_date", "end"]
     measured = json.loads((user.place / "metrics/train.json").read_text())["peak_gib_measured"]
     assert events[-1]["peak_bytes_measured"] / 2**30 == pytest.approx(measured) and len(events[-1]["answers"]) == 3
@@ -338,8 +342,6 @@ def test_a_terminal_sees_bars_and_ctrl_c_ends_in_one_line(user: User):
     assert "\r" in text and "tok/s" in text and stages(text.replace("\r", "\n"))[-1] == "train", text
     assert "train: stopped by SIGINT; the checkpoint of optimizer step" in text and "Traceback" not in text
     assert not re.search(r"Committing|memory://|file/s|Running stage", text), text
-    done = user.run("sub", *SETS)
-    assert "train: resumed at optimizer step" in done.stderr and "next           cd sub" in done.stdout
     assert git("log", "--format=%s", cwd=user.place).splitlines() == ["mine"]
 
 
