@@ -13,7 +13,7 @@ import click
 from cuda_memory.errors import write_errors
 from cuda_memory.terminal import echo, echo_json
 from cuda_memory.user_paths import PATH
-from lean_finetune.commands.run.place import is_project
+from lean_finetune.commands.run.place import commit_command, is_project
 from lean_finetune.config.load import PARAMS_FILE, load_params, refuse_unknown
 from lean_finetune.core.atomic_files import write_text
 from lean_finetune.core.errors import UsageFault, UserError
@@ -60,6 +60,8 @@ def exp(arguments: tuple[str, ...]) -> None:
                 refuse_unknown(key.strip(), p)
             except UserError as error:
                 raise UsageFault(f"-S: {error}") from None
+    if arguments[:1] == ("run",):
+        _need_commit()
     from lean_finetune.commands.run.pipeline import use_this_python
 
     use_this_python()
@@ -81,6 +83,11 @@ def _overrides(arguments: Sequence[str]) -> Iterator[str]:
 def _need_project() -> None:
     if not is_project(Path()):
         raise UserError("here is no project; run in a project's directory, or make one with `lean-finetune run`")
+
+
+def _need_commit() -> None:
+    if (command := commit_command(Path())) is not None:
+        raise UserError(f"no commit has this project yet, and experiments start from one; `{command}`, then rerun")
 
 
 # The command `lean-finetune compare`.
@@ -114,9 +121,8 @@ def compare(html: Path | None, as_json: bool) -> None:
     if html is not None and (not html.name or html.is_dir() or not html.absolute().parent.is_dir()):
         raise UsageFault(f"--html: must be a file in a directory that exists; got {str(html)!r}")
     _need_project()
+    _need_commit()
     rows = own_rows(_commits())
-    if not rows:
-        raise UserError("no commit yet, from which experiments start; `git add . && git commit`, then rerun")
     baseline = next((row for row in rows if row[NAME] != WORKSPACE), rows[0])
     shown = [
         {

@@ -14,6 +14,7 @@ from cuda_memory.page.html import visible
 from cuda_memory.units import readable_size
 from cuda_memory.user_paths import no_option, shell_line
 from lean_finetune.commands.project.repository import has_identity
+from lean_finetune.commands.run.place import commit_command
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.report.formats import percent
 from lean_finetune.report.report_inputs import read_lines
@@ -111,6 +112,8 @@ def _next_commands() -> Iterator[str]:
     ]
     if not has_identity(Path()):
         yield "git config user.name you && git config user.email you@example.org"
+    if (commit := commit_command(Path())) is not None:
+        yield commit
     width = max(len(command) for command, _ in commands)
     for command, why in commands:
         yield f"{command:<{width}}   # {why}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cuda_memory.user_paths import shell_line
 from lean_finetune.commands.project.create import Choices, chosen_values, new_project
 from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.commands.project.repository import enclosing_repository, git, has_identity
@@ -96,6 +97,15 @@ def commit_first(shown: Shown) -> None:
         commit = git(here, "rev-parse", "HEAD").stdout.strip()
         shown.event("commit", f"git: the first commit, {commit[:7]}, has the project and its figures", commit=commit)
     listed.unlink()
+
+
+def commit_command(here: Path) -> str | None:
+    """The command that commits a project of which the last commit has no pipeline; None if it has one."""
+    if git(here, "cat-file", "-e", f"HEAD:./{PIPELINE}").returncode == 0:
+        return None
+    names = sorted({*(name.partition("/")[0] for name in template_files()), *RESULTS, ".dvc"})
+    words = ["git", "add", *(name for name in names if os.path.lexists(here / name))]
+    return f'{shell_line(words)} && git commit -m "Start a lean-finetune project"'
 
 
 @contextmanager

@@ -98,6 +98,7 @@ def test_curves_of_a_commit_come_from_the_cache_also_below_a_git_root(home: Path
 
 def test_the_page_is_written_beside_the_table_or_refused_before(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(experiments, "_need_project", lambda: None)
+    monkeypatch.setattr(experiments, "_need_commit", lambda: None)
     monkeypatch.setattr(experiments, "_commits", lambda: [])
     baseline = {NAME: "baseline", "peak_gib_predicted": 0.5}
     monkeypatch.setattr(experiments, "own_rows", lambda commits: [baseline])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lean_finetune.commands.run.experiments import compare, exp
 from lean_finetune.commands.run.place import made_project
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.report.compare_experiments import own_rows
-from tests.commands.run.test_run import git
+from tests.commands.run.test_run import IDENTITY, git
 from tests.report.test_compare_experiments import experiment, revision
 from tests.workspace import error, invoke
 
@@ -24,10 +25,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of DVC'
 
 @pytest.fixture
 def project(home: Path) -> Path:
-    """A new project, in which the test runs."""
+    """A new project with a commit, in which the test runs."""
     with made_project(Path("p"), Choices(), Shown(as_json=False)):
         pass
     os.chdir("p")
+    git("commit", "-q", "-m", "start")
     return home / "p"
 
 
@@ -144,9 +146,17 @@ def test_a_project_below_a_git_root_and_one_without_commits(home: Path):
     with made_project(Path("p"), Choices(), Shown(as_json=False)):
         pass
     os.chdir("p")
-    assert "no commit yet, from which experiments start" in error(invoke(compare))
-    git("add", ".")
-    git("commit", "-q", "-m", "start")
+    says = "no commit has this project yet, and experiments start from one; `git add .dvc .dvcignore "
+    assert says in error(invoke(compare))
+    os.chdir("..")
+    git("commit", "-q", "--allow-empty", "-m", "mine", "--", ":!p")
+    os.chdir("p")
+    for command, words in ((compare, []), (exp, ["run", "-S", "seed=3"])):
+        message = error(invoke(command, *words))
+        assert says in message, "the user's own commit"
+    subprocess.run(
+        message.split("`")[1].replace("git commit", f"git {' '.join(IDENTITY)} commit"), shell=True, check=True
+    )
     done = invoke(compare)
     assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["experiment", "workspace", "baseline"]
     assert own_rows([]) == []

@@ -48,6 +48,15 @@ def test_figures_before_and_after(home: Path):
     assert "right order    50.0 % before training, 75.0 % after" in lines
 
 
+def test_a_project_without_a_commit_gets_one_before_experiments(home: Path):
+    """Experiments in a repository of the user's: `compare` listed ninety parameters, and no baseline."""
+    commands = [line[15:] for line in lines_of(home)]
+    first = commands.index(next(line for line in commands if line.startswith("lean-finetune chat")))
+    assert commands[first - 1].startswith("git add ") and commands[first - 1].endswith(
+        '&& git commit -m "Start a lean-finetune project"'
+    )
+
+
 def test_an_answer_that_was_not_compared_is_not_called_wrong(home: Path):
     """A free text that differs from the row's own in one word."""
     text = "\n".join(lines_of(home, answer(base_correct=None, tuned_correct=None)))
