@@ -298,8 +298,8 @@ def state_lines(
 ) -> tuple[StateLine, ...]:
     """What the device's allocator holds at the end of backward, without activations; lines without tensors left out.
 
-    Each gradient is a block. Those of adapters that compute together (train.lora.joined) are parts of one, which a trace
-    counts: less by what the allocator rounds each of them up.
+    Each gradient is a block. Those of adapters that compute together (train.lora.joined) are parts of one, which a
+    trace counts: less by what the allocator rounds each of them up.
 
     Paged optimizer state is in `paged_lines`, what train.offload moves is in `process_memory.py`. `trained` are the
     trained tensors that count; None = all.
