@@ -83,7 +83,7 @@ def check_closed_form(config: PretrainedConfig, changes: dict[str, Any], gpu: st
     setting, target = setting_of(**changes), CPU_TARGET if gpu is None else gpu_target(gpu)
     traced = predict(TracedModel(config, setting, target), ((shape(2, 32, 40),),)).by_phase["clip"].by_category
     lines = state_lines(model_shapes(config), setting, cuda=target.foreach)
-    closed = state_bytes(lines, granularity_bytes=target.granularity_bytes)
+    closed = {**state_bytes(lines, granularity_bytes=target.granularity_bytes)}
     counted = {category: traced[category] for category in STATES if category in traced}
     if reason_apart(setting.train) is None:  # Gradients of adapters that compute together are parts of one block.
         blocks = sum(len(line.tensor_bytes) for line in lines if line.category == GRADIENTS)
