@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.commands.choose.plan_project import is_unplanned
+from lean_finetune.commands.choose import plan_project
+from lean_finetune.commands.choose.plan_project import Planned, is_unplanned
 from lean_finetune.commands.project.create import Choices
 from lean_finetune.commands.project.params_file import apply_preset, change_params, presets
 from lean_finetune.commands.run import place as places
 from lean_finetune.commands.run.place import OURS, changed_project, commit_first, made_project
-from lean_finetune.commands.run.run import run
+from lean_finetune.commands.run.run import _plan_if_needed, run
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.config.load import PARAMS_FILE, load_params
 from lean_finetune.core.errors import UserError
@@ -214,6 +215,25 @@ def test_a_refused_commit_is_a_note(rows: Path, monkeypatch: pytest.MonkeyPatch,
     note = capsys.readouterr().out.splitlines()[-1]
     assert note.startswith("note: `git commit` failed (") and note.endswith("experiments start from a commit")
     assert OURS[0].startswith("user.name=") and places.TO_COMMIT in os.listdir(".git"), "the next call tries again"
+
+
+def test_events_have_all_their_fields(rows: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Those that no other test prints as JSON: a script waits for a field that the page for scripts promises."""
+    planned = Planned(words="qlora", device="T4", peak_bytes=1, usable_bytes=2, changed={"train.grad_ckpt": True})
+    monkeypatch.setattr(plan_project, "plan_project", lambda sets: planned)
+    with Shown(as_json=True) as shown:
+        with made_project(Path("p"), Choices(data="rows/mine.jsonl"), shown):
+            os.chdir("p")
+            _plan_if_needed([], [], shown)
+            os.chdir("..")
+        os.chdir("p")
+        commit_first(shown)
+        with changed_project(Path(), Choices(gpu="T4"), shown):
+            pass
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["planning", "plan", "project", "commit", "parameters"]
+    for event in events:
+        check_event(event)
 
 
 # Whole runs.
