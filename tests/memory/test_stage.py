@@ -113,7 +113,7 @@ def test_the_advice_for_a_run_that_fits_is_each_single_change(workspace):
     assert switches[0]["switch"] == "current"
     assert float(switches[0]["peak_gib"]) == pytest.approx(peak_bytes / GIB, abs=1e-4)
     labels = [switch["switch"].partition("=")[0] for switch in switches[1:]]
-    of_activations = ["grad_ckpt", "sequence_tiles", "compress_activations"]
+    of_activations = ["grad_ckpt", "fused_kernels", "sequence_tiles", "compress_activations"]
     changed = ["max_tokens", *of_activations, "loss_chunk", "optimizer", "offload", "precision", "method", "method"]
     assert labels == changed
     changes = {one["command"]: one["peak_bytes"] for one in written.pop("single_changes")}
