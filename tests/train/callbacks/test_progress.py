@@ -111,3 +111,4 @@ def test_slow_steps_are_reported_once(capsys):
         callback.on_step(ROW | {"step": step, "seconds": 12.0})
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1 and "steps take 12 times as long as at the start" in err
+    assert "OMP_WAIT_POLICY=passive" in err
