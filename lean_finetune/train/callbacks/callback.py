@@ -281,8 +281,8 @@ class SlowSteps(Callback):
             self._warned = True
             write_line(
                 f"warning: steps take {ratio:.0f} times as long as at the start. {os.cpu_count()} cores have a load of "
-                f"{os.getloadavg()[0]:.1f}: if `top` or `nvidia-smi` shows another program, stop it or train later; on a "
-                "CPU, OMP_WAIT_POLICY=passive in the environment keeps threads that wait from taking a core"
+                f"{os.getloadavg()[0]:.1f}: if `top` or `nvidia-smi` shows another program, stop it or train later; on "
+                "a CPU, OMP_WAIT_POLICY=passive in the environment keeps threads that wait from taking a core"
             )
 
 
