@@ -24,6 +24,7 @@ from lean_finetune.commands.doctor import (
     doctor,
 )
 from tests.conftest import ROOT
+from tests.json_answers import check_answer
 from tests.processes import run_bounded
 from tests.workspace import invoke
 
@@ -35,6 +36,7 @@ def test_a_machine_is_described_in_80_columns(tmp_path: Path, monkeypatch: pytes
     # A path is one word, which may be longer than a line.
     assert max(map(len, result.stdout.replace(str(tmp_path), "DIR").splitlines())) <= COLUMNS
     content = json.loads(invoke(doctor, "--json").stdout)
+    check_answer("doctor", content)
     assert content["ok"] == (result.exit_code == 0)
     assert {"Python", "packages", "RAM", "CPU", "disk", "git", "pipeline", "hub"} <= {
         f["what"] for f in content["findings"]

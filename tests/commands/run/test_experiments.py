@@ -17,6 +17,7 @@ from lean_finetune.commands.run.place import made_project
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.report.compare_experiments import own_rows
 from tests.commands.run.test_run import IDENTITY, git
+from tests.json_answers import check_answer
 from tests.report.test_compare_experiments import experiment, revision
 from tests.workspace import error, invoke
 
@@ -134,7 +135,9 @@ def own_rows_of_all(commits: Any) -> Any:
 def test_json_has_numbers(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(experiments, "_commits", lambda: COMMITS)
     monkeypatch.setattr(experiments, "own_rows", own_rows_of_all)
-    rows = {row["experiment"]: row for row in json.loads(invoke(compare, "--json").output)}
+    answer = json.loads(invoke(compare, "--json").output)
+    check_answer("compare", answer)
+    rows = {row["experiment"]: row for row in answer}
     assert rows["tidal-mint"]["changed"] == {"seed": 18, "train.lora.rank": 8}
     assert rows["tidal-mint"]["loss_change"] == -0.25 and rows["tidal-mint"]["state"] == "finished"
     assert rows["gone"]["state"] == "failed" and rows["gone"]["tuned_loss"] is None
