@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ PASSED_ON = ("LANG", "LC_ALL", "PATH", "PYTHONPATH", "SYSTEMROOT", "HF_HUB_OFFLI
 MOST_OUTPUT_BYTES = 64 << 20
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+"""Commands that have not ended."""
+_ending = threading.Event()
+"""Set when the page ends."""
 LONGEST_FIELD, MOST_WORDS = 500, 50
 """Characters of a field of one line, and fields of a command."""
 
@@ -89,16 +94,27 @@ def run_command(words: Sequence[str], place: Path, limits: Limits) -> Ended:
             env=environment(place, hosted=hosted),
             start_new_session=True,
         )
+        _running.add(process)
+        if _ending.is_set():
+            end_group(process)
         try:
             code = process.wait(limits.seconds)
         except subprocess.TimeoutExpired:
             raise UserError(f"the command took longer than {limits.seconds} s, and was ended") from None
         finally:
             end_group(process)
+            _running.discard(process)
         out.seek(0)
         errors.seek(0)
         texts = [file.read(MOST_OUTPUT_BYTES).decode(errors="replace") for file in (out, errors)]
     return Ended(code=code, out=texts[0].replace(f"{place}/", ""), errors=texts[1].replace(f"{place}/", ""))
+
+
+def end_commands() -> None:
+    """End all commands, those that wait too: a page that ends would wait for them, and they would outlive it."""
+    _ending.set()
+    for process in list(_running):
+        end_group(process)
 
 
 def environment(place: Path, *, hosted: bool) -> dict[str, str]:

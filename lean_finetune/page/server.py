@@ -1,16 +1,17 @@
 """The page and its server: the tabs, and what keeps strangers out."""
 
-import atexit
 import os
 import secrets
 import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.page.guard import Guard
+from lean_finetune.page.jobs import end_commands
 from lean_finetune.page.limits import HOSTED, LOCAL, Limits
 
 LOOPBACK = "127.0.0.1"
@@ -30,8 +31,11 @@ KEPT_SECONDS = 600
 """Uploads that nobody asked about are removed after it."""
 
 
-def build(limits: Limits, uploads: Path) -> Any:
-    """The page as an ASGI application. `uploads` is where Gradio puts files that are being read."""
+def build(limits: Limits, uploads: Path, ending: ExitStack) -> Any:
+    """The page as an ASGI application. `uploads` is where Gradio puts files that are being read.
+
+    `ending` gets what must end with the page.
+    """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -61,7 +65,7 @@ def build(limits: Limits, uploads: Path) -> Any:
             from lean_finetune.page.run_view import run_view
 
             model = ChatModel()
-            atexit.register(model.end)
+            ending.callback(model.close)
             with gr.Tab("Run"):
                 run_view(free_memory=model.end)
             with gr.Tab("Chat"):
@@ -111,12 +115,18 @@ def serve(*, hosted: bool, host: str, port: int | None, say: Callable[[str], Non
     """
     import uvicorn
 
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending.close()  # First: it waits for all threads of requests, and they for their commands.
+            await super().shutdown(sockets)
+
     limits = HOSTED if hosted else LOCAL
-    with tempfile.TemporaryDirectory(prefix="lean-finetune-page-") as directory:
+    with tempfile.TemporaryDirectory(prefix="lean-finetune-page-") as directory, ExitStack() as ending:
+        ending.callback(end_commands)
         tempfile.tempdir = directory  # Whatever a request leaves behind goes with the page.
         uploads = Path(directory, "uploads")
         uploads.mkdir()
-        app = build(limits, uploads)
+        app = build(limits, uploads, ending)
         connection = listening(host, port)
         port = connection.getsockname()[1]
         key = None if hosted else secrets.token_urlsafe(24)
@@ -132,7 +142,7 @@ def serve(*, hosted: bool, host: str, port: int | None, say: Callable[[str], Non
             timeout_graceful_shutdown=1,
         )
         with connection:
-            uvicorn.Server(config).run(sockets=[connection])
+            Server(config).run(sockets=[connection])
 
 
 def kept_bytes(directory: Path) -> int:

@@ -39,7 +39,8 @@ def serving(*options: str, cwd: Path) -> Iterator[str]:
         assert found is not None
         yield found[0]
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) in (0, 130)
+        code = process.wait(60)
+        assert code in (0, 130), code
     finally:
         kill_group(process)
         process.stdout.close()

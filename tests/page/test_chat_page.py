@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lean_finetune.pinning.locate import TINY_DIRECTORY
 from tests.conftest import ROOT
 from tests.page.opened_page import SCRIPT, click, opened, press, serving, sound
 from tests.page.webdriver import ENTER, Browser, needs_browser
+from tests.processes import run_bounded
 from tests.small_vision import vision_model
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
@@ -26,12 +26,10 @@ QUESTION = "10 + 65 = ?"
 def said_by_the_command(question: str, place: Path, *options: str) -> str:
     """The answer in a terminal."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "lean_finetune", "chat", *options]
-    done = subprocess.run(
-        command, cwd=place, env=environment, input=f"{question}\n", capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    (place / "questions.txt").write_text(f"{question}\n")
+    shell = ["sh", "-c", 'exec "$@" < questions.txt', "sh"]
+    command = [*shell, sys.executable, "-m", "lean_finetune", "chat", *options]
+    return run_bounded(command, cwd=place, env=environment, timeout_seconds=120, check=True).stdout.strip()
 
 
 def ask(window: Browser, question: str) -> None:

@@ -113,6 +113,13 @@ def test_what_ends_the_process_is_one_line_and_the_next_question_starts_another(
     assert asked(model, "x")[-1]["text"] == "x" and len(started) == 4
 
 
+def test_no_process_starts_while_the_page_ends(model: ChatModel, started: list[Any]):
+    model.close()
+    with pytest.raises(UserError):
+        asked(model, "x")
+    assert started[0].poll() is not None
+
+
 def test_no_model_and_a_run_are_refused_before_anything_is_loaded(
     model: ChatModel, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,16 +2,21 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.page import jobs
 from lean_finetune.page.fit_answer import fit_document
-from lean_finetune.page.jobs import environment, run_command
-from lean_finetune.page.limits import HOSTED
+from lean_finetune.page.jobs import end_commands, environment, run_command
+from lean_finetune.page.limits import HOSTED, LOCAL
 from lean_finetune.page.project.documents import fault_document
 from tests.conftest import ROOT
 from tests.processes import run_bounded
@@ -64,6 +69,19 @@ def test_a_command_runs_in_its_place_and_says_its_error(tmp_path, monkeypatch):
     assert wrong.code == 2 and "--lenght" in wrong.fault and "\n" not in wrong.fault
     with pytest.raises(UserError, match="longer than 0.01 s"):
         run_command(["fit", "--list-gpus"], tmp_path, replace(HOSTED, seconds=0.01))  # type: ignore[arg-type]
+
+
+def test_commands_end_with_the_page(tmp_path, monkeypatch):
+    """Ctrl-C waited for the command of a window until an alarm ended the page, and the command went on."""
+    monkeypatch.setattr(jobs, "_ending", threading.Event())
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(run_command, ["fit", "--model=llama-3.1-70b", "--gpu=T4"], tmp_path, LOCAL)
+        while not (started := [child for child in psutil.Process().children() if "fit" in child.cmdline()]):
+            assert not ended.done()
+        end_commands()
+        assert ended.result(10).code == -signal.SIGKILL
+    assert not started[0].is_running()
+    assert run_command(["fit", "--list-gpus"], tmp_path, LOCAL).code == -signal.SIGKILL, "one that has waited starts"
 
 
 HOSTILE = "</pre><img src=x onerror=run()><script>run()</script>'\"&"

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.page.opened_page import SCRIPT, answered, click, fill, opened, press, serving, sound
 from tests.page.webdriver import Browser, needs_browser
+from tests.processes import run_bounded
 
 pytest.importorskip("gradio", reason="needs the extra [page]")
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -93,7 +93,7 @@ def test_a_run_is_started_watched_stopped_and_continued(open_window, tmp_path):
             sound(other, address)
         events = [json.loads(line) for line in (place / "scratch/page/events.jsonl").read_text().splitlines()]
         assert [one["stage"] for one in events if one["event"] == "stage"][:2] == ["pin_code", "train"]
-        assert subprocess.run(["git", "status", "--short"], cwd=place, capture_output=True).stdout == b""
+        assert run_bounded(["git", "status", "--short"], cwd=place).stdout == ""
 
 
 def test_hostile_fields_are_one_escaped_line(open_window, tmp_path):

@@ -37,6 +37,7 @@ class ChatModel:
         self._key: Any = None
         self._asks: str | None = None
         """Who is answered now."""
+        self._is_closed = False
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], images: Sequence[str], who: str
@@ -67,6 +68,11 @@ class ChatModel:
         process = self._process
         if self._asks == who and process is not None and process.poll() is None:
             process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """End the process, and let none start: the page ends."""
+        self._is_closed = True
+        self.end()
 
     def end(self) -> None:
         """End the process, so that its memory is free."""
@@ -103,6 +109,8 @@ class ChatModel:
             stderr=self._errors,
             start_new_session=True,
         )
+        if self._is_closed:
+            self._process.kill()
 
     def _write(self, value: Any) -> None:
         process = self._process
