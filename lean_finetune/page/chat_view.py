@@ -1,6 +1,7 @@
 """The view *Chat*: talk to the model that was trained here. It runs `lean-finetune chat`."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
@@ -54,8 +55,7 @@ def chat_view(model: ChatModel) -> None:
     )
     quick: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
     stop.click(questions.stop, None, None, **quick)
-    new.click(lambda: ([], [], ""), None, [shown, conversation, said], **quick)
-    shown.clear(lambda: ([], ""), None, [conversation, said], **quick)
+    gr.on([new.click, shown.clear], questions.drop, None, [shown, conversation, said], **quick)
     unload.click(questions.unload, None, said, **quick)
 
 
@@ -64,6 +64,8 @@ class Questions:
 
     def __init__(self, model: ChatModel):
         self._model = model
+        self._numbers: Counter[str] = Counter()
+        """Of each window's last question; a new conversation counts too."""
 
     def answer(
         self, question: str, conversation: Messages, images: Sequence[str] | None, request: gr.Request
@@ -76,10 +78,14 @@ class Questions:
             return
         turns = [*conversation, {"role": "user", "content": asked}]
         yield "", _shown(turns), conversation, _quiet(WAITS)
-        text, drawn = "", 0.0
+        text, drawn, who = "", 0.0, str(request.session_hash)
+        self._numbers[who] += 1
+        number = self._numbers[who]
         try:
-            for event in self._model.answer(turns, images or [], str(request.session_hash)):
-                if event["event"] == "ready":
+            for event in self._model.answer(turns, images or [], who):
+                if number != self._numbers[who]:
+                    self._model.stop(who)
+                elif event["event"] == "ready":
                     about = f"{event['model']}: {event['method']} base ({event['reason']}), on {event['device']}"
                     note = f"{about}, conversations of at most {event['tokens']:,} tokens."
                     yield "", _shown(turns), conversation, _quiet(note)
@@ -92,10 +98,18 @@ class Questions:
                     yield _end(event, turns, text, conversation, note)
         except UserError as error:
             yield asked, _shown(conversation), conversation, _refusal(str(error))
+        if number != self._numbers[who]:  # What was drawn meanwhile belongs to no conversation.
+            yield gr.skip(), [], [], gr.skip()
 
     def stop(self, request: gr.Request) -> None:
         """Stop the answer to this window."""
         self._model.stop(str(request.session_hash))
+
+    def drop(self, request: gr.Request) -> tuple[Messages, Messages, str]:
+        """Begin a new conversation; an answer that is being made belongs to none."""
+        self._numbers[str(request.session_hash)] += 1
+        self._model.stop(str(request.session_hash))
+        return [], [], ""
 
     def unload(self) -> Html:
         """Free the model's memory."""
