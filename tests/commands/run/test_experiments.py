@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lean_finetune.commands.run.shown import Shown
 from lean_finetune.report.compare_experiments import own_rows
 from tests.commands.run.test_run import IDENTITY, git
 from tests.json_answers import check_answer
+from tests.processes import run_bounded
 from tests.report.test_compare_experiments import experiment, revision
 from tests.workspace import error, invoke
 
@@ -157,9 +157,8 @@ def test_a_project_below_a_git_root_and_one_without_commits(home: Path):
     for command, words in ((compare, []), (exp, ["run", "-S", "seed=3"])):
         message = error(invoke(command, *words))
         assert says in message, "the user's own commit"
-    subprocess.run(
-        message.split("`")[1].replace("git commit", f"git {' '.join(IDENTITY)} commit"), shell=True, check=True
-    )
+    commit = message.split("`")[1].replace("git commit", f"git {' '.join(IDENTITY)} commit")
+    run_bounded(["sh", "-c", commit], check=True)
     done = invoke(compare)
     assert [line.split()[0] for line in done.output.splitlines()[:3]] == ["experiment", "workspace", "baseline"]
     assert own_rows([]) == []

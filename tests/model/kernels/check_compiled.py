@@ -5,7 +5,6 @@
 
 import json
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from triton.compiler import ASTSource
 
 from lean_finetune.model.kernels import adamw_8bit_kernel as adamw
 from lean_finetune.model.kernels import layer_kernels as layer
+from tests.processes import run_bounded
 
 CAPABILITIES = (80, 90)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -32,7 +32,7 @@ def usage(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: 
         file.write(code.asm["cubin"])
         file.flush()
         text, assembly = (
-            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            run_bounded([TOOLS / tool, option, file.name], check=True).stdout
             for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
     found = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
