@@ -65,10 +65,12 @@ FILE_RULE = 'the file must be one array of JSON objects, {"data": […]}, or one
 _QUOTE = ord('"')
 _CLOSING = {ord("{"): ord("}"), ord("["): ord("]")}
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-# Up to the next bracket, or up to the next bracket or comma; complete strings are skipped. They are looked for ahead:
-# Python 3.11.2, that of Debian 12, goes on behind the quote of a string that has no end.
-_TO_BRACKET = re.compile(rb'[^{}\[\]"]*+(?:(?="[^"]*+")"[^"]*+"[^{}\[\]"]*+)*+')
-_TO_BRACKET_OR_COMMA = re.compile(rb'[^,{}\[\]"]*+(?:(?="[^"]*+")"[^"]*+"[^,{}\[\]"]*+)*+')
+# Python 3.11.2, that of Debian 12, does not step back to the last whole string with `*+`; an atomic group does.
+_STEPS_BACK = re.compile(rb'(?:"[^"]*+")*+').match(b'"x').end() == 0  # type: ignore[union-attr]
+_REPEATED = rb"(?:%b)*+" if _STEPS_BACK else rb"(?>(?:%b)*)"
+# Up to the next bracket, or up to the next bracket or comma; complete strings are skipped.
+_TO_BRACKET = re.compile(rb'[^{}\[\]"]*+' + _REPEATED % rb'"[^"]*+"[^{}\[\]"]*+')
+_TO_BRACKET_OR_COMMA = re.compile(rb'[^,{}\[\]"]*+' + _REPEATED % rb'"[^"]*+"[^,{}\[\]"]*+')
 # The start of an object whose key for the rows may follow keys with single values.
 _WRAPPED = re.compile(
     rb'\s*+\{\s*+(?:"[^"\\]*+"\s*+:\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++)\s*+,\s*+)*'
