@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 
-from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.kernels.triton_kernels import has_triton_kernels
 
 

@@ -47,8 +47,9 @@ SIGALRM SIGBUS SIGCHLD SIGCONT SIGHUP SIGKILL SIGPIPE SIGPROF SIGQUIT SIGSTOP SI
 SIGVTALRM SIGXCPU SIGXFSZ ITIMER_PROF ITIMER_REAL ITIMER_VIRTUAL alarm getitimer pause pthread_kill pthread_sigmask
 setitimer sigpending sigwait
 """.split()
-EXTRAS = {"gradio", "lm_eval"}
-"""Modules of an extra, which a module of this project imports at its top."""
+EXTRAS = {"bitsandbytes", "gradio", "lm_eval", "triton"}
+"""Modules of an extra, or for a GPU, which a module of this project imports at its top. Only runs that need it import
+such a module."""
 BETWEEN = {"contextlib", "genericpath", "os", "pathlib", "posixpath", "shutil"}
 """Modules through which this project's code calls the system."""
 

@@ -126,6 +126,7 @@ def test_modules_that_a_system_or_installation_lacks_are_imported_in_few_places(
         ("lean_finetune/core/systems.py", "msvcrt"),
         ("lean_finetune/data/read/worker_memory.py", "resource"),
         ("lean_finetune/page/child.py", "resource"),
+        ("lean_finetune/step/adamw_8bit.py", "bitsandbytes"),
         ("lean_finetune/train/monitor/memory_monitor.py", "resource"),
     }
 

@@ -67,6 +67,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train__epochs=1,
         train__heldout_every_steps=None,
         train__method="lora",
+        train__lora__joined="none",  # Adapters that compute together need less than the limit.
         run__cpu_threads=1,
         run__data_workers=1,
         run__loader_threads=0,
