@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -175,7 +175,7 @@ class SpeedCase:
     offload: bool = False
     """Activations go to pinned host memory."""
     kernels: FusedKernels = "auto"
-    """train.fused_kernels."""
+    """train.fused_kernels, whose default is none until a GPU has run these kernels."""
     more: tuple[tuple[str, Any], ...] = ()
     """More parameters of section train (see `changed`), with their values."""
 
@@ -253,7 +253,7 @@ class SwitchesCase:
 _Change = tuple[str, tuple[tuple[str, Any], ...]]
 _NO_NORMS = ("fused_norms", "none")
 _OFF = (("kernels", "none"), ("more", (("lora_joined", "none"), _NO_NORMS)))
-_AS_IT_IS: _Change = ("as it is", ())
+_ALL_ON: _Change = ("all on", ())
 _ALL_OFF: _Change = ("all off", _OFF)
 _NO_CKPT: _Change = ("without checkpointing", (("grad_ckpt", False),))
 _NO_CKPT_OFF: _Change = ("without checkpointing, all off", (("grad_ckpt", False), *_OFF))
@@ -264,21 +264,20 @@ SWITCHES_CASES = (
             _ALL_OFF,
             ("joined alone", (("kernels", "none"), ("more", (_NO_NORMS,)))),
             ("joined and norms", (("kernels", "none"),)),
-            _AS_IT_IS,
+            _ALL_ON,
         ),
     ),
-    SwitchesCase(speed=SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS, _NO_CKPT_OFF, _NO_CKPT)),
-    SwitchesCase(speed=SPEED_CASES[4], changes=(_ALL_OFF, _AS_IT_IS, _NO_CKPT, ("adamw", (("optimizer", "adamw"),)))),
+    SwitchesCase(speed=SPEED_CASES[2], changes=(_ALL_OFF, _ALL_ON, _NO_CKPT_OFF, _NO_CKPT)),
+    SwitchesCase(speed=SPEED_CASES[4], changes=(_ALL_OFF, _ALL_ON, _NO_CKPT, ("adamw", (("optimizer", "adamw"),)))),
 )
 """LoRA, QLoRA and full."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrlCase:
-    """The same step by TRL."""
+class _ToolCase:
+    """The same step by another tool."""
 
-    seconds = 35
-    prefix = "TRL: "
+    prefix: ClassVar[str]
     speed: SpeedCase
 
     @property
@@ -288,17 +287,19 @@ class TrlCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnslothCase:
+class TrlCase(_ToolCase):
+    """The same step by TRL."""
+
+    seconds = 35
+    prefix = "TRL: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnslothCase(_ToolCase):
     """The same step by Unsloth, which compiles layers first."""
 
     seconds = 90
     prefix = "Unsloth: "
-    speed: SpeedCase
-
-    @property
-    def name(self) -> str:
-        """A name that no other case has."""
-        return self.prefix + self.speed.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +375,7 @@ def fake_cases() -> list[Case]:
     """Small cases of each kind but tests, for a CPU."""
     memory = [*list(small_cases())[:3], MemoryCase(model="tiny experts", method="lora", layout="tiny")]
     speed = SMALL_SPEED_CASES[0]
-    switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_ALL_OFF, _AS_IT_IS))
+    switches = SwitchesCase(speed=SMALL_SPEED_CASES[2], changes=(_ALL_OFF, _ALL_ON))
     return [
         *memory,
         switches,
