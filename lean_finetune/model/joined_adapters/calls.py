@@ -1,13 +1,13 @@
 """Which layers a module's code calls with the same input, read from the source of its forward method."""
 
 import ast
-import inspect
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from lean_finetune.model.kernels.family_code import function_tree
 
 CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 """Expressions that may leave out a call, or repeat it."""
@@ -29,7 +29,7 @@ def alike_inputs(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
 
     Calls are in one group if they have the same variable as argument, its value is the same, and all or none run.
     """
-    function = _function(forward)
+    function = function_tree(forward)
     if function is None:
         return ()
     groups: list[tuple[str, ...]] = []
@@ -40,7 +40,7 @@ def alike_inputs(forward: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
 @cache
 def gated_mlp(forward: Callable[..., Any]) -> GatedMlp | None:
     """The parts of a method that is nothing but a gated MLP; None for others."""
-    function = _function(forward)
+    function = function_tree(forward)
     if function is None:
         return None
     body = [one for one in function.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
@@ -60,15 +60,6 @@ def gated_mlp(forward: Callable[..., Any]) -> GatedMlp | None:
         if activation and gate and up and isinstance(x, ast.Name) and isinstance(same, ast.Name) and x.id == same.id:
             return GatedMlp(gate=gate, up=up, down=down, activation=activation)
     return None
-
-
-def _function(forward: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The syntax tree of a method; None without its source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return tree.body[0] if isinstance(tree.body[0], ast.FunctionDef) else None
 
 
 def _collect(block: list[ast.stmt], groups: list[tuple[str, ...]]) -> None:

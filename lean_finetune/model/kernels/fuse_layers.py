@@ -4,9 +4,6 @@ Only functions with the statements of Llama's are replaced, so that the kernels 
 Elsewhere than on a GPU with these kernels, the replaced functions call the family's code.
 """
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import MethodType
@@ -18,6 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.attention.kernels import gpu_capability
+from lean_finetune.model.kernels.family_code import same_code
 from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul
 from lean_finetune.model.kernels.triton_kernels import OLDEST_GPU, has_triton_kernels
 from lean_finetune.model.recurrent.packed_layers import with_global
@@ -66,7 +64,9 @@ def _replaced(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]
         if "forward" in vars(module):  # Something else has replaced it.
             continue
         forward = type(module).forward
-        if type(getattr(module, "act_fn", None)).__name__ in SILU and _same(forward, modeling_llama.LlamaMLP.forward):
+        if type(getattr(module, "act_fn", None)).__name__ in SILU and same_code(
+            forward, modeling_llama.LlamaMLP.forward
+        ):
             yield module, _mlp
         elif _calls_llamas_rotary(forward):
             yield module, _with_rotary(forward)
@@ -105,22 +105,4 @@ def _calls_llamas_rotary(forward: Any) -> bool:
     if code is None or code.co_freevars or ROTARY not in code.co_names:
         return False
     names = forward.__globals__
-    return all(_same(names.get(name), getattr(modeling_llama, name)) for name in (ROTARY, "rotate_half"))
-
-
-def _same(function: Any, other: Any) -> bool:
-    """Whether two functions have the same parameters and statements."""
-    return callable(function) and (found := _statements(function)) is not None and found == _statements(other)
-
-
-@cache
-def _statements(function: Callable[..., Any]) -> str | None:
-    """The parameters and statements of a function, without annotations, comments and docstring; None without source."""
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    if not isinstance(node, ast.FunctionDef):
-        return None
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return "\n".join([*(one.arg for one in node.args.args), *map(ast.dump, body)])
+    return all(same_code(names.get(name), getattr(modeling_llama, name)) for name in (ROTARY, "rotate_half"))

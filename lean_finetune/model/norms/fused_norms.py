@@ -5,11 +5,6 @@ input once, computes in fp32, rounds once, and saves one value a token. Norms wh
 code, and so does every norm on a CPU, where PyTorch has no such kernel.
 """
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -19,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lean_finetune.config.schema import Train
+from lean_finetune.model.kernels.family_code import same_code
 
 aten = torch.ops.aten
 
@@ -76,23 +72,8 @@ def fuse_norms(model: nn.Module, train: Train) -> None:
         if (
             type(module).__name__.endswith("RMSNorm")
             and "forward" not in vars(module)
-            and _is_llamas(type(module).forward)
+            and same_code(type(module).forward, LlamaRMSNorm.forward)
         ):
             weight: Any = module.weight
             if not weight.requires_grad:
                 module.forward = MethodType(_forward, module)
-
-
-@cache
-def _is_llamas(forward: Callable[..., Any]) -> bool:
-    """Whether a norm's method has the statements of Llama's."""
-    return _statements(forward) == _statements(LlamaRMSNorm.forward)
-
-
-def _statements(method: Callable[..., Any]) -> str | None:
-    """The statements of a method, without comments and blanks; None without its source."""
-    try:
-        function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return "\n".join(map(ast.dump, function.body)) if isinstance(function, ast.FunctionDef) else None
