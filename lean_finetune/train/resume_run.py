@@ -21,6 +21,7 @@ from lean_finetune.config.schema import Params, Run
 from lean_finetune.core.atomic_files import read_sealed, sha256_file, sha256_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import ControlChannel
+from lean_finetune.model.kernels.triton_kernels import has_triton_kernels
 from lean_finetune.model.precision import precision_of
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import locked_files
@@ -72,9 +73,9 @@ def run_fingerprint(params: Params, paths: Paths, device: torch.device, threads:
     """
     values = tracked_values(params)
     cuda = device.type == "cuda"
-    kernels = {"none": (), "auto": (), "liger": ("liger-kernel",), "fla": ("fla-core", "triton")}[
-        params.train.fused_kernels
-    ]
+    own = ("triton",) if has_triton_kernels(device) else ()
+    packages = {"none": (), "auto": own, "liger": ("liger-kernel",), "fla": ("fla-core", "triton")}
+    kernels = packages[params.train.fused_kernels]
     parameters = {
         "seed": values["seed"],
         "train": {name: value for name, value in values["train"].items() if name not in WHERE_STORED},
