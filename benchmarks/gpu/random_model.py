@@ -14,13 +14,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import training_attention
-from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.empty_model import causal_kind
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, prepare_routers
-from lean_finetune.model.fused_kernels import fuse_kernels
-from lean_finetune.model.joined_adapters.join import join_adapters
-from lean_finetune.model.kernels.fuse_layers import fuse_layers
-from lean_finetune.model.norms.fused_norms import fuse_norms
+from lean_finetune.model.load_model import replace_forwards
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 
@@ -34,12 +30,7 @@ def random_model(config: PretrainedConfig, spec: Train, device: torch.device) ->
     if spec.method == "full":
         prepare_routers(model, spec.router)
     adapted = model if spec.method == "full" else add_adapters(model, spec, seed=1)
-    enable_checkpointing(model, spec)
-    join_adapters(model, spec)
-    fuse_norms(model, spec)
-    fuse_kernels(model, spec.fused_kernels)
-    fuse_layers(model, spec)
-    enable_tiles(model, spec)
+    replace_forwards(model, spec)
     return adapted.train()
 
 

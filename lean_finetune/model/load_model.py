@@ -61,6 +61,20 @@ transformers_logging.disable_progress_bar()
 LOG = transformers_logging.get_logger(__name__)
 
 
+def replace_forwards(model: PreTrainedModel, train: Train) -> None:
+    """Let a model with its adapters recompute, join, fuse and tile layers as `train` says; its tensors stay.
+
+    Raises:
+        UserError: the model does not support a switch.
+    """
+    enable_checkpointing(model, train)
+    join_adapters(model, train)
+    fuse_norms(model, train)
+    fuse_kernels(model, train.fused_kernels)
+    fuse_layers(model, train)
+    enable_tiles(model, train)
+
+
 def load_model(
     directory: Path,
     train: Train,
@@ -92,12 +106,7 @@ def load_model(
     else:
         prepare_routers(model, train.router)
     switch_off_dropout(model, train)
-    enable_checkpointing(model, train)
-    join_adapters(model, train)
-    fuse_norms(model, train)
-    fuse_kernels(model, train.fused_kernels)
-    fuse_layers(model, train)
-    enable_tiles(model, train)
+    replace_forwards(model, train)
     return adapted.train()
 
 
@@ -257,12 +266,7 @@ def uninitialized_model(
         if train.method == "full":
             prepare_routers(model, train.router)
     switch_off_dropout(model, train)
-    enable_checkpointing(model, train)
-    join_adapters(model, train)
-    fuse_norms(model, train)
-    fuse_kernels(model, train.fused_kernels)
-    fuse_layers(model, train)
-    enable_tiles(model, train)
+    replace_forwards(model, train)
     keep_trainable_on_cpu(trained)
     _materialize(trained, train, device)
     return trained.train()
