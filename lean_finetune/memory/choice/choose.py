@@ -48,6 +48,8 @@ class Chosen:
     lost: Sequence[Lost]
     """Methods with better quality that do not fit."""
     sets: FastestSets
+    images: AssumedImages | None
+    """Those of every row that was predicted."""
 
     @property
     def method(self) -> Method:
@@ -87,21 +89,19 @@ def choose(
                 continue
             last = FastestSets(start, partial(_allowed, start, fixed, on_device))
             if last.find(ROUNDED if on_device else UNCLIPPED, most):
-                return Chosen(choices=last.choices, start=start, lost=lost, sets=last)
+                return Chosen(choices=last.choices, start=start, lost=lost, sets=last, images=images)
             least_bytes, most_bytes = least_needed(last)
             lost.append(Lost(method=method, why=None, least_bytes=least_bytes, most_bytes=most_bytes))
     if last is None:
         raise UserError(lost[-1].why or "")
-    return Chosen(choices=(), start=last.start, lost=lost, sets=last)
+    return Chosen(choices=(), start=last.start, lost=lost, sets=last, images=images)
 
 
 BF16_UPDATES = {"train.master_weights": "false", "train.optimizer": "adamw_8bit", "train.offload": "none"}
 """Updates of bf16 weights themselves: an eighth of the bytes of fp32 master weights with adamw, and no host."""
 
 
-def faster_with_bf16_updates(
-    chosen: Chosen, fixed: Collection[str], index: RowIndex | None, images: AssumedImages | None = None
-) -> Chosen | None:
+def faster_with_bf16_updates(chosen: Chosen, fixed: Collection[str], index: RowIndex | None) -> Chosen | None:
     """The fastest set that updates bf16 weights on the GPU, where a full fine-tune updates fp32 ones on the host.
 
     None if there is no such set, or what it changes is in `fixed`.
@@ -111,7 +111,9 @@ def faster_with_bf16_updates(
     if not train.master_weights or train.offload == "none" or fixed & BF16_UPDATES.keys():
         return None
     p = with_flags(run.params, [f"{key}={value}" for key, value in BF16_UPDATES.items()], check=False)
-    found = choose(p, run.config, run.device, (chosen.method,), {*fixed, *BF16_UPDATES}, index, most=1, images=images)
+    found = choose(
+        p, run.config, run.device, (chosen.method,), {*fixed, *BF16_UPDATES}, index, most=1, images=chosen.images
+    )
     return found if found.choices else None
 
 
@@ -169,7 +171,7 @@ def lighter_that_fits(chosen: Chosen, fixed: Collection[str], index: RowIndex | 
     """The answer for the best method with less memory than the one that does not fit; None if none fits."""
     run = chosen.start.run
     for method in LIGHTER_METHODS[chosen.method] if "train.method" not in fixed else ():
-        found = choose(run.params, run.config, run.device, (method,), fixed, index, most=1)
+        found = choose(run.params, run.config, run.device, (method,), fixed, index, most=1, images=chosen.images)
         if found.choices:
             return found
     return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +10,11 @@ from benchmarks.specs import llama
 from cuda_memory.gpus import GPUS
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+from lean_finetune.data.images.families import Size
 from lean_finetune.memory.choice import choose as choose_module
-from lean_finetune.memory.choice.choose import Chosen, choose, faster_with_bf16_updates
+from lean_finetune.memory.choice.choose import Chosen, choose, faster_with_bf16_updates, lighter_that_fits
 from lean_finetune.memory.choice.fastest import MOST_CHOICES
+from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
 
@@ -94,3 +97,23 @@ def test_updates_of_bf16_weights_stand_beside_updates_on_the_host():
     assert faster_with_bf16_updates(chosen, {text.partition("=")[0] for text in fixed}, None) is None
     roomy = chosen_on(4096, "full")
     assert faster_with_bf16_updates(roomy, (), None) is None, "fp32 master weights fit on the GPU"
+
+
+def test_other_sets_are_predicted_with_the_images_of_the_rows(monkeypatch: pytest.MonkeyPatch):
+    """A method with less memory, or updates of bf16 weights, that were said to fit without the rows' images."""
+    size = Size(height=84, width=112)
+    images = AssumedImages(size=size, count=2, directory=Path(), beside_text=False)
+    given: list[object] = []
+    chosen = dataclasses.replace(chosen_on(4096, "full"), images=images)
+    nothing = dataclasses.replace(chosen, choices=())
+    on_host = chosen.start.run.setting.with_train(master_weights=True, offload="optimizer")
+    best = dataclasses.replace(chosen.choices[0], run=dataclasses.replace(chosen.choices[0].run, setting=on_host))
+
+    def noted(*args: object, **options: object) -> Chosen:
+        given.append(options["images"])
+        return nothing
+
+    monkeypatch.setattr(choose_module, "choose", noted)
+    assert lighter_that_fits(nothing, (), None) is None
+    assert faster_with_bf16_updates(dataclasses.replace(chosen, choices=(best,)), (), None) is None
+    assert len(given) > 1 and set(given) == {images}
