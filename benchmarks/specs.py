@@ -14,7 +14,7 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
 from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
 from lean_finetune.step.parallel_model import ParallelModel

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from lean_finetune.core.arrow_files import ArrowWriter
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.token_rows import Split, TokenRows
 from tests.plan.common import write_index as write_columns
 

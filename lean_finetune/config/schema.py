@@ -46,8 +46,9 @@ from lean_finetune.config.section import (
     Threads,
     Token,
 )
-from lean_finetune.objectives.objective import Objective, RowKind
+from lean_finetune.objectives.objective import Objective
 from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.row_kind import RowKind
 
 # Section `train`; `train_rules` has the rules between its parameters.
 

@@ -38,7 +38,8 @@ from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pai
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.objectives.objective import PairObjective, RowKind
+from lean_finetune.objectives.objective import PairObjective
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.step.evaluation_limits import EvaluationLimits

@@ -1,48 +1,16 @@
-"""What all objectives of preference tuning share: kinds of rows, the sums that a loss is made of, and the interface."""
+"""What all objectives of preference tuning share: the sums that a loss is made of, and the interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from lean_finetune.objectives.row_kind import RowKind
+
 if TYPE_CHECKING:  # The schema of params.yaml reads the registry, and must not import torch.
     from torch import Tensor
-
-
-class RowKind(StrEnum):
-    """What a row of the data is for an objective."""
-
-    ANSWER = "answer"
-    """An answer to learn: one row of tokens."""
-    PAIR = "pair"
-    """A chosen and a rejected answer to one prompt: rows 2u and 2u + 1 of the tokens, both trained."""
-    LABELLED = "labelled"
-    """An answer with a label, desirable or not: row 2u of the tokens. Row 2u + 1, which is not trained, has the same
-    prompt with another row's answer: a mismatch, by which the divergence from the reference is estimated."""
-
-    @property
-    def text(self) -> str:
-        """How messages call such rows."""
-        texts = {RowKind.PAIR: "preference pairs", RowKind.LABELLED: "rows of one answer with a label"}
-        return texts.get(self, "rows of one answer")
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Of Arrow files of such rows; answers have none."""
-        return {} if self is RowKind.ANSWER else {"kind": self.value}
-
-    @property
-    def unit(self) -> int:
-        """Trained rows of tokens that stay together in a micro-batch."""
-        return 2 if self is RowKind.PAIR else 1
-
-    @property
-    def token_rows(self) -> int:
-        """Rows of tokens of each row of the data."""
-        return 1 if self is RowKind.ANSWER else 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from lean_finetune.objectives.objective import (
     Objective,
     PairObjective,
     PairSums,
-    RowKind,
     RowSums,
     StepTotals,
     rightness,
     smoothed_logistic,
 )
+from lean_finetune.objectives.row_kind import RowKind
 
 if TYPE_CHECKING:
     from torch import Tensor

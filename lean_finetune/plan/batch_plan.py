@@ -12,22 +12,22 @@ import pyarrow as pa
 
 from lean_finetune.core.arrow_files import ArrowWriter, StoredBatch, damaged, open_batches
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.row_images import RowImages, Sizes
 
 
 def kind_of(path: Path, batches: list[StoredBatch]) -> RowKind:
     """What the rows of a file are, by `RowKind.metadata`; raises UserError for an unknown kind."""
     metadata = (batches[0].schema.metadata if batches else None) or {}
-    kind = metadata.get(b"kind", RowKind.ANSWER.value.encode()).decode(errors="replace")
-    if kind not in list(RowKind):
-        raise damaged(path, f"kind {kind!r} is unknown")
-    return RowKind(kind)
+    name = metadata.get(b"kind", RowKind.ANSWER.name.encode()).decode(errors="replace")
+    if name not in RowKind.ALL:
+        raise damaged(path, f"kind {name!r} is unknown")
+    return RowKind.ALL[name]
 
 
 def refuse_other_rows(path: Path, batches: list[StoredBatch], kind: RowKind) -> None:
     """Raise UserError if the rows of a file of stage tokenize are of another kind; a file without rows has none."""
-    if batches and (found := kind_of(path, batches)) is not kind:
+    if batches and (found := kind_of(path, batches)) != kind:
         raise UserError(
             f"{path}: its rows are {found.text}, and train.objective trains {kind.text}; run `dvc repro tokenize`"
         )
@@ -75,7 +75,7 @@ class MicroBatch:
     flat: bool = False
     """Whether the rows are packed into one sequence, each attending to itself."""
     kind: RowKind = RowKind.ANSWER
-    """What its rows are; of labelled rows, they are those with the labels, of even numbers."""
+    """What its rows are: the trained rows of tokens of such rows."""
     images: tuple[Sizes, ...] = ()
     """The sizes of the images of each row; empty if no row has one."""
     beside_images: bool = False
@@ -156,17 +156,7 @@ class Plan:
 
     def of_kind(self, kind: RowKind) -> "Plan":
         """The plan of rows of tokens from one of rows of the data."""
-        if kind is RowKind.ANSWER:
-            return self
-        if kind is RowKind.LABELLED:
-            return replace(self, rows=2 * self.rows, kind=kind)
-        rows = np.stack([2 * self.rows, 2 * self.rows + 1], axis=1).ravel()
-        return replace(self, rows=rows, bounds=2 * self.bounds, kind=kind)
-
-    @property
-    def mismatched(self) -> bool:
-        """Whether each row 2u has a mismatched answer, row 2u + 1, which passes through the model before training."""
-        return self.kind is RowKind.LABELLED
+        return replace(self, rows=kind.trained(self.rows).ravel(), bounds=kind.unit * self.bounds, kind=kind)
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -310,7 +300,7 @@ def _part(batch: StoredBatch, ranks: int, flat: bool, kind: RowKind) -> Plan:
 
 def refuse_other_objective(plan: Plan, kind: RowKind) -> None:
     """Raise UserError for a plan of another kind of rows."""
-    if plan.kind is not kind:
+    if plan.kind != kind:
         raise UserError(
             f"data/batches/plan.arrow: its rows are {plan.kind.text}, and train.objective trains {kind.text}; run `dvc "
             "repro bucket`"

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuda_memory.units import round_up
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.bucketed import cheapest_splits, even_splits, fill_first, pack_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, Steps

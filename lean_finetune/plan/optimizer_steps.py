@@ -13,7 +13,7 @@ import pyarrow as pa
 from lean_finetune.core.arrow_files import damaged, open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import FRAMES, IMAGE_SIZES, LIMITS, PATCHES
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
 from lean_finetune.plan.row_images import IMAGE_TYPES, RowImages
 
@@ -55,20 +55,17 @@ class RowIndex:
     def of_kind(self, kind: RowKind, *, joined: bool) -> "RowIndex":
         """The rows of the data as rows, from rows of tokens.
 
-        A pair has the supervised tokens of both rows. It is as long as both of them if they are `joined`, and else as
-        the longer one, to which both are padded. A labelled row is as long as the longer one of it and its mismatch.
+        A row has the supervised tokens of its trained rows of tokens. It is as long as all of these if they are
+        `joined`, and else as the longest row of tokens, to which all are padded.
         """
-        if kind is RowKind.ANSWER:
-            return self
-        lengths, supervised = (values.reshape(-1, 2) for values in (self.lengths, self.supervised))
-        is_pair = kind is RowKind.PAIR
-        tokens = lengths.sum(1, dtype=np.int32) if is_pair else lengths[:, 0]
-        return RowIndex(
-            lengths=tokens if is_pair and joined else lengths.max(1),
-            supervised=supervised.sum(1, dtype=np.int32) if is_pair else supervised[:, 0],
-            sources=self.sources[::2],
-            dropped=self.dropped[::2],
-            weights=self.weights,
+        lengths, supervised = (values.reshape(-1, kind.token_rows) for values in (self.lengths, self.supervised))
+        tokens, longest = lengths[:, : kind.unit].sum(1, dtype=np.int32), lengths.max(1)
+        return replace(
+            self,
+            lengths=np.maximum(tokens, longest) if joined else longest,
+            supervised=supervised[:, : kind.unit].sum(1, dtype=np.int32),
+            sources=self.sources[:: kind.token_rows],
+            dropped=self.dropped[:: kind.token_rows],
             tokens=tokens,
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuda_memory.units import counted
 from lean_finetune.config.schema import Bucket, Params
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import Plan, sums_between
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weights

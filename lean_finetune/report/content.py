@@ -7,8 +7,8 @@ from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rules import SWITCHED_OFF
-from lean_finetune.objectives.objective import RowKind
 from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
 from lean_finetune.report.pairs import better_name, has_pairs, order_name, shares_in_order
@@ -203,7 +203,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         (
-            "pairs" if kind is RowKind.PAIR else "rows",
+            kind.words.rows,
             f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out",
         ),
         *([("desirable rows", f"{count:,} for training")] if (count := tokenize.get("desirable_rows")) else []),

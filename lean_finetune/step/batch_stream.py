@@ -29,7 +29,7 @@ def load(
 ) -> Generator[Batch]:
     """Yield the batches of one rank in the plan's order.
 
-    Of labelled rows, a step's batches of mismatched answers come before all others.
+    A step's batches of rows of tokens that are not trained come before all others.
 
     Order and bytes do not depend on `threads`, which read ahead; with 0 each batch is made when it is needed. Nothing
     before `start_step` is read. Micro-batches of more than `max_tokens` padded tokens are split. A micro-batch without
@@ -40,7 +40,7 @@ def load(
         UserError: at the batch concerned: the plan was made for other tokens, or the tokens are damaged.
     """
     own = (own_micro_batches(tokens, plan, step, rank, max_tokens) for step in range(start_step, len(plan.steps)))
-    planned = chain.from_iterable(_with_mismatches(tokens, one) if plan.mismatched else one for one in own)
+    planned = chain.from_iterable(chain(_untrained(tokens, one), one) for one in own)
     read = partial(read_batch, tokens, pad_id=pad_id, pin_memory=pin_memory, part=part)
     return _read_ahead(read, planned, threads) if threads else (read(micro_batch) for micro_batch in planned)
 
@@ -51,15 +51,13 @@ def own_micro_batches(tokens: TokenRows, plan: Plan, step: int, rank: int, max_t
     return own if max_tokens is None else split_micro_batches(own, max_tokens, tokens.lengths, tokens.supervised)
 
 
-def _with_mismatches(tokens: TokenRows, own: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches of labelled rows behind those of their mismatched answers, which may need longer joined ones."""
-    mismatched = []
+def _untrained(tokens: TokenRows, own: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Micro-batches of the same rows' other rows of tokens, which may need longer joined ones."""
     for one in own:
-        rows = one.rows + 1
-        length = max(one.length, int(tokens.lengths[rows].sum())) if one.flat else one.length
-        supervised = int(tokens.supervised[rows].sum())
-        mismatched.append(replace(one, rows=rows, length=length, supervised=supervised))
-    return [*mismatched, *own]
+        for behind in range(1, one.kind.passes):
+            rows = one.rows + behind
+            length = max(one.length, int(tokens.lengths[rows].sum())) if one.flat else one.length
+            yield replace(one, rows=rows, length=length, supervised=int(tokens.supervised[rows].sum()))
 
 
 def _read_ahead(read: Callable[[MicroBatch], Batch], planned: Iterator[MicroBatch], threads: int) -> Generator[Batch]:
@@ -105,13 +103,13 @@ class BatchStream:
     def step(self, step: int) -> tuple[list[MicroBatch], Iterator[Batch]]:
         """Return this process's micro-batches of the next step, and an iterator over their tensors.
 
-        Of labelled rows, as many batches of mismatched answers come before them.
+        Batches of rows of tokens that are not trained come before them.
 
         Raises:
             UserError: from the iterator: the plan was made for other tokens, or the token files are damaged.
         """
         micro_batches = own_micro_batches(self._rows, self._plan, step, self._rank, self._max_tokens)
-        return micro_batches, islice(self._batches, len(micro_batches) * (2 if self._plan.mismatched else 1))
+        return micro_batches, islice(self._batches, len(micro_batches) * self._plan.kind.passes)
 
     def split(self, step: int, max_tokens: int) -> None:
         """Restart at `step` with at most `max_tokens` padded tokens in a micro-batch of several rows.

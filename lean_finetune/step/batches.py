@@ -10,7 +10,7 @@ import torch
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
 from lean_finetune.plan.row_images import Sizes
 from lean_finetune.step.image_inputs import ImageTensors
@@ -55,6 +55,10 @@ class Answers:
         )
 
 
+NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
+"""Of rows that are not compared, and of padding for a process without work."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """One micro-batch as tensors.
@@ -75,8 +79,8 @@ class Batch:
     """int64 of shape (1, T): positions of a process's tokens under context parallelism; None if rows are complete."""
     idle: bool = False
     """Padding for a process without work."""
-    answers: Answers | None = None
-    """What objectives of preferences need; None for others."""
+    answers: Answers = NO_ANSWERS
+    """What objectives that compare answers need; none for others."""
     images: ImageTensors | None = None
     """The model's arguments for the images of the rows; None if no row has one."""
     blank: ImageTensors | None = None
@@ -92,7 +96,7 @@ class Batch:
             packed_rows=None if self.packed_rows is None else self.packed_rows.to(device, non_blocking=pinned),
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
-            answers=None if self.answers is None else self.answers.to(device, non_blocking=pinned),
+            answers=self.answers.to(device, non_blocking=pinned),
             images=_moved(self.images, device),
             blank=_moved(self.blank, device),
         )
@@ -303,9 +307,8 @@ def read_batch(
     # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
-    if micro_batch.kind is not RowKind.ANSWER:
-        batch = replace(batch, answers=read_answers(tokens, rows, pin_memory=pin_memory))
-    batch = replace(with_images(batch, tokens, rows, pin_memory=pin_memory), blank=blank)
+    answers = read_answers(tokens, rows, micro_batch.kind, pin_memory=pin_memory)
+    batch = replace(with_images(batch, tokens, rows, pin_memory=pin_memory), blank=blank, answers=answers)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
@@ -334,8 +337,10 @@ def _pinned(images: ImageTensors) -> ImageTensors:
     return {name: value.pin_memory() for name, value in images.items()}
 
 
-def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Answers:
-    """What objectives of preferences need of rows."""
+def read_answers(tokens: TokenRows, rows: np.ndarray, kind: RowKind, *, pin_memory: bool = False) -> Answers:
+    """What objectives of rows of this kind need of them."""
+    if not kind.compared:
+        return NO_ANSWERS
     counts, reference, desirable = tokens.supervised[rows], tokens.reference, tokens.desirable
 
     def placed(values: np.ndarray) -> torch.Tensor:
@@ -348,10 +353,6 @@ def read_answers(tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = Fals
         reference_R=None if reference is None else placed(reference[rows]),
         desirable_R=None if desirable is None else placed(desirable[rows]),
     )
-
-
-NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
-"""Of padding for a process without work."""
 
 
 def empty_batch(
@@ -383,18 +384,19 @@ def empty_batch(
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
-        answers=None if shape.kind is RowKind.ANSWER else empty_answers(shape, device),
+        answers=empty_answers(shape, device),
         images=None if given is None else given[1],
     )
 
 
 def empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
     """Answers of equally many trained tokens, with a reference, and with labels if they have them."""
+    if not shape.kind.compared:
+        return NO_ANSWERS
     unit = shape.kind.unit
     rows = (shape.rows if shape.packed_lengths is None else len(shape.packed_lengths)) // unit * unit
     most, more = divmod(min(shape.supervised, shape.rows * shape.length), rows)
     counts = tuple(most + (number < more) for number in range(rows))
     tokens_R, reference_R = (torch.empty(rows, device=device) for _ in range(2))
-    labelled = shape.kind is RowKind.LABELLED
-    desirable_R = torch.empty(rows, dtype=torch.bool, device=device) if labelled else None
+    desirable_R = torch.empty(rows, dtype=torch.bool, device=device) if shape.kind.labels else None
     return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R, desirable_R=desirable_R)

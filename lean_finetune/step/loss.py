@@ -138,7 +138,6 @@ def summed_loss(
         # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
     if preference_loss is not None and preference_loss.step.objective.scored:
-        assert batch.answers is not None, "the batch has no answers"
         loss = preference_loss.of_rows(row_scores(lm, hidden_BTD, batch), batch.answers)
     else:
         rule = None if preference_loss is None else preference_loss.rule(batch)
@@ -165,7 +164,6 @@ def _tower_beside_others(lm: PreTrainedModel, blank: ImageTensors) -> torch.Tens
 
 def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The scores of a reward model's rows, fp32 (R,): the head's output at the last token of each."""
-    assert batch.answers is not None, "the batch has no answers"
     # A row ends with a trained token, and the token before it predicts that.
     last_R = batch.supervised_index_N[batch.answers.tokens_R.cumsum(0).long() - 1] + 1
     return _scored(lm, hidden_BTD.flatten(0, 1).index_select(0, last_R))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lean_finetune.config.schema import Train
-from lean_finetune.objectives.objective import Objective, RowKind, RowSums, StepTotals
+from lean_finetune.objectives.objective import Objective, RowSums, StepTotals
 from lean_finetune.step.batches import Answers, Batch
 from lean_finetune.step.head_loss import TokenRule
 from lean_finetune.step.token_rows import TokenRows
@@ -35,17 +35,12 @@ class StepPreferences:
         objective = train.preferences
         if objective is None:
             return None
-        if objective.kind is RowKind.PAIR:
-            better, worse = rows[::2], rows[1::2]
-        else:
-            assert tokens.desirable is not None, "the tokens have no labels"
-            desirable = tokens.desirable[rows]
-            better, worse = rows[desirable], rows[~desirable]
+        better = objective.kind.is_better(rows, tokens.desirable)
         totals = StepTotals(
             count=len(rows) // objective.kind.unit,
-            better=len(better),
-            worse=len(worse),
-            better_tokens=int(tokens.supervised[better].sum()),
+            better=int(better.sum()),
+            worse=int((~better).sum()),
+            better_tokens=int(tokens.supervised[rows[better]].sum()),
         )
         return cls(objective=objective, values=train.preference_values, totals=totals)
 
@@ -60,7 +55,7 @@ class StepPreferences:
     @property
     def has_mismatches(self) -> bool:
         """Whether mismatched answers pass through the model before the step's own."""
-        return self.objective.kind is RowKind.LABELLED
+        return self.objective.kind.passes > 1
 
 
 @dataclass(kw_only=True)
@@ -77,7 +72,6 @@ class PreferenceLoss:
     def rule(self, batch: Batch) -> TokenRule:
         """The loss of a micro-batch, and its derivatives by the cross-entropy of each trained token."""
         answers = batch.answers
-        assert answers is not None, "the batch has no answers"
 
         def rule(losses_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if not answers.counts:  # Padding for a process without work.
@@ -106,7 +100,6 @@ class PreferenceLoss:
     def add_mismatches(self, losses_N: torch.Tensor, batch: Batch) -> None:
         """Take the cross-entropy of the trained tokens of a micro-batch of mismatched answers."""
         answers = batch.answers
-        assert answers is not None, "the batch has no answers"
         if not answers.counts:  # Padding for a process without work.
             self.mismatch_sums.append(losses_N.sum())
             return

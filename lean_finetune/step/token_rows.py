@@ -12,7 +12,7 @@ from cuda_memory.units import counted
 from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import IMAGE_HASHES, ImageFiles
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import LABEL, RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
 from lean_finetune.plan.optimizer_steps import read_images
 
@@ -26,8 +26,6 @@ SHARD_TYPES = {
     "loss_spans": (pa.list_(pa.uint16()), pa.list_(pa.int32())),
     "family": (pa.string(),),
 }
-LABEL = "desirable"
-"""Column of labelled rows: whether the answer is desirable."""
 INDEX_TYPES = {"length": (pa.int32(),), "supervised": (pa.int32(),), "dropped": (pa.bool_(),)}
 
 

@@ -12,7 +12,7 @@ import torch
 from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.batches import (
     Batch,
     TokenPart,
@@ -83,7 +83,7 @@ class HeldoutLosses:
         preferences = StepPreferences.of(job.train, job.heldout, trained.ravel())
         preference_loss = None if preferences is None else PreferenceLoss(step=preferences)
         if preference_loss is not None and preference_loss.step.has_mismatches:
-            mismatched = batches(mismatched=True)
+            mismatched = batches(trained=False)
             estimate_divergence(parallel, mismatched, job.pad_id, job.train, chunk, job.device, preference_loss)
         together = job.heldout.image_inputs is not None and job.train.runs_towers_together
         loss = heldout_loss(
@@ -109,19 +109,17 @@ class HeldoutLosses:
 
     @property
     def count(self) -> int:
-        """Rows of tokens that are used: two for a pair, or for a labelled row with its mismatch."""
+        """Rows of tokens that are used."""
         return self._job.train.heldout_rows * self._job.train.row_kind.token_rows
 
 
-def heldout_units(rows: TokenRows, count: int, kind: RowKind, *, mismatched: bool = False) -> np.ndarray:
-    """The first `count` held-out rows, int64 (U, r): r of them stay together.
+def heldout_units(rows: TokenRows, count: int, kind: RowKind, *, trained: bool = True) -> np.ndarray:
+    """The first `count` held-out rows of tokens, int64 (U, r): r of them stay together.
 
-    Of labelled rows, those with the labels, or the mismatched ones.
+    Of these the trained ones, or those that pass before them.
     """
     units = rows.used[:count].reshape(-1, kind.token_rows)
-    if kind is RowKind.LABELLED:
-        return units[:, 1:] if mismatched else units[:, :1]
-    return units
+    return units[:, : kind.unit] if trained else units[:, kind.unit :]
 
 
 def heldout_batches(
@@ -134,14 +132,14 @@ def heldout_batches(
     pin_memory: bool = False,
     part: TokenPart | None = None,
     kind: RowKind = RowKind.ANSWER,
-    mismatched: bool = False,
+    trained: bool = True,
 ) -> Iterator[Batch]:
     """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens and `max_patches`.
 
     A row that has more is a batch by itself. With a `part`, batches have that part of their tokens. Rows
     that stay together count with the longest one's length.
     """
-    units = heldout_units(rows, count, kind, mismatched=mismatched)
+    units = heldout_units(rows, count, kind, trained=trained)
     lengths = rows.lengths[units].max(1)
     order = np.lexsort((units[:, 0], lengths))
     units, lengths = units[order], lengths[order].tolist()
@@ -149,12 +147,10 @@ def heldout_batches(
     for start, end in batch_bounds(lengths, max_tokens // units.shape[1], patches, max_patches or 0):
         chosen, longest = units[start:end].ravel(), lengths[end - 1]
         batch = rows.gather(chosen)
-        if kind is not RowKind.ANSWER:
-            answers = read_answers(rows, chosen, pin_memory=pin_memory)
-            yield replace(collate(batch, longest, pad_id, pin_memory=pin_memory), answers=answers)
-        elif part is None:
+        if part is None:
             made = collate(batch, longest, pad_id, pin_memory=pin_memory)
-            yield with_images(made, rows, chosen, pin_memory=pin_memory)
+            answers = read_answers(rows, chosen, kind, pin_memory=pin_memory)
+            yield replace(with_images(made, rows, chosen, pin_memory=pin_memory), answers=answers)
         else:
             yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
 

@@ -172,7 +172,7 @@ class Trainer:
             # A run of several processes never splits a step, and each process gets the losses of all.
             ran = planned if job.world.size > 1 else attempt.micro_batches
             own = len(attempt.micro_batches)
-            passes = 2 * own if job.plan.mismatched else own
+            passes = own * job.plan.kind.passes
             batches = map(partial(self._begin, count(), passes), self.checkpoints.between(attempt.batches))
             with attempt, restored_after_fault(job.device):
                 result = training_step(

@@ -16,8 +16,9 @@ from lean_finetune.core.atomic_files import read_json, write_sealed
 from lean_finetune.evaluate.base_and_tuned import RESULTS
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
 from lean_finetune.evaluate.pair_figures import HeldoutPairs, PairScores, changed_pairs, pair_metrics
-from lean_finetune.objectives.objective import PairObjective, RowKind
+from lean_finetune.objectives.objective import PairObjective
 from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.reference_table import identity, write_table
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTCo
 
 from benchmarks.estimate_cpu import LAYOUTS, SMALL
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.loss import causal_lm
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check

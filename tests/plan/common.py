@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from lean_finetune.core.arrow_files import ArrowWriter
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
 from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex, run_steps

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex

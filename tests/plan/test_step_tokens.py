@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps
 from lean_finetune.plan.step_tokens import MOST_STEP_TOKENS, StepTokens, step_tokens_of, with_step_tokens
 from tests.plan.common import index_of, log_normal_lengths

@@ -15,7 +15,7 @@ from benchmarks.specs import changed
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace

@@ -20,8 +20,8 @@ from lean_finetune.commands.convert.table_rules import NO_DATA, Reading
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
-from lean_finetune.objectives.objective import RowKind
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.hub import HUB_ID
 
 

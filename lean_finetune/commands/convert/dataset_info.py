@@ -10,7 +10,7 @@ from typing import Any
 from lean_finetune.commands.convert.objectives import PRETRAINING
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
-from lean_finetune.data.format.format_base import FORMATS, KTO_LABELS
+from lean_finetune.data.format.format_base import FORMATS, LABELS
 from lean_finetune.objectives.registry import SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 
@@ -169,7 +169,7 @@ def _columns(columns: Mapping[str, str], formatting: str, objective: str, where:
         keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
         named = {keys[name]: column for name, column in columns.items() if column and name != "kto_tag"}
         label = columns.get("kto_tag", "label")
-        named |= {} if label in KTO_LABELS else {"label": label}
+        named |= {} if label in LABELS else {"label": label}
         suffix = "" if objective == KTO else "_preference"
         return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
     if objective == PRETRAINING or (formatting == "alpaca" and columns and "response" not in columns):

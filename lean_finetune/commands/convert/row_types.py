@@ -9,9 +9,9 @@ from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
-from lean_finetune.data.format.format_base import FORMATS, KTO_LABELS
+from lean_finetune.data.format.format_base import FORMATS, LABELS
 from lean_finetune.data.format.messages import ROLE_KEYS, ROLE_NAMES, ROLES_KEY, TEXT_KEYS
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 CHATML, OWN = "chatml", "tokenizer"
 """Values of data.chat_template."""
@@ -50,7 +50,7 @@ def row_type(entry: Mapping[str, Any], kind: RowKind, table: Table, converted: C
     name = entry.get("type")
     if name is None or "row_types" not in table:
         return RowType()
-    known = table["row_types"][kind.value]
+    known = table["row_types"][kind.name]
     if isinstance(name, Mapping):
         return _user_defined(name, kind, converted)
     base = str(name).partition(":")[0].removesuffix(".load")
@@ -84,10 +84,10 @@ def _user_defined(given: Mapping[str, Any], kind: RowKind, converted: Converted)
     if forms:
         converted.say(f"type: {', '.join(forms)}: the chat template (data.chat_template) writes the text here")
     keys = {"field_system": "system", "field_input": "input"}
-    if kind is RowKind.ANSWER:
+    if not kind.compared:
         row_format, defaults = "alpaca", {"instruction": "instruction", "output": "output"}
         keys |= {"field_instruction": "instruction", "field_output": "output"}
-    elif kind is RowKind.PAIR:
+    elif not kind.labels:
         row_format = "alpaca_preference" if forms else "preference"
         prompt = "instruction" if forms else "prompt"
         defaults = {prompt: "prompt", "chosen": "chosen", "rejected": "rejected"}
@@ -98,7 +98,7 @@ def _user_defined(given: Mapping[str, Any], kind: RowKind, converted: Converted)
         defaults = {prompt: "prompt", answer: "completion"}
         keys |= {"field_prompt": prompt, "field_completion": answer, "field_label": LABEL}
     columns = {**defaults, **{keys[key]: str(column) for key, column in given.items() if key in keys and column}}
-    if columns.get(LABEL) in KTO_LABELS:
+    if columns.get(LABEL) in LABELS:
         del columns[LABEL]
     converted.unknown += [f"type.{key}" for key in given if key not in keys and key not in forms]
     return RowType(format=row_format, columns=columns, read=frozenset(columns.values()) | {"system", "input"})

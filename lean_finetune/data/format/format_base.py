@@ -13,7 +13,7 @@ import orjson
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.row_values import show, with_turns
 from lean_finetune.data.format.usual_columns import suggested_columns, suggested_pair_columns, usual_columns
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_ROLES = ("user", "tool")
@@ -181,8 +181,8 @@ def _is_empty(message: Message) -> bool:
 # Base class of row formats, the registry of formats, and the detection of a row's format.
 
 AUTO = "auto"
-KTO_LABELS = ("label", "kto_tag")
-"""Columns that say whether an answer is desirable (TRL and ms-swift, LLaMA-Factory). A number may be a class."""
+LABELS = tuple(name for kind in RowKind.ALL.values() for name in kind.labels)
+"""Columns that say whether an answer is desirable."""
 PREFERENCE_KEYS = (
     *("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"),
     *("preferred_output", "non_preferred_output"),
@@ -296,16 +296,15 @@ class SourceFormat:
     @cached_property
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
-        labels = KTO_LABELS if self.kind is RowKind.LABELLED else ()
         images = IMAGE_COLUMNS if self.images else ()
-        return frozenset(map(self.column, (*self.row_format.keys, *labels, *images)))
+        return frozenset(map(self.column, (*self.row_format.keys, *self.kind.labels, *images)))
 
 
 def formats_of(kind: RowKind) -> dict[str, RowFormat]:
     """The formats of a kind of rows by name."""
-    if kind is RowKind.LABELLED:
+    if kind.labels:
         return {name: one for name, one in formats_of(RowKind.ANSWER).items() if one.has_answer}
-    return {name: row_format for name, row_format in FORMATS.items() if row_format.kind is kind}
+    return {name: row_format for name, row_format in FORMATS.items() if row_format.kind == kind}
 
 
 def detect_format(
@@ -319,10 +318,11 @@ def detect_format(
     """
     suitable, row = formats_of(kind), with_turns(row)
     check_columns(columns, AUTO, kind)
-    is_pair = kind is not RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
-    if kind is RowKind.LABELLED and not is_pair and not any(columns.get(key, key) in row for key in KTO_LABELS):
+    is_pair = kind != RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
+    if kind.labels and not is_pair and not any(columns.get(key, key) in row for key in kind.labels):
+        wanted = " or ".join(map(repr, kind.labels))
         raise RowFault(
-            f"train.objective=kto needs 'label' or 'kto_tag', true or false; the row has {show(list(row))}; add it, "
+            f"train.objective={kind.objective} needs {wanted}, true or false; the row has {show(list(row))}; add it, "
             "name its column in data.columns, or set train.objective=sft"
         )
     if found := _suiting(_filled(row), columns, kind) or _suiting(row, columns, kind):
@@ -331,15 +331,17 @@ def detect_format(
         return found.name, f"the first row has {' and '.join(names)}"
     if is_pair:
         raise RowFault(f"a preference pair ({show(list(row))}); {preference_remedy(row)}")
-    if kind is RowKind.PAIR and any(
+    if kind == RowKind.PAIR and any(
         all(key in row for key in one.required) for one in formats_of(RowKind.ANSWER).values()
     ):
+        rating = (one.objective for one in RowKind.ALL.values() if one.labels)
+        others = "".join(f", or {objective} if a label rates the answer" for objective in rating)
         raise RowFault(
             f"a row of one answer ({show(list(row))}), and train.objective trains preference pairs; set "
-            "train.objective=sft, or kto if a label rates the answer"
+            f"train.objective=sft{others}"
         )
     listed = "; ".join(f"{name}: {', '.join(row_format.required)}" for name, row_format in suitable.items())
-    suggested = suggested_pair_columns(row) if kind is RowKind.PAIR else suggested_columns(row)
+    suggested = suggested_pair_columns(row) if kind == RowKind.PAIR else suggested_columns(row)
     raise RowFault(
         f"data.format auto knows no format with the keys {show(list(row))}; name them, as in {suggested}, or rename "
         f"them, as one of ({listed})"
@@ -351,7 +353,7 @@ def complete_columns(
 ) -> Mapping[str, str]:
     """data.columns with those of a question and an answer under usual names, where no format has the row's names."""
     row = with_turns(row)
-    is_pair = kind is RowKind.PAIR or any(key in row for key in PREFERENCE_KEYS)
+    is_pair = kind == RowKind.PAIR or any(key in row for key in PREFERENCE_KEYS)
     if is_pair or _suiting(_filled(row), columns, kind):
         return columns
     return {**columns, **usual_columns(row, columns)}
@@ -397,9 +399,8 @@ def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANS
     Raises UserError, naming the key and the keys of the format.
     """
     known = frozenset().union(*(one.keys for one in FORMATS.values())) if name == AUTO else FORMATS[name].keys
-    if kind is RowKind.LABELLED:
-        known |= set(KTO_LABELS)
-    if kind is RowKind.ANSWER:
+    known |= set(kind.labels)
+    if not kind.compared:
         known |= {IMAGE_COLUMNS[0]}
     if unknown := [key for key in columns if key not in known]:
         raise UserError(
@@ -408,17 +409,12 @@ def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANS
         )
 
 
-USUAL_OBJECTIVE = {RowKind.ANSWER: "sft", RowKind.PAIR: "dpo", RowKind.LABELLED: "kto"}
-"""An objective that trains a kind of rows, for messages."""
-
-
 def check_kind(name: str, kind: RowKind) -> None:
     """Raise UserError for a format of other rows than the objective trains."""
     suitable = formats_of(kind)
     if name in suitable:
         return
-    other = USUAL_OBJECTIVE[FORMATS[name].kind]
     raise UserError(
         f"data.format: train.objective trains {kind.text}; got {name}; use {' or '.join(suitable)}, or "
-        f"train.objective={other}"
+        f"train.objective={FORMATS[name].kind.objective}"
     )

@@ -1,12 +1,11 @@
 """Labelled rows: an answer in any format, and whether it is desirable."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
-    KTO_LABELS,
     PROMPT_ROLES,
     Conversation,
     Example,
@@ -15,35 +14,37 @@ from lean_finetune.data.format.format_base import (
     RowFormat,
 )
 from lean_finetune.data.format.row_values import show
+from lean_finetune.objectives.row_kind import RowKind
 
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
 """Labels in tables of text, such as CSV files."""
 
 
-def labelled(row: Mapping[str, Any], example: Example, row_format: RowFormat) -> Labelled:
+def labelled(row: Mapping[str, Any], example: Example, row_format: RowFormat, kind: RowKind) -> Labelled:
     """The example of a row with its label.
 
     Raises RowFault if the label is none, or the row does not have a prompt and end with an answer that it can rate.
     """
     assert isinstance(example, Conversation | PlainText)
-    desirable = _label(row)
+    desirable = _label(row, kind.labels)
     if isinstance(example, Conversation) and not row_format.divides_prompt:
         example = _last_answer(example)
     _refuse_without_prompt(example)
     return Labelled(answer=example, desirable=desirable)
 
 
-def _label(row: Mapping[str, Any]) -> bool:
+def _label(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
     """The row's label."""
-    given = {key: row[key] for key in KTO_LABELS if row.get(key) is not None}
+    given = {key: row[key] for key in columns if row.get(key) is not None}
     if not given:
-        raise RowFault("the row has neither 'label' nor 'kto_tag'; say whether its answer is good, or remove the row")
+        names = " nor ".join(map(repr, columns))
+        raise RowFault(f"the row has neither {names}; say whether its answer is good, or remove the row")
     found = {key: _truth(value) for key, value in given.items()}
     for key, truth in found.items():
         if truth is None:
             raise RowFault(f"{key!r} must be true or false, got {show(given[key])}; change it")
     if len(set(found.values())) > 1:
-        raise RowFault("'label' and 'kto_tag' differ; keep one of them")
+        raise RowFault(f"{' and '.join(map(repr, found))} differ; keep one of them")
     return bool(found.popitem()[1])
 
 

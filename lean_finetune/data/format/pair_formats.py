@@ -28,7 +28,7 @@ from lean_finetune.data.format.row_formats import (
     refuse_unrendered,
 )
 from lean_finetune.data.format.row_values import list_of, show, text_of, text_or_nothing
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
 PROMPT_ROLES = ("system", "developer", "user")

@@ -30,7 +30,6 @@ from lean_finetune.data.format.row_values import (
 )
 from lean_finetune.data.format.unread_columns import IGNORE, LOSS_MASK, untrained_by_mask
 from lean_finetune.data.format.usual_columns import QUESTIONS
-from lean_finetune.objectives.objective import RowKind
 
 CONVERSATION_KEYS = ("system", "tools", "functions", "family")
 
@@ -45,8 +44,8 @@ def parse_row(row: Mapping[str, Any], source: SourceFormat) -> Example:
     refuse_unread_turns(row, row_format.keys)
     example = with_images(row_format.parse(with_roles(row, source.roles) if source.roles else row), row, source)
     _refuse_unread_question(example, row, source)
-    if source.kind is RowKind.LABELLED:
-        example = labelled(row, example, row_format)
+    if source.kind.labels:
+        example = labelled(row, example, row_format, source.kind)
     for one in parts_of(example):
         _refuse_untrained(one)
     return example

@@ -34,7 +34,6 @@ from lean_finetune.data.format.image_tags import (
 from lean_finetune.data.format.messages import not_text
 from lean_finetune.data.format.row_values import is_given, parse_text, show
 from lean_finetune.data.format.unread_columns import IGNORE, media_fault
-from lean_finetune.objectives.objective import RowKind
 
 _PLACE = re.compile(f"{TAG}|{IMAGE}|{PATH_TAG.pattern}")
 _VALUE_KEYS = ("image", "image_url", "bytes", "base64", "url", "path", "value")
@@ -58,14 +57,14 @@ def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) 
     if not source.images:
         _refuse_images(example, row, source)
         return example
-    if isinstance(example, Conversation) and source.kind is RowKind.ANSWER:
+    if isinstance(example, Conversation) and not source.kind.compared:
         return placed(example, column_images(row))
     texts = [text for one in parts_of(example) for text in _texts(one)]
     tag = next(filter(None, map(first_tag, texts)), None)
     has_images = any(_parts(one) for one in parts_of(example)) or column_images(row)
     if tag or has_images:
         text_alone = f"; {where_text(tag)}" if tag and not has_images else ""
-        if source.kind is RowKind.ANSWER:
+        if not source.kind.compared:
             raise RowFault(
                 "a row of plain text cannot have images; write it as a conversation, such as data.format=messages"
                 f"{text_alone}"

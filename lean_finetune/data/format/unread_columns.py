@@ -9,7 +9,7 @@ from cuda_memory.units import counted
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     IMAGE_COLUMNS,
-    KTO_LABELS,
+    LABELS,
     PREFERENCE_KEYS,
     Message,
     SourceFormat,
@@ -17,6 +17,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.image_tags import is_image, names_media
 from lean_finetune.data.format.row_values import is_given, is_tools, list_or_nothing, show
+from lean_finetune.objectives.row_kind import RowKind
 
 LOSS_MASK = "loss_mask"
 """Column with 1 for each turn that is trained and 0 for every other."""
@@ -132,7 +133,7 @@ def _switch(value: Any) -> bool | None:
 # Columns that a row's format does not read. A column that changes the row's meaning is refused, others are listed.
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-KTO_TAG_NUMBERS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
+NUMBER_LABELS = {"0": "false", "0.0": "false", "1": "true", "1.0": "true"}
 ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 # Whether the row is trained. A list, with a number for each turn, may have any name that `looks_like_loss_mask`.
 ROW_MARKS = ("mask", "masked", "loss_mask", "loss", "train", "training", "trainable")
@@ -145,7 +146,7 @@ QUESTION_COLUMNS = {
     "input": "put it into the question",
     "chat_template_kwargs": "remove it, and set its values in a chat template file named by data.chat_template",
 }
-MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *ROW_MARKS, *QUESTION_COLUMNS, "margin"))
+MEANINGFUL = frozenset((*MEDIA, *PREFERENCE_KEYS, *LABELS, *ROW_WEIGHTS, *ROW_MARKS, *QUESTION_COLUMNS, "margin"))
 """Columns that change what a row means, unless its format reads them. Others are found by their names and values."""
 MARGIN = "margin"
 """Column by how much the chosen answer of a pair is better, which a loss of reward models may subtract (TRL)."""
@@ -202,14 +203,14 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     row_format = source.row_format
     if not row_format.has_answer:
         return False
-    if key in KTO_LABELS:
+    if kind := next((kind for kind in RowKind.ALL.values() if key in kind.labels), None):
         label = str(value).strip().lower()
-        if key == "kto_tag":
-            label = KTO_TAG_NUMBERS.get(label, label)
+        if key in kind.number_labels:
+            label = NUMBER_LABELS.get(label, label)
         if label == "false":
             raise RowFault(
-                f"{key!r} is false: the answer is one to avoid; set train.objective=kto to learn from it, remove the "
-                f"row (data.on_bad_row=skip leaves all such rows out), or {IGNORE}"
+                f"{key!r} is false: the answer is one to avoid; set train.objective={kind.objective} to learn from it, "
+                f"remove the row (data.on_bad_row=skip leaves all such rows out), or {IGNORE}"
             )
         return label == "true"
     if key == "input" and not is_given(row.get(source.column(row_format.question_key or ""))):

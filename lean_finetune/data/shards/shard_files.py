@@ -25,7 +25,7 @@ from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_num
 from lean_finetune.data.read.row_block import RowBlock
 from lean_finetune.data.shards.image_columns import HASHES, INDEX_FIELDS, RowImagesOf, hashes, with_images
 from lean_finetune.data.shards.tally import Tally
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import LABEL, RowKind
 
 LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
@@ -50,10 +50,6 @@ class BlockTokens(NamedTuple):
     train: SideTokens
     heldout: SideTokens
     tally: Tally
-
-
-LABEL = "desirable"
-"""Column of labelled rows: whether the answer is desirable. A mismatch has its row's."""
 
 
 def token_schema(
@@ -113,7 +109,8 @@ def record_batch(
 def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray:
     """64-bit hash of each row's ids, spans and images, uint64. Equal rows have equal hashes.
 
-    Of pairs, the pair is hashed, and the row's number in it. Of labelled rows, the row and its label, not its mismatch.
+    Of rows of the data that are several rows of tokens, the trained ones and the label are hashed together, and the
+    number of each.
     """
     made = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
@@ -125,13 +122,16 @@ def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray
         for digest, images in zip(made, batch.column(IMAGE_HASHES).to_pylist(), strict=True):
             digest.update(b"".join(images))
     found = [digest.digest() for digest in made]
-    if kind is not RowKind.ANSWER:
-        seconds = found[1::2]
-        if kind is RowKind.LABELLED:
-            seconds = [bytes([label]) for label in batch.column(LABEL).to_pylist()[::2]]
-        units = [first + second for first, second in zip(found[::2], seconds, strict=True)]
+    if kind.token_rows > 1:
+        starts = range(0, len(found), kind.token_rows)
+        units = [b"".join(found[start : start + kind.unit]) for start in starts]
+        if LABEL in batch.schema.names:
+            labels = batch.column(LABEL).to_pylist()[:: kind.token_rows]
+            units = [unit + bytes([label]) for unit, label in zip(units, labels, strict=True)]
         found = [
-            blake2b(unit + bytes([number]), digest_size=DIGEST_BYTES).digest() for unit in units for number in range(2)
+            blake2b(unit + bytes([number]), digest_size=DIGEST_BYTES).digest()
+            for unit in units
+            for number in range(kind.token_rows)
         ]
     return np.frombuffer(b"".join(found), np.dtype("<u8"))
 
@@ -374,7 +374,7 @@ def merge(
         _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, image_limits)
         if image_limits is not None:
             totals.shown[side] = _link_images(root / IMAGES, out / IMAGES, out / side)
-        if kind is RowKind.LABELLED:
+        if kind.labels:
             totals.desirable[side] = _desirable(out / side, side_dropped)
     return totals
 

@@ -44,7 +44,7 @@ from lean_finetune.data.shards.shard_files import (
     token_schema,
 )
 from lean_finetune.data.shards.tally import Reject, Tally
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
@@ -141,7 +141,8 @@ class _Rows:
                 f"the control token {token!r} of its text is not one token of its ids: a generation mark of the chat "
                 "template lies inside it, or the text around it continues it; correct the template, or change the row",
             )
-        gone = {number ^ 1 for number in cut} | set(cut) if self.kind is RowKind.PAIR else set(cut)
+        firsts = {number - number % self.kind.unit for number in cut}
+        gone = {first + number for first in firsts for number in range(self.kind.unit)}
         kept = [number for number in range(len(self.segments)) if number not in gone]
         self.segments = [self.segments[number] for number in kept]
         self.places = [self.places[number] for number in kept]
@@ -171,10 +172,9 @@ class BlockTokenizer:
         self._settings, self._store, self._directories = settings, store, directories
         directory = settings.tokenizer_directory
         self.tokenizer = RowTokenizer(directory, engine or load_engine(settings.engine, directory))
-        labelled = settings.kind is RowKind.LABELLED
         self._schema = token_schema(
             *(self.tokenizer.vocab_size, settings.max_length, settings.files),
-            labelled=labelled,
+            labelled=bool(settings.kind.labels),
             images=settings.images,
         )
 
@@ -223,7 +223,7 @@ class BlockTokenizer:
         self._sample(rows, encoded)
         chunks = limit_lengths(encoded, self._settings.max_length, self._settings.over_length)
         self._count_limited(chunks, rows, encoded)
-        if rows.kind is RowKind.PAIR:
+        if rows.kind.unit > 1:
             chunks = self._complete_pairs(chunks, rows, encoded)
         if any(rows.images):
             chunks = self._complete_images(chunks, rows, encoded)
@@ -418,7 +418,7 @@ class BlockTokenizer:
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
-        if rows.kind is RowKind.LABELLED:
+        if rows.kind.passes > 1:
             chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
         described = (rows.families, rows.block.file, numbers, rows.desirable, rows.images)
         batch = record_batch(self._schema, chunks, ids, *described)

@@ -33,7 +33,7 @@ from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_heldout_source, template_file
 
@@ -117,7 +117,7 @@ def prepare_job(
     takes_images = image_family(directory) is not None
     sources = range(len(data_lock["sources"]))
     inspected = [_inspect(data, data_lock, index, kind, takes_images, scored) for index in sources]
-    images = kind is RowKind.ANSWER and any(one.source_format.images for one in inspected)
+    images = not kind.compared and any(one.source_format.images for one in inspected)
     ignored = tuple(data.ignore_columns or ())
     # A later row may be the first to have a column that changes its meaning, or that the format reads.
     found = MEANINGFUL.union(*(one.columns | one.source_format.columns_read for one in inspected))
@@ -160,6 +160,7 @@ def token_inputs(
     values = asdict(settings)
     # The tokenizer's file hashes identify it, wherever it is.
     del values["tokenizer_directory"], values["engine"]
+    values |= {"kind": settings.kind.name, "sources": [_source_values(one) for one in settings.sources]}
     libraries = (*LIBRARIES, *LIBRARIES_OF_IMAGES) if settings.images else LIBRARIES
     return {
         "data": sha256_json(data_lock),
@@ -170,6 +171,11 @@ def token_inputs(
             [f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in libraries)]
         ),
     }
+
+
+def _source_values(source: SourceFormat) -> dict[str, Any]:
+    """What the tokens depend on of a source's format."""
+    return {**asdict(source), "kind": source.kind.name}
 
 
 def _template_text(chat_template: str, data_lock: Mapping[str, Any]) -> str:

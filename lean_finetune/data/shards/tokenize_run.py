@@ -46,7 +46,7 @@ from lean_finetune.data.shards.tally import MAX_UNREAD_COLUMNS
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
@@ -214,7 +214,7 @@ def _check_images(totals: Totals, settings: TokenSettings, why: str) -> None:
 def _check_labels(totals: Totals, kind: RowKind, why: str) -> None:
     """Refuse labelled training rows that all have one label."""
     rows = totals.side("train").rows
-    if kind is RowKind.LABELLED and (desirable := totals.desirable["train"]) in (0, rows):
+    if kind.labels and (desirable := totals.desirable["train"]) in (0, rows):
         found = "undesirable" if desirable == 0 else "desirable"
         raise UserError(
             f"data.source: training rows must have both labels; all {rows} are {found}{why}; add rows of the other "
@@ -228,7 +228,7 @@ def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind
     shared = _shared_figures(train, heldout, counts, kind.unit)
     return {
         **shared,
-        **({"desirable_rows": totals.desirable["train"]} if kind is RowKind.LABELLED else {}),
+        **({"desirable_rows": totals.desirable["train"]} if kind.labels else {}),
         **({"cut_image_rows": cut} if (cut := counts["cut_image_rows"]) else {}),
         "format": ", ".join(dict.fromkeys(formats)),
         "mean_length": round(train.tokens / train.rows, 3),
@@ -290,7 +290,7 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
     train, heldout = totals.side("train"), totals.side("heldout")
     good = totals.desirable.get("train", 0)
     bad = train.rows - good
-    if job.settings.kind is RowKind.LABELLED and not bad <= good <= 4 / 3 * bad:
+    if job.settings.kind.labels and not bad <= good <= 4 / 3 * bad:
         lines.append(
             f"{good} training rows are desirable and {bad} are not; KTO's authors advise {good} x desirable_weight = 1 "
             f"to 1.33 x {bad} x undesirable_weight (train.preference; arXiv 2402.01306, eq. 8)"

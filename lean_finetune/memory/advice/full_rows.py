@@ -23,7 +23,7 @@ from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.images.image_config import with_images
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.trained_rows import with_rows, with_token_ids
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.locate import find_adapter, find_model, find_tokenizer
 from lean_finetune.pinning.model_files import trained_ids
 from lean_finetune.plan.planner import pad_multiple

@@ -33,7 +33,6 @@ from lean_finetune.memory.predict.traced_step import UPDATE_PHASES, TracedModel,
 from lean_finetune.memory.trace.memory_trace import CATEGORIES, MemoryTrace, Peak
 from lean_finetune.memory.trace.origin_trace import KIND_FIELDS, AllocationKind, OriginTrace
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.objectives.objective import RowKind
 
 # A model whose layers repeat is traced at three small depths and extrapolated; any other model is traced whole.
 
@@ -151,8 +150,8 @@ def _from_shallow(
     granularity_bytes = model.target.granularity_bytes
     windows = deep_windows(traces, repetition, granularity_bytes)
     by_phase, micro_batch = deep_peaks(windows, granularity_bytes)
-    # The mismatched answers of a step pass through the model as micro-batches of the same shapes before its own.
-    passes = 2 if model.setting.train.row_kind is RowKind.LABELLED else 1
+    # Rows that are not trained pass through the model as micro-batches of the same shapes before the step's own.
+    passes = model.setting.train.row_kind.passes
     positions = [(step, n) for step, shapes in enumerate(steps) for _ in range(passes) for n in range(len(shapes))]
     prediction = Prediction(
         setting=model.setting,

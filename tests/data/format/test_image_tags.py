@@ -9,7 +9,7 @@ from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its
 from lean_finetune.data.format.format_base import IMAGE, Conversation, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 TEXT = {"type": "text", "text": "What?"}
 

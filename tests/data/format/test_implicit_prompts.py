@@ -7,7 +7,7 @@ import pytest
 from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 QUESTION = {"role": "user", "content": "Sky?"}
 BLUE, RED = ({"role": "assistant", "content": text} for text in ("Blue.", "Red."))

@@ -16,7 +16,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 LABELLED = RowKind.LABELLED
 QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

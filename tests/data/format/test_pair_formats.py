@@ -9,7 +9,7 @@ from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import Conversation, Pair, PlainText, SourceFormat, detect_format
 from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 
 QUESTION = {"role": "user", "content": "2+2?"}
 CALL = '{"name": "f", "arguments": {}}'

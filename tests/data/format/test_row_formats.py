@@ -23,7 +23,7 @@ from lean_finetune.data.format.format_base import (
     is_heldout,
 )
 from lean_finetune.data.format.row_formats import parse_row, row_family
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from tests.data.common import (
     ANSWER,
     CALL,

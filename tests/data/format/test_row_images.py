@@ -22,7 +22,7 @@ from lean_finetune.data.format.format_base import (
 )
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from tests.data.common import ANSWER, messages, turns
 from tests.data.read.common import arrow, parquet, values_of
 from tests.workspace import write_rows

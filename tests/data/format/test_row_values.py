@@ -10,7 +10,7 @@ from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import Conversation, Example, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.row_values import parse_text
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from tests.data.common import ANSWER, USER
 
 BAD = {"role": "assistant", "content": 'It\'s "B"\n\t\\d é 🙂'}

@@ -11,7 +11,7 @@ from lean_finetune.data.format import pair_formats  # noqa: F401 - registers its
 from lean_finetune.data.format.format_base import Conversation, SourceFormat, detect_format
 from lean_finetune.data.format.row_formats import parse_row
 from lean_finetune.data.format.unread_columns import unread_columns
-from lean_finetune.objectives.objective import RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from tests.data.common import ANSWER, USER
 
 PLAIN = {"prompt": "Which?", "completion": "Yes."}

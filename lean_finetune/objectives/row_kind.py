@@ -1,0 +1,132 @@
+"""Kinds of rows: what a row of the data is for an objective, as index, plan, batches and reports need it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LABEL = "desirable"
+"""Column of token files: whether the answer of a labelled row is desirable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindWords:
+    """How reports call the rows of a kind whose answers are compared, and their answers."""
+
+    title: str = ""
+    rows: str = "rows"
+    """The rows of the data."""
+    one: str = ""
+    """One that is evaluated."""
+    right: str = ""
+    """What the accuracy is a share of."""
+    better: str = ""
+    """Answers that the objective makes more likely."""
+    worse: str = ""
+    counts: tuple[str, ...] = ()
+    """Figures of stage evaluate that together are the number of evaluated rows."""
+
+    def evaluated(self, figures: Mapping[str, Any]) -> int:
+        """Number of rows that were evaluated, from the figures of stage evaluate."""
+        return sum(figures.get(name) or 0 for name in self.counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKind:
+    """What a row of the data is.
+
+    It becomes `token_rows` consecutive rows of tokens. The first `unit` of them are trained, in one micro-batch.
+    The others pass through the model before the step, without gradients (`StepLoss.before`).
+    """
+
+    ANSWER: ClassVar["RowKind"]
+    PAIR: ClassVar["RowKind"]
+    LABELLED: ClassVar["RowKind"]
+    ALL: ClassVar[Mapping[str, "RowKind"]]
+    """By name."""
+
+    name: str
+    """In metadata of files."""
+    objective: str
+    """An objective that trains such rows, for messages."""
+    text: str
+    """How messages call such rows."""
+    unit: int = 1
+    token_rows: int = 1
+    compared: bool = False
+    """Whether the objective compares answers. Then batches have the length of each, and no images."""
+    labels: tuple[str, ...] = ()
+    """Columns of the data, of which each row has one: true if its answer is desirable."""
+    number_labels: tuple[str, ...] = ()
+    """Those of `labels` in which 0 and 1 are labels in any rows; elsewhere a number may be a class."""
+    words: KindWords = KindWords()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of Arrow files of such rows; the usual kind has none."""
+        return {} if self == RowKind.ANSWER else {"kind": self.name}
+
+    @property
+    def passes(self) -> int:
+        """Batches that a micro-batch needs: itself, and those of its rows that are not trained."""
+        return 1 + self.token_rows - self.unit
+
+    def trained(self, numbers: "np.ndarray") -> "np.ndarray":
+        """Numbers of the trained rows of tokens of rows of the data, (rows of the data, unit)."""
+        import numpy as np
+
+        return self.token_rows * numbers[:, None] + np.arange(self.unit, dtype=numbers.dtype)
+
+    def is_better(self, rows: "np.ndarray", labels: "np.ndarray | None") -> "np.ndarray":
+        """Of trained rows of tokens, whether the objective makes the answer more likely, bool.
+
+        By the `labels` of all rows of tokens, bool, if the kind has them; else it is the first answer of each row.
+        """
+        if not self.labels:
+            return rows % self.token_rows == 0
+        assert labels is not None, "the tokens have no labels"
+        return labels[rows]
+
+
+RowKind.ANSWER = RowKind(name="answer", objective="sft", text="rows of one answer")
+"""An answer to learn."""
+RowKind.PAIR = RowKind(
+    name="pair",
+    objective="dpo",
+    text="preference pairs",
+    unit=2,
+    token_rows=2,
+    compared=True,
+    words=KindWords(
+        title="Preference pairs",
+        rows="pairs",
+        one="pair",
+        right="pairs in the right order",
+        better="chosen",
+        worse="rejected",
+        counts=("evaluated_pairs",),
+    ),
+)
+"""A chosen and a rejected answer to one prompt, both trained."""
+RowKind.LABELLED = RowKind(
+    name="labelled",
+    objective="kto",
+    text="rows of one answer with a label",
+    token_rows=2,
+    compared=True,
+    labels=("label", "kto_tag"),  # TRL and ms-swift, LLaMA-Factory.
+    number_labels=("kto_tag",),
+    words=KindWords(
+        title="Labelled answers",
+        one="answer",
+        right="answers judged right",
+        better="desirable",
+        worse="undesirable",
+        counts=("evaluated_desirable", "evaluated_undesirable"),
+    ),
+)
+"""An answer with a label, desirable or not. The second row of tokens has the same prompt with another row's answer: a
+mismatch, by which the divergence from the reference is estimated."""
+RowKind.ALL = {kind.name: kind for kind in (RowKind.ANSWER, RowKind.PAIR, RowKind.LABELLED)}
