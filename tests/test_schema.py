@@ -100,12 +100,8 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
         ("evaluate.max_tokens=100", "evaluate.max_tokens: .*got 100; raise"),
         ("evaluate.merged=true", "evaluate.merged: needs the merged model; .*set train.merge to true"),
         (
-            "hardware.num_gpus=2; run.oom_recovery=split",
-            "run.oom_recovery: .* other GPUs wait .*got split with hardware.num_gpus=2; set it",
-        ),
-        (
-            f"train.method=full; {IN_BACKWARD}; train.max_grad_norm=null; run.oom_recovery=split",
-            "run.oom_recovery: .*train.optimizer_in_backward=true has already",
+            "run.oom_recovery=none",
+            "run.oom_recovery: is no parameter any more: .* bucket.max_tokens; remove it, or run `lean-finetune init",
         ),
         ("train.master_weights=true", "train.master_weights: has an effect only with .* set it to false"),
         ("train.master_weights=true; train.method=full", "train.master_weights: .*; got true with full and fp32"),
@@ -130,7 +126,6 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
             "train.sequence_tiles: must be at most the tokens of the longest sequence, 512; got 513; lower it",
         ),
         ("train.offload=parameters; train.method=int8_lora", "train.offload: parameters cannot .*; use none or optimi"),
-        ("train.offload=parameters; run.oom_recovery=split", "train.offload: parameters leaves .*; set run.oom_reco"),
         (f"{IN_BACKWARD}; hardware.num_gpus=2", "train.optimizer_in_backward: .*num_gpus=2; set .*=false, or"),
         (IN_BACKWARD, "train.optimizer_in_backward: .*=qlora; .* use train.method=full"),
         (f"{IN_BACKWARD}; train.method=full", "train.optimizer_in_backward: .*max_grad_norm=1.0; leave .* blank"),

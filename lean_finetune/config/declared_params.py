@@ -49,14 +49,12 @@ class Declared:
 def params_of_rules(params: Params) -> Params:
     """All parameters, past the guard of undeclared reads, to check overrides by the rules between parameters.
 
-    Such a rule reads what a stage declares that proposes overrides, also the keys in `READ_BY_RULES`. It reads
-    `run.oom_recovery` too, which no stage tracks, so a stage's proposals are those for none.
+    Such a rule reads what a stage declares that proposes overrides, also the keys in `READ_BY_RULES`.
     """
     if not isinstance(params, Declared):
         return params
     READ_BY_RULES(params)
-    found = cast(Params, params._section)
-    return found.model_copy(update={"run": found.run.model_copy(update={"oom_recovery": "none"})})
+    return cast(Params, params._section)
 
 
 def declared_part(section: AnySection) -> AnySection:

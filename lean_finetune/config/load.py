@@ -27,6 +27,10 @@ from lean_finetune.core.read_yaml import MOST_LEVELS, NotYaml, parse_yaml, read_
 PARAMS_FILE = Path("params.yaml")
 COMMON_PARAMS = Path(__file__).parents[1] / "fit_params.yaml"
 """Parameters of a usual run."""
+REMOVED_KEYS: Mapping[str, str] = {
+    "run.oom_recovery": "a run that is out of memory ends with changes that fit, such as a smaller bucket.max_tokens",
+}
+"""Parameters of earlier versions, each with what to do instead."""
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
@@ -75,7 +79,7 @@ def _first_error(error: ValidationError) -> str:
     dotted = shortened(".".join(keys))
     match fault["type"]:
         case "extra_forbidden":
-            return f"{dotted}: unknown parameter; {_known_keys(keys)}"
+            return _unknown(keys)
         case "missing":
             return f"{dotted}: parameter is missing; add it to the file, or run `lean-finetune init --upgrade`"
         case "model_type" | "model_attributes_type":
@@ -92,6 +96,15 @@ def _keys(fault: Any) -> list[str]:
     """The keys to a wrong value, without what pydantic adds: forms of a value, and a marker for a dictionary's key."""
     forms = (*SOURCE_FORMS, "constrained-float", "constrained-int", "bool", "[key]")
     return [str(part) for part in fault["loc"] if part not in forms and not str(part).startswith("literal[")]
+
+
+def _unknown(keys: list[str]) -> str:
+    """The message for keys that lead to no parameter."""
+    dotted = shortened(".".join(keys))
+    if dotted in REMOVED_KEYS:
+        instead = REMOVED_KEYS[dotted]
+        return f"{dotted}: is no parameter any more: {instead}; remove it, or run `lean-finetune init --upgrade`"
+    return f"{dotted}: unknown parameter; {_known_keys(keys)}"
 
 
 def _known_keys(keys: list[str]) -> str:
@@ -119,7 +132,7 @@ def refuse_unknown(dotted: str, params: Params) -> None:
         if not isinstance(section, Mapping):  # A value, which may be a mapping in another file.
             return
         if name not in section:
-            raise UserError(f"{shortened('.'.join(keys[:place]))}: unknown parameter; {_known_keys(keys[:place])}")
+            raise UserError(_unknown(keys[:place]))
         section = section[name]
 
 

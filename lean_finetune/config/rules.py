@@ -118,18 +118,6 @@ SECTION_RULES = [
         "is for the prompts of evaluate.tasks, and there are none; got {evaluate.apply_chat_template}; set it to auto",
     ),
     Rule(
-        "run.oom_recovery",
-        lambda p: p.run.oom_recovery == "split" and p.hardware.num_gpus > 1,
-        "split repeats a step, while other GPUs wait for its gradients; got split with "
-        "hardware.num_gpus={hardware.num_gpus}; set it to none",
-    ),
-    Rule(
-        "run.oom_recovery",
-        lambda p: p.run.oom_recovery == "split" and p.train.optimizer_in_backward,
-        "split repeats a step, but train.optimizer_in_backward=true has already changed the weights; got split; set "
-        "it to none, or train.optimizer_in_backward=false",
-    ),
-    Rule(
         "run.nodes",
         lambda p: p.hardware.num_gpus % p.run.nodes != 0,
         "must be a divisor of hardware.num_gpus={hardware.num_gpus}, which counts the GPUs of all nodes; got "
@@ -399,11 +387,5 @@ SHARDING_RULES = [
         lambda p: p.train.offload == "parameters" and p.train.method == "int8_lora",
         "parameters cannot move 8-bit weights, which bitsandbytes stores outside of parameters; got parameters with "
         "train.method=int8_lora; use none or optimizer, or train.method=qlora",
-    ),
-    Rule(
-        "train.offload",
-        lambda p: p.train.offload == "parameters" and p.run.oom_recovery == "split",
-        "parameters leaves layers fetched where a step runs out of memory, so it cannot be repeated; got parameters "
-        "with run.oom_recovery=split; set run.oom_recovery=none",
     ),
 ]

@@ -377,8 +377,6 @@ class Run(Section):
     """Whether these workers are processes or threads."""
     tokenizer_engine: Literal["auto", "tokenizers", "tiktoken"]
     """Library that encodes text. `auto` uses tiktoken where it gives the same ids, which every run checks."""
-    oom_recovery: Literal["none", "split"]
-    """What train does when a step runs out of memory: stop, or split the step's micro-batches and repeat it."""
     memory_snapshot: MemorySnapshot
     """When train writes the history of CUDA's allocator: never | when memory runs out | also after the first steps."""
     offload_buffer_mib: Annotated[int, Field(ge=64, le=MOST)]

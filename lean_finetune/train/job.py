@@ -168,8 +168,6 @@ class TrainResult:
     """Updates skipped because fp16 gradients overflowed; None if the loss is not scaled."""
     memory_by_phase: Mapping[str, Mapping[str, int | None]]
     """Highest figures at the ends of each phase."""
-    oom_splits: Mapping[str, int] | None
-    """Steps that were split after an out-of-memory error; None without any."""
     load_host: HostPeak
     """Host memory while the model was loaded."""
 

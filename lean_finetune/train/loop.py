@@ -36,7 +36,7 @@ from lean_finetune.train.kept_step import kept_step, stops_early
 from lean_finetune.train.monitor.kernel_shapes import KernelShapes
 from lean_finetune.train.monitor.measured_peak import LOAD, Meter
 from lean_finetune.train.monitor.memory_monitor import CHECKPOINT, HELDOUT, HostPeak, MemoryMonitor, host_peak
-from lean_finetune.train.monitor.out_of_memory import OomHandler, split_figures
+from lean_finetune.train.monitor.out_of_memory import OomHandler
 
 
 def train(
@@ -129,7 +129,6 @@ class Trainer:
             curves=self.curves,
             skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
             memory_by_phase=self.monitor.by_phase(),
-            oom_splits=split_figures(job.plan, self.curves),
             load_host=load_host,
         )
 
@@ -167,30 +166,28 @@ class Trainer:
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         preferences = StepPreferences.of(job.train, job.rows, np.concatenate([one.rows for one in planned]))
+        own, loaded = stream.step(step)
+        passes = len(own) * job.plan.kind.passes
+        batches = map(partial(self._begin, count(), passes), self.checkpoints.between(loaded))
         start = time.perf_counter()
-        for attempt in self.oom_handler.attempts(step, stream, run.model):
-            # A run of several processes never splits a step, and each process gets the losses of all.
-            ran = planned if job.world.size > 1 else attempt.micro_batches
-            own = len(attempt.micro_batches)
-            passes = own * job.plan.kind.passes
-            batches = map(partial(self._begin, count(), passes), self.checkpoints.between(attempt.batches))
-            with attempt, restored_after_fault(job.device):
-                result = training_step(
-                    run.model,
-                    run.optimizer,
-                    batches,
-                    supervised_tokens=sum(one.supervised for one in planned),
-                    train=job.train,
-                    foreach=job.foreach,
-                    phase=self.position.tracked(self.monitor.phase),
-                    guard=partial(self._guard, run.parallel, step, ran),
-                    scaler=run.scaler,
-                    offload=job.offload,
-                    parallel=run.parallel,
-                    micro_batches=own,
-                    preferences=preferences,
-                    mismatched=islice(batches, passes - own),
-                )
+        self.oom_handler.start_step(step, own)
+        with restored_after_fault(job.device):
+            result = training_step(
+                run.model,
+                run.optimizer,
+                batches,
+                supervised_tokens=sum(one.supervised for one in planned),
+                train=job.train,
+                foreach=job.foreach,
+                phase=self.position.tracked(self.monitor.phase),
+                guard=partial(self._guard, run.parallel, step, planned),
+                scaler=run.scaler,
+                offload=job.offload,
+                parallel=run.parallel,
+                micro_batches=len(own),
+                preferences=preferences,
+                mismatched=islice(batches, passes - len(own)),
+            )
         # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
@@ -198,8 +195,8 @@ class Trainer:
         rewards = {} if result.rewards is None else known_figures(result.rewards)
         figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
         more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **rewards}
-        shapes = self.kernel_shapes.after(ran, job.rows.lengths)
-        return curve_row(planned, ran, job.rows.lengths, step in job.measured_steps, shapes, figures, more)
+        shapes = self.kernel_shapes.after(planned, job.rows.lengths)
+        return curve_row(planned, job.rows.lengths, step in job.measured_steps, shapes, figures, more)
 
     def _begin(self, numbers: Iterator[int], micro_batches: int, batch: Batch) -> Batch:
         """Start a micro-batch of this process; returns it on the device."""

@@ -55,7 +55,6 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
     seconds = sum(row["seconds"] for row in timed)
     peak, growth = measured.step_peak_bytes, classify(curves)[0]
     skipped = {} if result.skipped_steps is None else {"skipped_steps": result.skipped_steps}
-    splits = {} if result.oom_splits is None else {"oom_splits": dict(result.oom_splits)}
     by_rank = {"peak_bytes_measured_by_rank": list(measured.peak_bytes_by_rank)} if measured.peak_bytes_by_rank else {}
     return {
         "train_loss": sum(row["loss"] for row in last) / len(last),
@@ -67,7 +66,6 @@ def train_metrics(job: TrainJob, result: TrainResult, measured: MeasuredPeaks) -
         "trained_parameters": sum(math.prod(shape) for shape in result.parallel.trained_shapes().values()),
         **_experts(result.model, last),
         **skipped,
-        **splits,
         **kept_figures(job.train, curves, len(job.plan.steps)),
         "peak_bytes_measured": peak,
         "peak_gib_measured": None if peak is None else peak / GIB,

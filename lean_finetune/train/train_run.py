@@ -10,7 +10,7 @@ import torch
 
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import read_params
-from lean_finetune.config.schema import Params, Run
+from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import read_sealed
 from lean_finetune.core.progress import write_line
 from lean_finetune.distributed.faults import (
@@ -127,7 +127,7 @@ def _run(
     with ExitStack() as stack:
         stack.callback(snapshots.close)
         marker = stack.enter_context(crash_marker(scratch_root() / "running", _notify, reports=world.local_rank == 0))
-        oom_handler = _oom_handler(job, params.run, paths, marker, snapshots)
+        oom_handler = _oom_handler(job, paths, marker, snapshots)
 
         def acknowledge(name: str) -> None:
             if not sibling_ended():
@@ -200,14 +200,12 @@ def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
     )
 
 
-def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, snapshots: MemorySnapshots) -> OomHandler:
+def _oom_handler(job: TrainJob, paths: Paths, marker: CrashMarker, snapshots: MemorySnapshots) -> OomHandler:
     """Create the handler; it reads the prediction only when memory runs out."""
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "this machine"
     if job.world.size > 1:
         name = f"{name} (process {job.world.rank})"
-    split = run.oom_recovery == "split"
     snapshot: Path | None = None
-    can_split = not (split or job.world.size > 1 or job.train.optimizer_in_backward)
 
     def on_step(step: int) -> None:
         marker.step_started(step)
@@ -224,14 +222,12 @@ def _oom_handler(job: TrainJob, run: Run, paths: Paths, marker: CrashMarker, sna
             prediction,
             device=name,
             train=job.train,
-            can_split=can_split,
             record=scratch_root() / "oom.json",
             snapshot=snapshot,
         )
 
     return OomHandler(
         job.device,
-        split=split,
         updates_in_backward=job.train.optimizer_in_backward,
         report=report,
         on_step=on_step,

@@ -11,7 +11,6 @@ from lean_finetune.plan.batch_plan import read_plan, write_plan
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings
-from lean_finetune.step.batch_stream import split_micro_batches
 
 PAIR, LABELLED = RowKind.PAIR, RowKind.LABELLED
 BUCKET = MicroBatchSettings(
@@ -54,17 +53,6 @@ def test_pairs_stay_together_and_every_pair_is_used_once(mode, ranks, tmp_path):
     write_plan(tmp_path / "plan.arrow", [plan])
     again = read_plan(tmp_path / "plan.arrow")
     assert again.kind is PAIR and (again.rows == plan.rows).all()
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_micro_batch_is_split_between_pairs(flat):
-    index = index_of(12)
-    bucket = replace(BUCKET, mode="packed" if flat else "bucketed", max_tokens=400)
-    settings = PlanSettings(micro_batches=bucket, seed=1, epochs=1, tokens_per_step=10_000, weights=(1.0,), kind=PAIR)
-    whole = settings.plan(index).steps[0]
-    parts = split_micro_batches(whole, 100, index.lengths, index.supervised)
-    assert len(parts) > len(whole) and all(len(one.rows) % 2 == 0 for one in parts)
-    assert all((one.rows[1::2] == one.rows[::2] + 1).all() for one in parts)
 
 
 def test_a_pair_that_does_not_fit_is_refused():

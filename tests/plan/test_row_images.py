@@ -13,7 +13,6 @@ from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_images import RowImages
-from lean_finetune.step.batch_stream import split_micro_batches
 from lean_finetune.step.batches import BatchShape
 
 ROWS = 40
@@ -85,15 +84,6 @@ def test_a_row_with_more_patches_than_allowed_is_refused():
 def test_packing_is_refused():
     with pytest.raises(UserError, match="bucket.mode: rows with images cannot be packed"):
         settings_of("packed").plan(index_of())
-
-
-def test_a_split_micro_batch_has_the_images_of_its_rows():
-    index = index_of()
-    one = settings_of().plan(index).micro_batch(0)
-    parts = split_micro_batches([one], 100, index.lengths, index.supervised)
-    assert len(parts) > 2
-    for part in parts:
-        assert list(part.images) == [IMAGES.of(row) for row in part.rows.tolist()]
 
 
 def test_half_a_shape_has_its_largest_images():

@@ -61,7 +61,6 @@ CurveRow = dict[str, Any]
 
 def curve_row(
     planned: Sequence[MicroBatch],
-    ran: Sequence[MicroBatch],
     lengths: np.ndarray,
     measured: bool,
     kernel_shapes: int | None,
@@ -72,7 +71,6 @@ def curve_row(
 
     Args:
         planned: the step's micro-batches by plan.
-        ran: those that ran, which are smaller after an out-of-memory error.
         lengths: tokens of every training row.
         measured: whether the step's peak was measured.
         kernel_shapes: as `KernelShapes` counts them.
@@ -85,12 +83,12 @@ def curve_row(
         "loss": figures["loss"],
         "lr": figures["lr"],
         "grad_norm": figures["grad_norm"],
-        "tokens": sum(int(lengths[one.rows].sum()) for one in ran),
+        "tokens": sum(int(lengths[one.rows].sum()) for one in planned),
         "supervised_tokens": sum(one.supervised for one in planned),
-        "padded_tokens": sum(one.padded_tokens for one in ran),
-        "micro_batches": len(ran),
-        "largest_micro_batch_tokens": max(one.padded_tokens for one in ran),
-        "longest_row": max(int(lengths[one.rows].max(initial=0)) for one in ran),
+        "padded_tokens": sum(one.padded_tokens for one in planned),
+        "micro_batches": len(planned),
+        "largest_micro_batch_tokens": max(one.padded_tokens for one in planned),
+        "longest_row": max(int(lengths[one.rows].max(initial=0)) for one in planned),
         "kernel_shapes": kernel_shapes,
         "measured": measured,
         "seconds": figures["seconds"],

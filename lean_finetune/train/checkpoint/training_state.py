@@ -41,12 +41,11 @@ def set_random_state(states: Mapping[str, torch.Tensor], device: torch.device) -
 
 @contextmanager
 def restored_after_fault(device: torch.device) -> Iterator[None]:
-    """Restore the random states if the block raises, so that a repeated step draws the same numbers."""
+    """Restore the random states if the block raises: a checkpoint has those of the last finished step."""
     states = random_state(device)
     try:
         yield
-    # A stop signal too: the checkpoint that it causes has the states of the last finished step.
-    except BaseException:
+    except BaseException:  # A stop signal too.
         set_random_state(states, device)
         raise
 

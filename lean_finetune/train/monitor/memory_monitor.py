@@ -336,11 +336,6 @@ class OomFailure:
     process_status: Mapping[str, int] | None
     """Linux's counters of this process on a CPU; None on a GPU."""
 
-    @property
-    def can_split(self) -> bool:
-        """Whether smaller micro-batches can help: several rows were computed, and the step can be repeated."""
-        return self.phase in (FORWARD, BACKWARD) and self.rows > 1 and self.weights_intact
-
 
 class RunPosition:
     """Tracks step, micro-batch and phase of a run. References model and optimizer to measure them at an error."""
@@ -363,11 +358,16 @@ class RunPosition:
         self._model, self._optimizer = model, optimizer
 
     def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Record that a step starts or is repeated."""
+        """Record that a step starts."""
         self.step, self._micro_batches, self._number = step, micro_batches, None
         self.phase_name = READING
         if self._reserve is None:
             self._reserve = mmap.mmap(-1, RESERVE_BYTES)
+
+    def free_gradients(self) -> None:
+        """Free the gradients of the model, if it is loaded."""
+        if self._model is not None:
+            self._model.zero_grad(set_to_none=True)
 
     def __str__(self) -> str:
         """Phase and step, for a message."""

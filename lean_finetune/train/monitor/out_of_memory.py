@@ -1,16 +1,16 @@
-"""What happens when memory runs out: a step is split and tried again, or the run ends with a report and a snapshot."""
+"""What happens when memory runs out: the run ends with a report and a snapshot."""
 
 import errno
 import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
@@ -21,9 +21,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.atomic_files import atomic_path, read_sealed, write_json
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import World
-from lean_finetune.plan.batch_plan import MicroBatch, Plan
-from lean_finetune.step.batch_stream import BatchStream
-from lean_finetune.step.batches import Batch
+from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.train.monitor.memory_monitor import READING, AddressLimit, OomFailure, RunPosition
 
 MESSAGES = (
@@ -47,18 +45,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class TrainingOutOfMemory(DoesNotFit):
-    """Training ran out of memory and could not recover."""
+    """Training ran out of memory."""
 
     def __init__(self, message: str, *details: str, weights_intact: bool):
         """Pass message and details on; `weights_intact`: the weights are those of the last finished step."""
         super().__init__(message, *details)
         self.weights_intact = weights_intact
-
-
-# Handle out-of-memory errors: report them, or repeat the step in smaller micro-batches (run.oom_recovery).
-#
-# A repeated step has the same rows, the same loss divisor and the same random numbers. Only the order in which
-# gradients are summed differs from the plan.
 
 
 def plain_report(failure: OomFailure) -> TrainingOutOfMemory:
@@ -75,60 +67,30 @@ class OomHandler:
         device: torch.device,
         *,
         updates_in_backward: bool,
-        split: bool = False,
         report: Callable[[OomFailure], TrainingOutOfMemory] = plain_report,
         on_step: Callable[[int], None] = lambda step: None,
         on_failure: Callable[[], object] = lambda: None,
     ):
         """Create it before the model is loaded.
 
-        `split`: repeat a step that failed in smaller micro-batches. `updates_in_backward`: weights change during a
-        step. `report` returns the error for the user. `on_step` is called as each step starts, `on_failure` before
-        `report`, while the tensors that fill the memory still exist.
+        `updates_in_backward`: weights change during a step. `report` returns the error for the user. `on_step` is
+        called as each step starts, `on_failure` before `report`, while the tensors that fill the memory still exist.
         """
-        self._device, self._split, self._report = device, split, report
+        self._device, self._report = device, report
         self._on_step, self._on_failure = on_step, on_failure
         self.position = RunPosition(device, updates_in_backward=updates_in_backward)
 
-    def attempts(self, step: int, stream: BatchStream, model: nn.Module) -> Iterator["Attempt"]:
-        """Yield attempts at a step until one succeeds, each with smaller micro-batches; run it inside the attempt.
-
-        The step must change no weight before its last backward pass has finished, and restore the random state if it
-        raises.
-
-        Raises:
-            TrainingOutOfMemory: memory ran out, and splitting cannot help.
-        """
+    def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Record that a step starts, with this process's micro-batches of it."""
         self._on_step(step)
-        while True:
-            attempt = Attempt(self, *stream.step(step))
-            self.position.start_step(step, attempt.micro_batches)
-            yield attempt
-            failure = attempt.failure
-            if failure is None:
-                return
-            # The exception is gone here, and with it the frames that referenced the step's tensors.
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            if not self._recovers(failure):
-                raise self._report(failure)
-            stream.split(step, failure.padded_tokens // 2)
-
-    def measured(self, error: BaseException) -> OomFailure:
-        """Measure a failure while its exception is handled; a snapshot is taken only of one that ends the run."""
-        failure = self.position.failure(error)
-        if not self._recovers(failure):
-            self._on_failure()
-        return failure
-
-    def _recovers(self, failure: OomFailure) -> bool:
-        return self._split and failure.can_split
+        self.position.start_step(step, micro_batches)
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Turn an out-of-memory error inside the block into a `TrainingOutOfMemory` with a remedy."""
+        """Turn an out-of-memory error inside the block into a `TrainingOutOfMemory` with a remedy.
+
+        The tensors of the step are free then, so that a checkpoint can be saved.
+        """
         try:
             yield
             return
@@ -137,42 +99,19 @@ class OomHandler:
                 raise
             failure = self.position.failure(error)
             self._on_failure()
+            _clear_frames(error)
+        self.position.free_gradients()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         raise self._report(failure)
 
 
-class Attempt:
-    """One attempt at a step: a context that catches an out-of-memory error."""
-
-    def __init__(self, handler: OomHandler, micro_batches: list[MicroBatch], batches: Iterator[Batch]):
-        """`batches` are the tensors of this process's `micro_batches`."""
-        self.micro_batches, self.batches = micro_batches, batches
-        self.failure: OomFailure | None = None
-        """What was measured when memory ran out; None if it did not."""
-        self._handler = handler
-
-    def __enter__(self) -> "Attempt":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        """Keep the figures of an out-of-memory error, not the error: its frames reference the step's tensors."""
-        if error is None or not is_out_of_memory(error):
-            return False
-        self.failure = self._handler.measured(error)
-        return True
-
-
-def split_figures(plan: Plan, curves: list[dict[str, Any]]) -> Mapping[str, int] | None:
-    """Count the steps that ran in smaller micro-batches than planned; None without any."""
-    planned = {row["step"]: len(plan.steps[row["step"]]) for row in curves}
-    split = [row for row in curves if row["micro_batches"] != planned[row["step"]]]
-    if not split:
-        return None
-    return {
-        "first_step": split[0]["step"],
-        "steps": len(split),
-        "micro_batches_planned": sum(planned[row["step"]] for row in split),
-        "micro_batches_run": sum(row["micro_batches"] for row in split),
-    }
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the frames reference that an exception has passed, among it the step's tensors."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 # The history of CUDA's allocator during training (run.memory_snapshot).
@@ -300,17 +239,15 @@ def oom_error(
     *,
     device: str,
     train: Train,
-    can_split: bool,
     record: Path,
     snapshot: Path | None,
 ) -> TrainingOutOfMemory:
     """Return the error that ends the run, and write all details to `record`, a JSON file.
 
-    The method, precision and optimizer of `train` are never proposed. `can_split`: run.oom_recovery=split is
-    possible and not set yet. `snapshot` is the file of the allocator's history, if one was written.
+    The method, precision and optimizer of `train` are never proposed. `snapshot` is the file of the allocator's
+    history, if one was written.
     """
     commands = changes_that_fit(failure, prediction)
-    split = "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split"
     message = failure.message
     filled, peak = ([], None) if snapshot is None else _explained(snapshot)
     content = {
@@ -330,7 +267,6 @@ def oom_error(
         *filled,
         f"allocator: {message if len(message) <= MOST_CHARACTERS else f'{message[:MOST_CHARACTERS]}…'}",
         *commands,
-        *([split] if can_split and failure.can_split else []),
         written,
     ]
     parameter, remedy = _first_remedy(failure, train)

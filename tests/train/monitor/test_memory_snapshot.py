@@ -4,7 +4,6 @@ The fake cannot prove that recording is cheap, that it changes no allocation, or
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,31 +76,6 @@ def test_history_is_bounded_and_written_when_memory_runs_out(tmp_path: Path, rec
     assert files(tmp_path) == [f"{OOM_FILE}.pickle"]
     (recording,) = read_snapshot(tmp_path / f"{OOM_FILE}.pickle")
     assert [event.action for event in recording.events] == ["oom"]
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_step_that_is_repeated_writes_no_snapshot(tmp_path: Path, split: bool):
-    """Seconds lost at each recovery, and a file that overwrites that of the error that ended the run."""
-    written: list[str] = []
-    oom_handler = OomHandler(CPU, split=split, updates_in_backward=False, on_failure=lambda: written.append("file"))
-    stream, model = Mock(), torch.nn.Linear(1, 1)
-    micro_batch = Mock(rows=[0, 1], padded_tokens=8, length=4, flat=False)
-    stream.step.return_value = ([micro_batch], iter(()))
-
-    def run() -> int:
-        """The number of attempts, of which the first fails."""
-        for count, attempt in enumerate(oom_handler.attempts(0, stream, model), start=1):
-            with attempt, oom_handler.position.tracked(lambda name: nullcontext())("forward"):
-                if count == 1:
-                    fails()
-        return count
-
-    if split:
-        assert run() == 2 and written == []
-    else:
-        with pytest.raises(TrainingOutOfMemory):
-            run()
-        assert written == ["file"]
 
 
 @pytest.mark.parametrize("fault", ["history", "disk"])

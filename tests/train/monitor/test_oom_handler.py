@@ -1,6 +1,6 @@
-"""Out of memory in each phase is reported, and a step that can be split gives the planned result."""
+"""Out of memory in each phase is reported, and what finished steps have trained is kept."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ def tokens(tmp_path_factory) -> Tokens:
     return random_tokens(tmp_path_factory.mktemp("tokens"), random_lengths(12, 60, STEPS * ROWS), 3)
 
 
-def job_of(directory: Path, tokens: Tokens, *, flat: bool = False, **model: Any) -> TrainJob:
+def job_of(directory: Path, tokens: Tokens) -> TrainJob:
     """Steps of two micro-batches: one of six rows and one of two."""
     steps = np.arange(len(tokens[0])).reshape(STEPS, ROWS).tolist()
-    plan = plan_of(tokens[0], [(rows[:6], rows[6:]) for rows in steps], flat=flat)
-    spec = spec_of(method="lora", **model)
+    plan = plan_of(tokens[0], [(rows[:6], rows[6:]) for rows in steps])
+    spec = spec_of(method="lora")
     return make_job(directory, tokens, plan, train=spec, heldout_every_steps=STEPS, heldout_rows=3)
 
 
@@ -47,7 +47,6 @@ class Limited(TorchDispatchMode):
         self._capacity = capacity_bytes
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most_bytes = 0
-        self.refusals = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -55,13 +54,15 @@ class Limited(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        live = sum(size for _, size in self._live.values())
+        live = self.live_bytes()
         if live > self._capacity:
-            self.refusals += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has no more.")
         self.most_bytes = max(self.most_bytes, live)
         return out
+
+    def live_bytes(self) -> int:
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        return sum(size for _, size in self._live.values())
 
 
 class EndsIn(TorchDispatchMode):
@@ -79,14 +80,14 @@ class EndsIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def handler_of(*, split: bool, seen: list[OomFailure], device: torch.device = CPU) -> OomHandler:
+def handler_of(seen: list[OomFailure], device: torch.device = CPU) -> OomHandler:
     """An OomHandler that adds its reports to `seen`."""
 
     def report(failure: OomFailure) -> TrainingOutOfMemory:
         seen.append(failure)
         return TrainingOutOfMemory(failure.phase, weights_intact=failure.weights_intact)
 
-    return OomHandler(device, split=split, updates_in_backward=False, report=report)
+    return OomHandler(device, updates_in_backward=False, report=report)
 
 
 def losses(result: TrainResult) -> list[float]:
@@ -98,52 +99,27 @@ def trained(result: TrainResult) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def plain(small_llama: Path, tokens) -> Callable[..., TrainResult]:
-    """Runs with enough memory, computed once."""
-    made: dict[bool, TrainResult] = {}
-
-    def run(flat: bool) -> TrainResult:
-        if flat not in made:
-            made[flat] = train(job_of(small_llama, tokens, flat=flat), make_meter(CPU))
-        return made[flat]
-
-    return run
+def plain(small_llama: Path, tokens) -> TrainResult:
+    """A run with enough memory."""
+    return train(job_of(small_llama, tokens), make_meter(CPU))
 
 
-@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_step_that_does_not_fit_is_split_and_gives_the_same_result(small_llama, tokens, plain, flat: bool):
-    """A recovery that drops rows, sums twice, or divides by another number of tokens, with a normal-looking loss."""
-    job = job_of(small_llama, tokens, flat=flat)
+def test_the_steps_tensors_are_free_when_the_run_ends(small_llama, tokens):
+    """The checkpoint of the last step that does not fit, beside the activations and gradients of the failed one."""
+    job = job_of(small_llama, tokens)
     with Limited(10**12) as free:
         train(job, make_meter(CPU))
-    with Limited(int(0.6 * free.most_bytes)) as limited:
-        result = train(job, make_meter(CPU), oom_handler=handler_of(split=True, seen=[]))
-    assert limited.refusals > 0 and limited.most_bytes < 0.6 * free.most_bytes
-    assert losses(result) == pytest.approx(losses(plain(flat)), rel=1e-5)
-    torch.testing.assert_close(trained(result), trained(plain(flat)), rtol=1e-3, atol=1e-5)
-    splits = result.oom_splits
-    assert splits is not None and (splits["first_step"], splits["steps"]) == (0, STEPS)
-    assert splits["micro_batches_planned"] == 2 * STEPS
-    assert splits["micro_batches_run"] == sum(row["micro_batches"] for row in result.curves) > 2 * STEPS
-    assert limited.refusals <= 3, "later steps are split before they fail"
+        kept = free.live_bytes()
+    after: list[int] = []
 
+    def report(failure: OomFailure) -> TrainingOutOfMemory:
+        after.append(little.live_bytes())
+        return TrainingOutOfMemory(failure.phase, weights_intact=failure.weights_intact)
 
-@pytest.mark.slow
-def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
-    """Dropout drawn anew after a failure: two runs of one seed that cannot be compared."""
-    job = job_of(small_llama, tokens, lora_dropout=0.2)
-    runs = []
-    for phase in ("forward", "backward"):
-        ends = EndsIn(phase, 1, times=1)
-        oom_handler = handler_of(split=True, seen=[])
-        ends.position = oom_handler.position
-        with ends:
-            runs.append(train(job, make_meter(CPU), oom_handler=oom_handler))
-    first, second = runs
-    assert losses(first) == losses(second) and torch.equal(trained(first), trained(second))
-    assert [row["micro_batches"] for row in first.curves] == [2, 3, 3]
-    unsplit = train(job, make_meter(CPU))
-    assert losses(first)[:2] == losses(unsplit)[:2], "the steps before are untouched"
+    oom_handler = OomHandler(CPU, updates_in_backward=False, report=report)
+    with Limited(int(0.8 * free.most_bytes)) as little, pytest.raises(TrainingOutOfMemory):
+        train(job, make_meter(CPU), oom_handler=oom_handler)
+    assert kept <= after[0] < 1.5 * kept < 0.3 * free.most_bytes, (after, kept, free.most_bytes)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +136,7 @@ def test_repeated_step_draws_the_same_random_numbers(small_llama, tokens):
 def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: str, step: int | None, intact: bool):
     """The batch size blamed where loading failed; a half-made update resumed from."""
     seen: list[OomFailure] = []
-    oom_handler = handler_of(split=True, seen=seen)
+    oom_handler = handler_of(seen)
     ends = EndsIn(phase, step)
     ends.position = oom_handler.position
     with ends, pytest.raises(TrainingOutOfMemory) as error, oom_handler.reported():
@@ -168,13 +144,11 @@ def test_out_of_memory_is_reported_with_its_phase(small_llama, tokens, phase: st
     (failure,) = seen
     assert (failure.phase, failure.step, failure.requested_bytes) == (phase, step, 9)
     assert error.value.weights_intact is intact
-    if phase in ("forward", "backward"):
-        assert failure.rows == 1, "halved down to one row first"
 
 
 def test_other_exceptions_are_not_caught(small_llama, tokens):
     """A fault of the program reported as lack of memory."""
-    oom_handler = handler_of(split=True, seen=[])
+    oom_handler = handler_of([])
     with pytest.raises(RuntimeError, match="shape"), oom_handler.reported():
         raise RuntimeError("shape mismatch")
 
@@ -202,7 +176,7 @@ def test_finished_steps_are_saved_when_memory_runs_out(
 ):
     """Hours of training lost with the last step; or a half-made update resumed from."""
     job = job_of(small_llama, tokens)
-    oom_handler = handler_of(split=False, seen=[])
+    oom_handler = handler_of([])
     ends = EndsIn(phase, 2, times=1)
     ends.position = oom_handler.position
     checkpoints = AfterTheFirstStep(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
@@ -212,13 +186,13 @@ def test_finished_steps_are_saved_when_memory_runs_out(
     again = Checkpointer(CheckpointStore(tmp_path, 2, print), seconds=None, stop=StopRequest(), notify=print)
     assert again.first_step == resumes_from
     result = train(job, make_meter(CPU), again)
-    assert losses(result) == losses(plain(False)) and torch.equal(trained(result), trained(plain(False)))
+    assert losses(result) == losses(plain) and torch.equal(trained(result), trained(plain))
 
 
 GPU_STEPS, GPU_ROWS, LENGTH = 2, 512, 200
 """All logits at once: some hundreds of MiB, where weights, state and cuBLAS' workspaces are tens."""
 SHARE = 0.6
-"""Of what the run needs: too little for a micro-batch, and enough for one half or quarter as large."""
+"""Of what the run needs: too little for a micro-batch."""
 
 
 @pytest.fixture
@@ -237,22 +211,19 @@ def wide_job(model: Path, directory: Path) -> TrainJob:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_out_of_memory_is_reported_and_recovered_with_the_same_losses(small_llama: Path, tmp_path: Path, limited):
+def test_gpu_out_of_memory_is_reported(small_llama: Path, tmp_path: Path, limited):
     """CUDA's allocator behaves differently from the simulation on a CPU."""
     job = wide_job(small_llama, tmp_path)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    free = train(job, make_meter(job.device))
+    train(job, make_meter(job.device))
     needed = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(SHARE * needed / torch.cuda.mem_get_info()[1])
     seen: list[OomFailure] = []
     with pytest.raises(TrainingOutOfMemory):
-        train(job, make_meter(job.device), oom_handler=handler_of(split=False, seen=seen, device=job.device))
+        train(job, make_meter(job.device), oom_handler=handler_of(seen, job.device))
     (failure,) = seen
     assert failure.phase in ("forward", "backward") and (failure.step, failure.rows) == (0, GPU_ROWS)
     assert failure.requested_bytes and failure.live_bytes and failure.reserved_bytes and failure.weights_intact
     assert failure.live_bytes >= sum(failure.by_category.values()) > 0
-    result = train(job, make_meter(job.device), oom_handler=handler_of(split=True, seen=seen, device=job.device))
-    assert losses(result) == pytest.approx(losses(free), rel=1e-4)
-    assert result.oom_splits is not None and result.oom_splits["steps"] == GPU_STEPS

@@ -43,7 +43,7 @@ FAILURE = OomFailure(
     weights_intact=True,
     process_status=None,
 )
-FULL: dict[str, Any] = {"train": spec_of(method="full"), "can_split": True, "snapshot": None}
+FULL: dict[str, Any] = {"train": spec_of(method="full"), "snapshot": None}
 METRICS = {"worst_phase": "backward", "gpu": "RTX-4090", "capacity_gib": 23.99}
 FORECAST = EstimateOutputs(
     metrics=METRICS,
@@ -70,37 +70,34 @@ def test_gpu_error_has_predicted_and_measured_breakdown(tmp_path: Path):
         "of 24 GiB free on the device",
         f"allocator: {FAILURE.message[:160]}…",
         "to list what would fit, run: lean-finetune fit --gpu 20480MiB",
-        "or split steps when memory runs out: dvc exp run -S run.oom_recovery=split",
         f"details: {tmp_path / 'oom.json'}",
     ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "begins", "offered"),
+    ("changes", "begins"),
     [
-        ({"rows": 1, "padded_tokens": 512}, "data.max_length: ", False),
-        ({"joined": True, "length": 4096}, "bucket.max_tokens: ", True),
-        ({"phase": "optimizer", "weights_intact": False}, "train.optimizer: ", False),
-        ({"phase": "load", "step": None, "number": None}, "train.method: ", False),
-        ({"phase": "save", "step": 9}, "hardware.gpu: ", False),
+        ({"rows": 1, "padded_tokens": 512}, "data.max_length: "),
+        ({"joined": True, "length": 4096}, "bucket.max_tokens: "),
+        ({"phase": "optimizer", "weights_intact": False}, "train.optimizer: "),
+        ({"phase": "load", "step": None, "number": None}, "train.method: "),
+        ({"phase": "save", "step": 9}, "hardware.gpu: "),
         (
             {"phase": "reading"},
             "bucket.max_tokens: RTX-4090 ran out of memory allocating 0.5 GiB between phases of optimizer step 3",
-            False,
         ),
     ],
 )
-def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], begins: str, offered: bool):
-    """Recovery offered where it cannot help; the batch size blamed for the optimizer."""
+def test_each_phase_has_its_own_remedy(tmp_path: Path, changes: dict[str, Any], begins: str):
+    """The batch size blamed for the optimizer."""
     lines = lines_of(replace(FAILURE, **changes), tmp_path)
     assert lines[0].startswith(begins) and all("\n" not in line for line in lines)
-    assert any("run.oom_recovery=split" in line for line in lines) is offered
     assert ("8 rows joined to 4096 tokens" in lines[0]) is changes.get("joined", False)
 
 
 def test_current_settings_are_not_proposed(tmp_path: Path):
     """A run of qlora that is advised to use qlora, and one of sgd to use an optimizer with less state."""
-    least = FULL | {"train": spec_of(method="qlora", precision="bf16", optimizer="sgd"), "can_split": False}
+    least = FULL | {"train": spec_of(method="qlora", precision="bf16", optimizer="sgd")}
     for phase in ("load", "optimizer"):
         failure = replace(FAILURE, phase=phase, step=None, number=None, weights_intact=False)
         assert lines_of(failure, tmp_path, running=least)[0].startswith("hardware.gpu: ")
@@ -109,7 +106,6 @@ def test_current_settings_are_not_proposed(tmp_path: Path):
         loading, tmp_path, running={**least, "train": spec_of(method="lora", precision="bf16", optimizer="sgd")}
     )[0]
     assert line.startswith("train.method: ") and "(qlora)" in line
-    assert not any("run.oom_recovery" in line for line in lines_of(FAILURE, tmp_path, running=least))
 
 
 def test_advice_of_estimate_comes_before_single_changes(tmp_path: Path):
