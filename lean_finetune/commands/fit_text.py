@@ -160,7 +160,7 @@ def _run_lines(run: Run, prediction: Prediction) -> Iterator[str]:
     memory = f"grad_ckpt={str(train.grad_ckpt).lower()}, loss_chunk={train.loss_chunk or 'null'}"
     for name, off in SWITCHED_OFF.items():
         memory += f", {name.partition('.')[2]}={value}" if (value := attrgetter(name)(p)) != off else ""
-    objective = "" if train.objective == "sft" else f"{train.objective} with "
+    objective = f"{train.objective} with " if train.goal.compares else ""
     yield labelled("run", f"{objective}{train.method}{adapters}, {train.precision}, {train.optimizer}, {memory}")
     if prediction.stages:
         sizes = (f"{counted(layers, 'layer')} {readable_size(size)}" for layers, size in prediction.stages)

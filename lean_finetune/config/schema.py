@@ -244,24 +244,24 @@ class Train(BaseWeights):
         return self.tokens_per_step
 
     @property
-    def preferences(self) -> Objective | None:
-        """The objective of preferences; None for supervised fine-tuning."""
+    def goal(self) -> Objective:
+        """The objective by its name."""
         return OBJECTIVES[self.objective]
 
     @property
     def scores(self) -> bool:
         """Whether the model is a reward model, with a head of one output."""
-        return self.preferences is not None and self.preferences.scored
+        return self.goal.scored
 
     @property
     def row_kind(self) -> RowKind:
         """What a row of the data is for the objective."""
-        return RowKind.ANSWER if self.preferences is None else self.preferences.kind
+        return self.goal.kind
 
     @property
     def preference_values(self) -> dict[str, float]:
         """The values of section `preference` that the objective reads, its usual ones where they are blank."""
-        usual = {} if self.preferences is None else self.preferences.defaults
+        usual = self.goal.defaults
         given = {name: getattr(self.preference, name) for name in usual}
         return {name: usual[name] if value is None else value for name, value in given.items()}
 

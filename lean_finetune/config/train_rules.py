@@ -194,14 +194,14 @@ TRAIN_RULES = [
 def _unused_preference(params: Params) -> list[str]:
     """Parameters of section `preference` that are set, and that the objective does not read."""
     train = params.train
-    used = () if train.preferences is None else train.preferences.defaults
+    used = train.goal.defaults
     given = [name for name in Preference.model_fields if getattr(train.preference, name) is not None]
     return [name for name in given if name not in used]
 
 
 def _unused_message(params: Params) -> str:
     name = _unused_preference(params)[0]
-    users = [one.name for one in OBJECTIVES.values() if one is not None and name in one.defaults]
+    users = [one.name for one in OBJECTIVES.values() if name in one.defaults]
     return (
         f"train.objective={params.train.objective} does not read {name}; got {getattr(params.train.preference, name)}; "
         f"leave it blank, or use train.objective={' or '.join(users)}"
@@ -212,7 +212,7 @@ def _preferences_exclude(key: str, broken: Callable[[Params], bool], reason: str
     """The rule that objectives of preferences exclude a setting."""
     return Rule(
         key,
-        lambda p: p.train.preferences is not None and broken(p),
+        lambda p: p.train.goal.compares and broken(p),
         f"{reason}; got {{{key}}} with train.objective={{train.objective}}; {remedy}, or use train.objective=sft",
     )
 
@@ -246,7 +246,7 @@ PREFERENCE_RULES = [
     Rule("train.preference", lambda p: bool(_unused_preference(p)), _unused_message),
     Rule(
         "train.best_by",
-        lambda p: p.train.best_by == "accuracy" and p.train.preferences is None,
+        lambda p: p.train.best_by == "accuracy" and not p.train.goal.compares,
         "accuracy is the share of pairs in the right order, or of labels; got accuracy with "
         "train.objective={train.objective}; use loss",
     ),
@@ -278,17 +278,13 @@ PREFERENCE_RULES = [
     _scores_exclude("evaluate.tasks", lambda p: bool(p.evaluate.tasks), "a reward model writes no text", "use []"),
     Rule(
         "train.lora.dropout",
-        lambda p: p.train.preferences is not None and p.train.preferences.has_reference and p.train.lora.dropout > 0.0,
+        lambda p: p.train.goal.has_reference and p.train.lora.dropout > 0.0,
         "dropout would change the log-probabilities that are compared with the reference; got {train.lora.dropout} "
         "with train.objective={train.objective}; set it to 0.0",
     ),
     Rule(
         "train.lora.init",
-        lambda p: (
-            p.train.preferences is not None
-            and p.train.preferences.has_reference
-            and ADAPTER_STARTS[p.train.lora.init].changes_output
-        ),
+        lambda p: p.train.goal.has_reference and ADAPTER_STARTS[p.train.lora.init].changes_output,
         "starts from another model than the reference, which is the base without adapters; got {train.lora.init} with "
         "train.objective={train.objective}; use default",
     ),

@@ -38,8 +38,7 @@ from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pai
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.objectives.objective import PairObjective
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.objectives.objective import AnswerObjective, PairObjective
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -72,7 +71,7 @@ def run_stage(
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     evaluated = _choose_rows(p, tokens, base, tokenizer)
     limits = EvaluationLimits.from_params(p, evaluated.rows.supervised)
-    if (preferences := p.train.preferences) is not None and preferences.has_reference:
+    if p.train.goal.has_reference:
         of, rows = identity(tokens, lock, weights), evaluated.rows
         rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
     tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
@@ -159,7 +158,7 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
     if rows.images is not None:
         rows.image_inputs = read_image_inputs(base, read_config(base, images=True), rows.images)
-    if p.train.preferences is not None:  # The worse answers are no examples: loss and prompts are of the better ones.
+    if p.train.goal.compares:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
     loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
     if rows.desirable is not None:
@@ -180,8 +179,9 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     )
     pairs = labels = None
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
-    objective, chosen, values = p.train.preferences, np.array(loss_rows, np.int64), p.train.preference_values
-    if objective is not None and objective.kind is RowKind.LABELLED:
+    objective, chosen, values = p.train.goal, np.array(loss_rows, np.int64), p.train.preference_values
+    if objective.kind.labels:
+        assert isinstance(objective, AnswerObjective)
         worse = np.array(undesirable, np.int64)
         labels = HeldoutLabels(rows=rows, desirable=chosen, undesirable=worse, objective=objective, values=values)
     if isinstance(objective, PairObjective):

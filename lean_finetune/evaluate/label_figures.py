@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lean_finetune.evaluate.pair_figures import BASE, RESULTS
-from lean_finetune.objectives.objective import Objective, RowSums, StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -21,7 +21,7 @@ class HeldoutLabels:
     desirable: np.ndarray
     """Row numbers of desirable answers."""
     undesirable: np.ndarray
-    objective: Objective
+    objective: AnswerObjective
     values: Mapping[str, float]
     """Of the objective's parameters."""
 

@@ -16,7 +16,7 @@ def has_dropout(config: Any, train: Train) -> bool:
     named = any(
         isinstance(v, float) and v > 0 for key, v in values.items() if "drop" in key and key not in HEAD_DROPOUTS
     )
-    return train.lora.dropout > 0 or (named and not _compares(train))
+    return train.lora.dropout > 0 or (named and not train.goal.has_reference)
 
 
 def switch_off_dropout(model: nn.Module, train: Train) -> None:
@@ -24,13 +24,9 @@ def switch_off_dropout(model: nn.Module, train: Train) -> None:
 
     The config keeps its values, with which a fully trained model is saved.
     """
-    if not _compares(train):
+    if not train.goal.has_reference:
         return
     for module in model.modules():
         rates = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         for name in ("p", *rates) if isinstance(module, nn.modules.dropout._DropoutNd) else rates:
             setattr(module, name, 0.0)
-
-
-def _compares(train: Train) -> bool:
-    return train.preferences is not None and train.preferences.has_reference

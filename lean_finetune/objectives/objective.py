@@ -1,11 +1,11 @@
-"""What all objectives of preference tuning share: the sums that a loss is made of, and the interface."""
+"""What all objectives share, and those of preferences: the sums that a loss is made of, and the interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lean_finetune.objectives.row_kind import RowKind
 
@@ -44,24 +44,46 @@ class StepTotals:
     None without such answers."""
 
 
-class Objective(ABC):
-    """A loss of preferences.
+Judged = Literal["tokens", "answers", "scores"]
+"""What a loss is made of: the cross-entropy of tokens, log-probabilities of answers, or scores of a reward model."""
 
-    To add one, write a subclass in `registry.py`, and name it in `_ALL` there. A row, or pair of rows, has a
-    loss of its own, given figures of the whole step. So any division of a step into micro-batches gives the same
-    gradients.
+
+class Objective:
+    """What is learnt.
+
+    To add one, write a subclass in `registry.py`, and name it in `_ALL` there.
     """
 
     name: ClassVar[str]
     """Value of train.objective."""
-    kind: ClassVar[RowKind]
+    kind: ClassVar[RowKind] = RowKind.ANSWER
     """What rows it learns from."""
-    has_reference: ClassVar[bool]
+    judges: ClassVar[Judged] = "tokens"
+    """What its loss is made of."""
+    has_reference: ClassVar[bool] = False
     """Whether the loss needs log-probabilities under the model before training."""
-    scored: ClassVar[bool] = False
-    """Whether it trains a reward model: a head of one output, which scores an answer at its last token."""
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """The parameters of train.preference that it reads, with their values where params.yaml leaves them blank."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether it learns preferences: which answers are better."""
+        return self.kind.compared
+
+    @property
+    def scored(self) -> bool:
+        """Whether it trains a reward model: a head of one output, which scores an answer at its last token."""
+        return self.judges == "scores"
+
+
+class AnswerObjective(Objective, ABC):
+    """A loss of preferences.
+
+    A row, or pair of rows, has a loss of its own, given figures of the whole step. So any division of a step into
+    micro-batches gives the same gradients.
+    """
+
+    judges: ClassVar[Judged] = "answers"
 
     @abstractmethod
     def step_loss(self, rows: RowSums, step: StepTotals, values: Mapping[str, float]) -> "Tensor":
@@ -131,7 +153,7 @@ class PairSums:
         return self.rejected - self.rejected_reference
 
 
-class PairObjective(Objective):
+class PairObjective(AnswerObjective):
     """A mean of losses of pairs, plus `sft_weight` times the cross-entropy of the chosen answers if it reads that."""
 
     kind = RowKind.PAIR

@@ -1,4 +1,4 @@
-"""The losses of preferences that `train.objective` can name: one class each, listed in `_ALL`.
+"""The objectives that `train.objective` can name: one class each, listed in `_ALL`.
 
 Torch is imported inside functions: reading params.yaml imports this module.
 """
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lean_finetune.objectives.objective import (
+    AnswerObjective,
     Objective,
     PairObjective,
     PairSums,
@@ -20,8 +21,11 @@ from lean_finetune.objectives.row_kind import RowKind
 if TYPE_CHECKING:
     from torch import Tensor
 
-SFT = "sft"
-"""Supervised fine-tuning: the cross-entropy of trained tokens."""
+
+class Sft(Objective):
+    """Supervised fine-tuning: the cross-entropy of trained tokens."""
+
+    name = "sft"
 
 
 class Dpo(PairObjective):
@@ -67,7 +71,6 @@ class Simpo(PairObjective):
     """
 
     name = "simpo"
-    has_reference = False
     defaults = {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0, "sft_weight": 0.0}
 
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
@@ -87,7 +90,6 @@ class Cpo(PairObjective):
     """
 
     name = "cpo"
-    has_reference = False
     defaults = {"beta": 0.1, "label_smoothing": 0.0, "sft_weight": 1.0}
 
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
@@ -102,7 +104,6 @@ class Orpo(PairObjective):
     """
 
     name = "orpo"
-    has_reference = False
     defaults = {"beta": 0.1, "sft_weight": 1.0}
 
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
@@ -125,7 +126,7 @@ def _log_odds(mean: "Tensor") -> "Tensor":
     return mean - torch.log((-torch.expm1(mean)).clamp_min(smallest))
 
 
-class Kto(Objective):
+class Kto(AnswerObjective):
     """Move the log-ratio to the reference above its mean for desirable answers, and below it for undesirable ones.
 
     Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306).
@@ -174,9 +175,7 @@ class Reward(PairObjective):
     """
 
     name = "reward"
-    has_reference = False
-    scored = True
-    defaults = {}
+    judges = "scores"
 
     def losses(self, pairs: PairSums, values: Mapping[str, float]) -> "Tensor":
         """See the base class."""
@@ -189,6 +188,7 @@ class Reward(PairObjective):
         return pairs.chosen, pairs.rejected
 
 
-_ALL: tuple[type[Objective], ...] = (Dpo, Ipo, Simpo, Cpo, Orpo, Kto, Reward)
-OBJECTIVES: dict[str, Objective | None] = {SFT: None, **{kind.name: kind() for kind in _ALL}}
-"""By name; None for supervised fine-tuning."""
+_ALL: tuple[type[Objective], ...] = (Sft, Dpo, Ipo, Simpo, Cpo, Orpo, Kto, Reward)
+OBJECTIVES: dict[str, Objective] = {kind.name: kind() for kind in _ALL}
+"""By name."""
+SFT = Sft.name

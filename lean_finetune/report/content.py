@@ -8,7 +8,6 @@ from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.objectives.registry import OBJECTIVES
-from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
 from lean_finetune.report.pairs import better_name, has_pairs, order_name, shares_in_order
@@ -191,8 +190,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
     """Describe model, data, plan and parameters."""
     tokenize, bucket, train = inputs.tokenize, inputs.bucket, inputs.train
     reasons = ", ".join(f"{tokenize[name]:,} {why}" for name, why in DROPPED.items() if tokenize.get(name))
-    objective = OBJECTIVES[parameters["train.objective"]]
-    kind = RowKind.ANSWER if objective is None else objective.kind
+    words = OBJECTIVES[parameters["train.objective"]].kind.words
     rows_read = tokenize["train_rows"] + tokenize["heldout_rows"] + tokenize["dropped_rows"]
     waiting = f"{bucket['straggler_percent']:.1f} % of the GPUs' time, for the GPU with the most tokens"
     names = [*SHOWN, *(name for name, off in SWITCHED_OFF.items() if parameters[name] != off)]
@@ -203,7 +201,7 @@ def run_table(inputs: Inputs, parameters: Mapping[str, Any]) -> Table:
         *([("not loaded", not_loaded)] if (not_loaded := inputs.estimate.get("not_loaded")) else []),
         ("data", f"{describe_data(inputs.data)}, format {tokenize['format']}"),
         (
-            kind.words.rows,
+            words.rows,
             f"{tokenize['train_rows']:,} for training, {tokenize['heldout_rows']:,} held out",
         ),
         *([("desirable rows", f"{count:,} for training")] if (count := tokenize.get("desirable_rows")) else []),

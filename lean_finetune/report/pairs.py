@@ -75,7 +75,7 @@ def pairs_note(inputs: Inputs, parameters: Mapping[str, Any]) -> str:
     lengths = " and ".join(figure(evaluate[f"{side}_tokens"]) for side in ("chosen", "rejected"))
     text = f"Rewards are those of train.objective={parameters['train.objective']}. "
     text += f"{better.capitalize()} and {worse} answers have {lengths} trained tokens on average. "
-    if objective is not None and objective.has_reference:
+    if objective.has_reference:
         text += "Rewards are changes from the model before training, whose own are all 0; equal rewards count half. "
     if evaluate["tuned_logp_chosen"] is None:
         return text.rstrip()  # A reward model.

@@ -29,8 +29,7 @@ def main(tokens: Path, model_lock: Path, precision: Path, out: Path) -> None:
     """
     params = read_params()
     dotted_values(params)  # For objectives without a reference too, DVC compares all that decides it.
-    objective = params.train.preferences
-    if objective is None or not objective.has_reference:
+    if not params.train.goal.has_reference:
         of = identity(tokens, read_model_lock(model_lock), params.train)
         with atomic_directory(out) as aside:
             for split in SPLITS:

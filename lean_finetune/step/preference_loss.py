@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lean_finetune.config.schema import Train
-from lean_finetune.objectives.objective import Objective, RowSums, StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
 from lean_finetune.step.batches import Answers, Batch
 from lean_finetune.step.head_loss import TokenRule
 from lean_finetune.step.token_rows import TokenRows
@@ -24,7 +24,7 @@ share of pairs (or labelled answers) that the model judges right, and the diverg
 class StepPreferences:
     """The objective, and the rows of an optimizer step over all processes."""
 
-    objective: Objective
+    objective: AnswerObjective
     values: Mapping[str, float]
     """Of the objective's parameters."""
     totals: StepTotals
@@ -32,8 +32,8 @@ class StepPreferences:
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray) -> "StepPreferences | None":
         """Those of `rows`, which the plan has in a step; None for supervised fine-tuning."""
-        objective = train.preferences
-        if objective is None:
+        objective = train.goal
+        if not isinstance(objective, AnswerObjective):
             return None
         better = objective.kind.is_better(rows, tokens.desirable)
         totals = StepTotals(
@@ -47,10 +47,11 @@ class StepPreferences:
     @classmethod
     def of_any_rows(cls, train: Train) -> "StepPreferences | None":
         """Arbitrary values, to trace memory."""
-        if train.preferences is None:
+        objective = train.goal
+        if not isinstance(objective, AnswerObjective):
             return None
         totals = StepTotals(count=1, better=1, worse=1, better_tokens=1)
-        return cls(objective=train.preferences, values=train.preferences.defaults, totals=totals)
+        return cls(objective=objective, values=objective.defaults, totals=totals)
 
     @property
     def has_mismatches(self) -> bool:

@@ -90,7 +90,7 @@ def usual_lr(config: PretrainedConfig, train: Train) -> tuple[float, str]:
     _, adapters, all_weights = next(line for line in USUAL_LRS if parameters < line[0])
     trained, lr = ("adapters on", adapters) if train.adapted else ("all weights of", all_weights)
     size = f"{significant(parameters / 1e9, 3)} B" if parameters >= 1e9 else f"{significant(parameters / 1e6, 3)} M"
-    if train.preferences is not None:
+    if train.goal.compares:
         return lr * PREFERENCE_LR_SHARE, f"usual for {train.objective} of {trained} {size} parameters"
     return lr, f"usual for {trained} {size} parameters"
 
@@ -307,7 +307,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
             adapter_files = verify_adapter(lock, adapter)
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
     rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, rows.images)
-    if train.preferences is not None and train.preferences.has_reference:
+    if train.goal.has_reference:
         of = identity(paths.tokens, lock, train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
         heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))

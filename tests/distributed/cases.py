@@ -15,7 +15,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
-from lean_finetune.objectives.objective import StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, StepTotals
 from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.offload.activation_offload import ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel
@@ -159,13 +159,13 @@ def with_answers(case: Case, layout: ParallelLayout, rank: int, turned: int = 0)
 
 def preferences_of(train: Train) -> StepPreferences | None:
     """The objective with its figures of the eight rows."""
-    if train.preferences is None:
+    if not isinstance(train.goal, AnswerObjective):
         return None
     supervised = [int((spans[:, 1] - spans[:, 0]).sum()) for _, spans in rows()]
     totals = StepTotals(
-        count=len(rows()) // train.preferences.kind.unit, better=4, worse=4, better_tokens=sum(supervised[::2])
+        count=len(rows()) // train.goal.kind.unit, better=4, worse=4, better_tokens=sum(supervised[::2])
     )
-    return StepPreferences(objective=train.preferences, values=train.preference_values, totals=totals)
+    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
 
 
 def learn(case: Case, world: World) -> Outcome:

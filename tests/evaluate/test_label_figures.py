@@ -5,6 +5,7 @@ import pytest
 
 from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
 from lean_finetune.evaluate.pair_figures import RESULTS
+from lean_finetune.objectives.objective import AnswerObjective
 from lean_finetune.objectives.registry import OBJECTIVES
 from tests.token_files import Row, heldout
 
@@ -17,7 +18,7 @@ def labels_of(tmp_path, better: int = 3, worse: int = 2) -> HeldoutLabels:
     opened = heldout(tmp_path, rows)
     opened.reference = np.linspace(-30, -10, len(rows)).astype(np.float32)
     kto = OBJECTIVES["kto"]
-    assert kto is not None
+    assert isinstance(kto, AnswerObjective)
     desirable, undesirable = 2 * np.flatnonzero(LABELS)[:better], 2 * np.flatnonzero(~LABELS)[:worse]
     return HeldoutLabels(
         rows=opened, desirable=desirable, undesirable=undesirable, objective=kto, values={**kto.defaults, "beta": 0.2}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Kto
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
@@ -44,9 +44,9 @@ def batch_of(rows: list[np.ndarray], numbers: list[int], reference: np.ndarray, 
 
 
 def step_of(train: Train) -> StepPreferences:
-    assert train.preferences is not None
+    assert isinstance(train.goal, AnswerObjective)
     totals = StepTotals(count=4, better=2, worse=2, better_tokens=1)
-    return StepPreferences(objective=train.preferences, values=train.preference_values, totals=totals)
+    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
 
 
 def spec(method: str, **preference: float) -> Train:

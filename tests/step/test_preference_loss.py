@@ -14,7 +14,7 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
+from lean_finetune.objectives.objective import AnswerObjective, PairObjective, PairSums, StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Ipo
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
@@ -53,10 +53,10 @@ def batch_of(pairs: list[int], *, flat: bool = False) -> Batch:
 
 
 def step_of(train: Train) -> StepPreferences:
-    assert train.preferences is not None
+    assert isinstance(train.goal, AnswerObjective)
     pairs, chosen = len(LENGTHS), sum(length - 4 for length, _ in LENGTHS)
     totals = StepTotals(count=pairs, better=pairs, worse=pairs, better_tokens=chosen)
-    return StepPreferences(objective=train.preferences, values=train.preference_values, totals=totals)
+    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:

@@ -311,7 +311,7 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
         converted.differs.append(f"no limit on the length of rows: {LENGTH} tokens are assumed; --length sets another")
     padded = round_up(length, PAD_MULTIPLE)
     different = max(1, gpus // values.get("train.context_parallel", 1))  # GPUs that train different rows.
-    rows, per_row = facts.get("rows", 1), _rows_of_unit(values.get("train.objective", SFT))
+    rows, per_row = facts.get("rows", 1), OBJECTIVES[values.get("train.objective", SFT)].kind.unit
     of_step = facts.get("step_rows", table.get("rows_of_step", 1))
     steps = facts.get("accumulation", max(1, ceil(of_step / rows / different)))
     values["data.max_length"] = length
@@ -325,12 +325,6 @@ def _combine_batches(facts: Mapping[str, Any], converted: Converted, table: Tabl
     )
     if steps > 1 and values.get("train.optimizer_in_backward"):
         values["train.optimizer_in_backward"] = False
-
-
-def _rows_of_unit(objective: str) -> int:
-    """Rows here for one row of these tools, which count a pair as one."""
-    preferences = OBJECTIVES[objective]
-    return 1 if preferences is None else preferences.kind.unit
 
 
 def _combine_sharding(facts: Mapping[str, Any], converted: Converted, gpus: int) -> None:

@@ -21,7 +21,6 @@ from lean_finetune.config.other_tools import Table
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import read_yaml
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
-from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.hub import HUB_ID
 
 
@@ -178,8 +177,7 @@ def _entries(entry: Any, ours: str, converted: Converted, table: Table, path: Pa
     if form == "named" and (match := NAMED.fullmatch(name)) and not os.path.exists(name):
         rows = {"rows": int(match["rows"])} if match["rows"] else {}
         name, given = match["path"], {"config": match["config"], **rows}
-    objective = OBJECTIVES[converted.values.get("train.objective", SFT)]
-    kind = RowKind.ANSWER if objective is None else objective.kind
+    kind = OBJECTIVES[converted.values.get("train.objective", SFT)].kind
     typed = row_type(given, kind, table, converted, f"{path}: {name}")
     named = {
         "config": given.get("name") or given.get("config"),

@@ -21,7 +21,7 @@ from lean_finetune.data.images.families import (
     Pixtral,
     Size,
 )
-from lean_finetune.objectives.registry import SFT
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 
 ASSUMED = Size(height=768, width=1024)
@@ -58,7 +58,7 @@ def combine_images(facts: Mapping[str, Any], converted: Converted, path: Path, b
     processor = str(facts.get("processor", ""))
     if AUDIO.search(processor):
         raise UserError(f"{path}: processor_type: audio is not trained here; got {processor}; run it with {tool}")
-    if values.get("train.objective", SFT) != SFT:
+    if OBJECTIVES[values.get("train.objective", SFT)].compares:
         raise UserError(
             f"{path}: rows with images are trained with objective sft alone here; got {values['train.objective']}; "
             f"run it with {tool}"

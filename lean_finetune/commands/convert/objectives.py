@@ -39,9 +39,9 @@ def combine_objective(facts: Mapping[str, Any], converted: Converted, table: Tab
         if key not in converted.used.values():
             values[key] = value
     converted.differs += own.get("differs", [])
-    read = {f"{SECTION}{key}" for key in objective.defaults} if objective else set()
+    read = {f"{SECTION}{key}" for key in objective.defaults}
     _leave_out({key for key in values if key.startswith(SECTION)} - read, converted, f"not read by objective {name}")
-    if objective is None:
+    if not objective.compares:
         unread = {key for key in converted.used if _is_loss_of_pairs(table, key)}
         _ignore(unread, converted, f"not read by objective {name}")
         return

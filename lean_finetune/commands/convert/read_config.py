@@ -180,7 +180,7 @@ def read_config_of_tool(
         facts.setdefault("objective", "dpo")
     combine_objective(facts, converted, table, path)
     check_kinds(facts, path, facts.get("objective", SFT))
-    if OBJECTIVES[converted.values.get("train.objective", SFT)] is None:
+    if not OBJECTIVES[converted.values.get("train.objective", SFT)].compares:
         for line in (one["text"] for one in table.get("says", ()) if not any(key in given for key in one["keys"])):
             converted.say(line)
     combine_facts(facts, converted, table, gpus, path)
@@ -204,8 +204,7 @@ def _combine_start(facts: Mapping[str, Any], converted: Converted, path: Path) -
         converted.values["model.adapter"] = name
     else:
         converted.differs.append(f"adapter {name} is no directory here: set model.adapter to it")
-    preferences = OBJECTIVES[converted.values.get("train.objective", SFT)]
-    if preferences is not None and preferences.has_reference:
+    if OBJECTIVES[converted.values.get("train.objective", SFT)].has_reference:
         converted.differs.append(f"the reference is the adapter's start here; {converted.tool} may take the base model")
 
 

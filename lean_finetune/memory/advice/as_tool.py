@@ -99,12 +99,12 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         return f"the training step of {tool} for rows with images is not described here"
     step = step_of(tool, keys, train)
     if step is None:
-        of_pairs = "" if train.preferences is None else f" for objective {train.objective}"
+        of_pairs = f" for objective {train.objective}" if train.goal.compares else ""
         return f"the training step of {tool}{of_pairs} is not described here"
     sharing = sharing_of(tool, keys, run.setting, step, run.config)
     if isinstance(sharing, str):
         return sharing
-    if sharing is not None and train.preferences is not None:
+    if sharing is not None and train.goal.compares:
         return "preference tuning of other tools is traced on one GPU; use --gpus 1"
     if run.device.kind != "cuda":
         return "other tools' steps are traced for GPUs alone; name one with --gpu"

@@ -136,7 +136,6 @@ def _echo_verdict(run: Run, prediction: Prediction, memory: PlanMemory | None) -
 def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued: bool) -> dict[str, Peak]:
     """Peak of every phase; notes if another phase needs more than training. `continued`: adapters go on."""
     assert run.planned is not None
-    objective = run.setting.train.preferences
     p, plan, model = run.params, run.planned.own_plan, run.model
     limits = EvaluationLimits.from_params(p, read_supervised(heldout_index))
     prompts, in_training = p.evaluate.generate_rows, int(plan.padded_tokens[plan.step == 0].max())
@@ -158,7 +157,7 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
         logits_chunk=limits.logits_chunk,
         generation=generation,
         merged=p.evaluate.merged,
-        reference=reference_shape(longest) if objective is not None and objective.has_reference else None,
+        reference=reference_shape(longest) if run.setting.train.goal.has_reference else None,
         continued=continued,
     )
     training = prediction.by_phase

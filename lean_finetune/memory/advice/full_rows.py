@@ -139,7 +139,7 @@ def _refuse_images(p: Params, config: PretrainedConfig) -> None:
             f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
             f"{', '.join(MODELS)}"
         )
-    if p.train.objective != "sft":
+    if p.train.goal.compares:
         raise UserError(
             f"--image: rows with images are trained with objective sft alone; got {p.train.objective}; set "
             "train.objective=sft, or leave --image out"

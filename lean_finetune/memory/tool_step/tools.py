@@ -40,7 +40,7 @@ def _foreach(optimizer: object) -> bool:
 
 def _reference(train: Train) -> Literal["none", "adapters off", "second model"]:
     """What computes the reference's log-probabilities: accelerate's tools keep a second model in full fine-tuning."""
-    if train.preferences is None or not train.preferences.has_reference:
+    if not train.goal.has_reference:
         return "none"
     return "adapters off" if train.adapted else "second model"
 
@@ -51,7 +51,7 @@ def _trl(keys: Keys, train: Train) -> ToolStep:
     named: str = keys.get("loss_type") or ("liger" if liger else "chunked_nll")
     loss: Loss = "chunked_nll" if named == "chunked_nll" else "liger" if liger else "logits"
     stored = _type(keys, "dtype") or _type(keys, "torch_dtype") or "float32"
-    if train.preferences is not None:
+    if train.goal.compares:
         loss = "pairs_in_tiles"
     return ToolStep(
         tool="TRL",
@@ -74,7 +74,7 @@ def _llama_factory(keys: Keys, train: Train) -> ToolStep:
     mixed = _mixed(keys) and not pure
     return ToolStep(
         tool="LLaMA-Factory",
-        loss="pairs_log_softmax" if train.preferences is not None else "liger" if liger else "logits",
+        loss="pairs_log_softmax" if train.goal.compares else "liger" if liger else "logits",
         autocast=mixed,
         outputs_in_fp32=mixed,
         weights="16 bits" if pure or train.adapted else "fp32",
@@ -95,7 +95,7 @@ def _axolotl(keys: Keys, train: Train) -> ToolStep:
     cut = "cut_cross_entropy" in plugins or bool(keys.get("cut_cross_entropy"))
     fused = liger and bool(keys.get("liger_fused_linear_cross_entropy"))
     loss: Loss = "cut_cross_entropy" if cut else "liger" if fused else "logits"
-    if train.preferences is not None:
+    if train.goal.compares:
         loss = "pairs_by_rows"
     return ToolStep(
         tool="Axolotl",
@@ -183,6 +183,6 @@ PAIR_OBJECTIVES: Mapping[str, tuple[str, ...]] = {
 def step_of(tool: str, keys: Keys, train: Train) -> ToolStep | None:
     """The training step of a tool; None if it is not described here."""
     describe = STEPS.get(tool)
-    if train.preferences is not None and train.objective not in PAIR_OBJECTIVES.get(tool, ()):
+    if train.goal.compares and train.objective not in PAIR_OBJECTIVES.get(tool, ()):
         return None
     return None if describe is None else describe(keys, train)
