@@ -10,11 +10,12 @@ import pyarrow as pa
 import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from benchmarks.processes import Rival, write_params
+from benchmarks.processes import Rival
 from lean_finetune.core.arrow_files import ArrowWriter
 from lean_finetune.plan.micro_batches import MicroBatchSettings
 from lean_finetune.plan.optimizer_steps import COLUMNS, RowIndex
 from lean_finetune.plan.planner import PlanSettings, randomness, straggler_percent
+from tests.kit.write_params import write_params
 
 RANKS = 8
 CAPACITY = 16_384

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.estimate_cpu import CPU, CPU_TARGET
-from benchmarks.processes import ROOT, SCRATCH, run_stage, write_params
-from benchmarks.specs import Trainer
+from benchmarks.processes import ROOT, SCRATCH, run_stage
 from benchmarks.train_cases import generated_rows
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Params
@@ -33,6 +31,9 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.token_rows import TokenRows, read_lengths
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.measured_peak import LOAD, make_meter
+from tests.kit.estimate_cpu import CPU, CPU_TARGET
+from tests.kit.specs import Trainer
+from tests.kit.write_params import write_params
 
 MODEL = ROOT / "lean_finetune/tiny"
 REAL_ROWS = ROOT.parent / "shared/data/alpaca_en_demo.json"

@@ -23,18 +23,9 @@ import pyarrow as pa
 
 from benchmarks.chat_file import ChatFile, chat_file
 from benchmarks.harness import Bar, Measured, Row, at_least, at_most, benchmark, interleaved, median_ratio
-from benchmarks.processes import (
-    DATASETS_MAP,
-    LLAMA_FACTORY,
-    SCRATCH,
-    TRL,
-    Finished,
-    Rival,
-    run,
-    run_stage,
-    write_params,
-)
+from benchmarks.processes import DATASETS_MAP, LLAMA_FACTORY, SCRATCH, TRL, Finished, Rival, run, run_stage
 from lean_finetune.core.atomic_files import sha256_file
+from tests.kit.write_params import write_params
 
 ROWS, QUICK_ROWS = 100_000, 1_000
 QUICK_TRAINING_ROWS = 500

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.harness import Measured, Row, at_most, benchmark, median_ratio
 from benchmarks.processes import ROOT, clean_environment, run
 from benchmarks.rivals.shared_steps import HF, LAYERS, OURS, PLAIN, STEPS, WARM_STEPS
-from benchmarks.specs import llama
+from tests.kit.specs import llama
 
 DDP = ("full", "ddp")
 ROUNDS, QUICK_ROUNDS = 3, 1

@@ -9,13 +9,13 @@ from typing import Literal
 from transformers import LlamaConfig, PretrainedConfig
 
 from benchmarks.gptq_step import trace_gptq
-from benchmarks.specs import llama, train_of
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
 from cuda_memory.units import GIB
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from tests.kit.specs import llama, train_of
 
 FACTS = Path(__file__).parent / "facts"
 GB = 10**9

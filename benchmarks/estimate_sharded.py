@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
-from benchmarks.specs import padded, train_of
 from lean_finetune.config.field_types import Method, OffloadState, Precision, Sharding
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.memory.devices import resolve_gpu
@@ -19,6 +18,7 @@ from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
+from tests.kit.specs import padded, train_of
 
 MODEL = MODELS["Llama-3.1-8B"]
 TOKENS = 2048

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from benchmarks.estimate_facts import ALL_OF_LLAMA, Fact, T4Source, read_facts
-from benchmarks.specs import train_of
 from benchmarks.variants import Traced, Variant, replayed, trace_variant
 from cuda_memory.units import MIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from tests.kit.specs import train_of
 
 ASSUMED = "the model loaded tensor by tensor without temporary copies"
 WHY_OFF = (

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
-from benchmarks.interpreted_triton import interpreted_kernels
-from benchmarks.models.small import tiny_config
-from benchmarks.specs import changed, joined, padded, random_batch, train_of
 from lean_finetune.config.field_types import FusedKernels, Method, Precision
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
@@ -31,6 +27,10 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import summed_loss
+from tests.kit.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
+from tests.kit.interpreted_triton import interpreted_kernels
+from tests.kit.specs import changed, joined, padded, random_batch, train_of
+from tests.kit.tiny_config import tiny_config
 
 STEPS: TracedSteps = ((padded(2, 12, 16), padded(1, 16, 10)), (padded(3, 8, 16),))
 JOINED: TracedSteps = ((joined((70, 1, 64, 9), 90), joined((30, 66), 20)),)

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from benchmarks.specs import changed
 from benchmarks.variants import CPU, Traced
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.cuda_kernels import Target
 from lean_finetune.memory.trace.memory_trace import INPUTS, OPTIMIZER, WEIGHTS, WORKSPACE, MemoryTrace
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.step.parallel_model import named_trained
+from tests.kit.specs import changed
 
 GROUP, PACKED = 128, 8
 """Rows of a weight that share scales; 4-bit values in an int32."""

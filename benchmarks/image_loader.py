@@ -21,13 +21,14 @@ from transformers import AutoModelForMultimodalLM
 
 from benchmarks.chat_file import SEED
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
-from benchmarks.processes import SCRATCH, run_stage, write_params
+from benchmarks.processes import SCRATCH, run_stage
 from data.synth import vision_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.batch_stream import load
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import TokenRows
+from tests.kit.write_params import write_params
 
 IMAGES, QUICK_IMAGES = 2_000, 40
 WIDTH, HEIGHT = 448, 336

@@ -17,7 +17,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
-from benchmarks.specs import Trainer, changed, llama, padded, random_batch, train_of
 from cuda_memory.growth import classify
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
@@ -25,6 +24,7 @@ from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_i
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.process.training_device import training_device
+from tests.kit.specs import Trainer, changed, llama, padded, random_batch, train_of
 
 SEED = 11
 STEPS, QUICK_STEPS = 155, 10

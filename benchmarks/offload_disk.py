@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Measured, Row, at_least, at_most, benchmark, interleaved_seconds, median_ratio
-from benchmarks.specs import train_of
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.run_optimizer import build_optimizer
+from tests.kit.specs import train_of
 
 VALUES, QUICK_VALUES = 24 * 2**20, 2**20
 """Of each of four weights."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import Measured, Row, at_most, benchmark
-from benchmarks.processes import WHOLE_RUN, clean_environment, error_line, watch, write_params
+from benchmarks.processes import WHOLE_RUN, clean_environment, error_line, watch
 from lean_finetune.core.atomic_files import repo_root
 from lean_finetune.core.errors import UserError
+from tests.kit.write_params import write_params
 
 REPRO = [sys.executable, "-m", "dvc", "repro"]
 NO_OP_ROUNDS = 7

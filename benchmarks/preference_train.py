@@ -23,11 +23,12 @@ from transformers import AutoTokenizer
 from benchmarks.chat_file import SEED
 from benchmarks.chat_text import english
 from benchmarks.harness import Measured, at_least, at_most, benchmark, interleaved, median_ratio
-from benchmarks.processes import SCRATCH, TRL, run_stage, write_params
+from benchmarks.processes import SCRATCH, TRL, run_stage
 from benchmarks.train_cases import THREADS, TOKENIZER, save_model
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.token_rows import TokenRows
+from tests.kit.write_params import write_params
 
 COMPARED = ("dpo", "ipo", "kto", "cpo", "simpo", "orpo")
 STEPS, QUICK_STEPS = 20, 3

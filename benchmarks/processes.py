@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ruamel.yaml import YAML
 
 import lean_finetune
 from lean_finetune.core.atomic_files import sha256_file
@@ -39,20 +38,6 @@ def clean_environment(**more: str) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DVC_") and k not in removed}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     return environment | {"DVC_NO_ANALYTICS": "1"} | more
-
-
-def write_params(directory: Path, changes: Mapping[str, Any], source: Path = ROOT / "params.yaml") -> None:
-    """Write `source` as params.yaml into a directory, with the dotted parameters in `changes` replaced."""
-    yaml = YAML()
-    values = yaml.load(source.read_text(encoding="utf-8"))
-    for dotted, value in changes.items():
-        *sections, key = dotted.split(".")
-        section = values
-        for name in sections:
-            section = section[name]
-        section[key] = value
-    with open(directory / "params.yaml", "w", encoding="utf-8") as file:
-        yaml.dump(values, file)
 
 
 @dataclass(kw_only=True)

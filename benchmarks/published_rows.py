@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from benchmarks.estimate_facts import read_facts
-from benchmarks.specs import changed, llama, train_of
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.sharing import Sharing, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import Loss, ToolStep
 from lean_finetune.memory.tool_step.trace_tool import ToolRun
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from tests.kit.specs import changed, llama, train_of
 
 FILE = "published_2026.csv"
 WITHOUT_VERSION = ("litgpt-hub",)

@@ -12,7 +12,6 @@ import click
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.specs import changed, llama, padded, train_of
 from cuda_memory.units import GIB
 from lean_finetune.memory.advice.plan_memory import ALLOCATORS, Replay, replay
 from lean_finetune.memory.devices import resolve_gpu
@@ -21,6 +20,7 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
+from tests.kit.specs import changed, llama, padded, train_of
 
 GPU = "A100-80GB"
 CONFIG = llama(4096, 14336, layers=2, heads=32, kv_heads=8)

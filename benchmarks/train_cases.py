@@ -15,11 +15,12 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.chat_file import SEED
 from benchmarks.chat_text import english
-from benchmarks.processes import ROOT, SCRATCH, Rival, run_stage, write_params
-from benchmarks.specs import llama
+from benchmarks.processes import ROOT, SCRATCH, Rival, run_stage
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.token_rows import TokenRows, read_lengths
+from tests.kit.specs import llama
+from tests.kit.write_params import write_params
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 TOKENIZER = ROOT / "lean_finetune/tiny"

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.specs import train_of
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.train.save_model import Base
+from tests.kit.specs import train_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 256

@@ -20,7 +20,7 @@ evaluate report stages commands/tuned commands/convert commands/project commands
 page/project page
 """.split()
 MOST_MODULES = 15
-CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks")
+CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")
 
 
 @cache
@@ -76,6 +76,14 @@ def test_cuda_memory_needs_only_numpy_and_click():
     paths = [path for path in (ROOT / "cuda_memory").rglob("*.py") if "build" not in path.parts]
     found = {(path.name, name) for path in paths for name in imported_names(path)}
     assert len(paths) > 10 and {(path, name) for path, name in found if name.partition(".")[0] not in allowed} == set()
+
+
+def test_the_kit_of_tests_needs_no_test_and_no_benchmark():
+    """A change of a benchmark would break tests that have nothing to do with it."""
+    paths = sorted((ROOT / "tests/kit").glob("*.py"))
+    found = {(path.name, name) for path in paths for name in imported_names(path)}
+    others = {(path, name) for path, name in found if name.startswith(("benchmarks", "tests.", "pytest"))}
+    assert len(paths) > 5 and {(path, name) for path, name in others if not name.startswith("tests.kit.")} == set()
 
 
 def test_modules_import_in_no_circle():

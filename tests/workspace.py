@@ -10,9 +10,9 @@ from typing import Any
 from click import Command
 from click.testing import CliRunner, Result
 
-from benchmarks.processes import write_params
 from lean_finetune.core.atomic_files import FIGURES, write_sealed
 from tests.conftest import ROOT
+from tests.kit.write_params import write_params
 from tests.processes import run_bounded
 
 

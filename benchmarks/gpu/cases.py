@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from benchmarks.gpu.model_configs import MODELS
-from benchmarks.specs import joined, padded, train_of
 from lean_finetune.config.field_types import FusedKernels, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.step.batches import BatchShape
+from tests.kit.specs import joined, padded, train_of
 
 
 def _padded(rows: int, length: int) -> BatchShape:

@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.gpu.cases import LoadCase
 from benchmarks.gpu.model_configs import MODELS
-from benchmarks.gpu.random_model import base_model, free_cached
 from benchmarks.harness import Row
-from benchmarks.specs import train_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.load_model import load_model
+from tests.kit.random_model import base_model, free_cached
+from tests.kit.specs import train_of
 
 SHARD_SIZE = "1GB"
 """Largest file of the checkpoint."""

@@ -14,9 +14,7 @@ import torch
 
 from benchmarks.gpu.cases import LAYOUTS, MemoryCase
 from benchmarks.gpu.model_configs import MODELS
-from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_most
-from benchmarks.specs import Trainer, random_batch
 from cuda_memory.gpus import Device
 from lean_finetune.memory.advice.plan_memory import replay
 from lean_finetune.memory.predict.deep_events import step_events
@@ -25,6 +23,8 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.train.monitor.measured_peak import CudaMeter, Meter
+from tests.kit.random_model import free_cached, random_model
+from tests.kit.specs import Trainer, random_batch
 
 SPARE_SHARE = 0.04
 """Share of the device left for what is not predicted: a case that needs more is skipped."""

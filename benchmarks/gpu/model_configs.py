@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from transformers import GptOssConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from benchmarks.specs import llama
+from tests.kit.specs import llama
 
 MODELS: Mapping[str, PretrainedConfig] = {
     "Llama-3.1-8B": llama(4096, 14336, layers=32, heads=32, kv_heads=8, max_position_embeddings=131072),

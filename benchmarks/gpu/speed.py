@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.cases import LORA_4096, QLORA_LEAST, SpeedCase, TrlCase
-from benchmarks.gpu.random_model import free_cached, random_model
 from benchmarks.harness import Bar, Row, at_least, at_most
-from benchmarks.specs import Trainer, random_batch
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.step.training_step import Phase
+from tests.kit.random_model import free_cached, random_model
+from tests.kit.specs import Trainer, random_batch
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
 PEAK_FLOPS = 989e12

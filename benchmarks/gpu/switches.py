@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import SwitchesCase
-from benchmarks.gpu.random_model import free_cached
 from benchmarks.gpu.speed import PEAK_FLOPS, flops_per_token, matmul_flops, seconds_of, timed_step
 from benchmarks.harness import Row
 from lean_finetune.model.allocator_settings import use_segments
+from tests.kit.random_model import free_cached
 
 ROUNDS, WARM_UP_STEPS, TIMED_STEPS = 2, 2, 3
 SEED = 0

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu.cases import SMALL_SPEED_CASES, SPEED_CASES, SpeedCase
-from benchmarks.gpu.random_model import base_model
 from benchmarks.gpu.speed import TIMED_STEPS, WARM_UP_STEPS
 from lean_finetune.config.field_types import OptimizerName
+from tests.kit.random_model import base_model
 
 OPTIMIZERS: dict[OptimizerName, str] = {
     "adamw": "adamw_torch_fused",

@@ -27,8 +27,8 @@ def write(name: str, directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from benchmarks.gpu.cases import SPEED_CASES
-    from benchmarks.gpu.random_model import base_model
-    from benchmarks.specs import changed
+    from tests.kit.random_model import base_model
+    from tests.kit.specs import changed
 
     case = next(case for case in SPEED_CASES if case.name == name)
     spec = changed(case.setting.train, method="lora")  # Unsloth quantises while it loads.
@@ -54,7 +54,7 @@ def timed(name: str, directory: str) -> dict[str, Any]:
 
     from benchmarks.gpu.cases import SPEED_CASES
     from benchmarks.gpu.speed import TIMED_STEPS, WARM_UP_STEPS
-    from benchmarks.specs import LR
+    from tests.kit.specs import LR
 
     case = next(case for case in SPEED_CASES if case.name == name)
     spec = case.setting.train

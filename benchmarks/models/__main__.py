@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.harness import RESULTS, Measured, Row, publishable_commit, report
 from benchmarks.models.depth import compared, depth_cases
-from benchmarks.models.families import family_names, outcome
+from benchmarks.models.families import outcome
 from benchmarks.models.page import write_page
 from benchmarks.models.published import image_models, predicted, predicted_with_image, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
+from tests.kit.tiny_config import family_names
 
 TABLES: Mapping[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Row]]] = {
     "families": ("family", family_names, outcome),

@@ -8,10 +8,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.estimate_cpu import Case, compare_prediction, worst_share
 from benchmarks.harness import Row
-from benchmarks.models.small import tiny_config
 from lean_finetune.config.field_types import Method
+from tests.kit.estimate_cpu import Case, compare_prediction, worst_share
+from tests.kit.tiny_config import tiny_config
 
 LAYERS = (12, 24, 36)
 METHODS: tuple[Method, ...] = ("full", "lora")

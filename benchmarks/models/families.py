@@ -8,11 +8,8 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.harness import Row
-from benchmarks.models.small import small_timm_models, tiny_config
-from benchmarks.specs import changed, joined, padded, train_of
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
@@ -26,6 +23,8 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_packed_rows
 from lean_finetune.step.loss import check_head, check_packed_rows
+from tests.kit.specs import changed, joined, padded, train_of
+from tests.kit.tiny_config import small_timm_models, tiny_config
 
 CPU = torch.device("cpu")
 TARGET = target_of(resolve_gpu("A100-80GB")[0])
@@ -36,11 +35,6 @@ METHODS: tuple[Method, ...] = ("full", "lora", "qlora", "int8_lora")
 MOST_PARAMETERS = 3e8
 """Larger models, whose parts for images have no small sizes here, are traced but not loaded."""
 LOADED = train_of("full", "fp32", grad_ckpt=False)
-
-
-def family_names() -> list[str]:
-    """The families of the installed transformers."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def outcome(family: str) -> Row:

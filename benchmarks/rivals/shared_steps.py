@@ -23,7 +23,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.harness import interleaved
-from benchmarks.specs import changed, train_of
 from lean_finetune.config.field_types import Method, Sharding
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
@@ -33,6 +32,7 @@ from lean_finetune.step.batches import collate, part_of, token_part
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import training_step
+from tests.kit.specs import changed, train_of
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 4, 128

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from benchmarks import estimate
-from benchmarks.estimate_cpu import FAMILIES
 from benchmarks.estimate_facts import (
     FACTS,
     PEFT_STATISTICS,
@@ -19,6 +18,7 @@ from benchmarks.estimate_facts import (
 from benchmarks.estimate_t4 import t4_figures, t4_runs
 from benchmarks.published_rows import published_rows
 from benchmarks.variants import Variant, replayed, trace_variant
+from tests.kit.estimate_cpu import FAMILIES
 from tests.memory.common import gpu_target
 
 SHAPES = ((2, 64), (2, 64))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate_cpu import without_onednn
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import memory, profiling, speed
 from benchmarks.gpu.__main__ import Session, main, rows_of
@@ -32,7 +31,6 @@ from benchmarks.gpu.cases import (
 )
 from benchmarks.gpu.fake_cuda import FAKE_GPU, fake_cuda
 from benchmarks.gpu.model_configs import MODELS
-from benchmarks.gpu.random_model import random_model
 from cuda_memory.snapshot_pickle import read_plain_pickle
 from cuda_memory.units import GIB
 from lean_finetune.memory.devices import cpu_device
@@ -42,6 +40,8 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.train.monitor.measured_peak import CpuMeter, CudaMeter
 from tests.conftest import ROOT
+from tests.kit.estimate_cpu import without_onednn
+from tests.kit.random_model import random_model
 from tests.memory.common import gpu_target
 from tests.processes import run_bounded
 from tests.small_model import CPU

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from benchmarks.processes import write_params
 from stages.bucket import main as bucket
 from tests.conftest import ROOT
 from tests.distributed.hosts import Host
+from tests.kit.write_params import write_params
 from tests.processes import kill_group, killed_after
 from tests.workspace import invoke
 

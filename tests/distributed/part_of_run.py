@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 from safetensors.torch import save_file
 
-from benchmarks.specs import changed
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import ControlChannel, World
 from lean_finetune.model.files.safetensors_files import write_loaded
@@ -26,6 +25,7 @@ from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
+from tests.kit.specs import changed
 from tests.small_model import CPU
 from tests.train.image_jobs import MIXED
 from tests.train.image_jobs import job_of as job_of_images

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import save_small
 from lean_finetune.core.atomic_files import read_json, write_json
 from tests.distributed.cases import Case
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group
 from tests.distributed.test_parity import BF16, FP16, IDLE, METHODS, check, plain_of, same_batches
+from tests.kit.estimate_cpu import save_small
 from tests.small_model import save_small_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import save_small
 from cuda_memory.units import MIB
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.distributed.processes import SINGLE_PROCESS
@@ -18,6 +17,7 @@ from tests.distributed.cases import Case, learn
 from tests.distributed.conftest import Single
 from tests.distributed.group import Group, group_of
 from tests.distributed.worker import do_slow_first_process, do_wait_in_vain
+from tests.kit.estimate_cpu import save_small
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.model.recurrent.test_packed_layers import saved as save_hybrid
 from tests.small_model import VOCABULARY, moved_adapter, save_small_llama, spec_of

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.estimate_cpu import save_small
 from lean_finetune.distributed.processes import SINGLE_PROCESS
 from tests.distributed.group import Group, group_of
 from tests.distributed.part_of_run import PartOfRun, run_part
 from tests.distributed.worker import do_run_part
+from tests.kit.estimate_cpu import save_small
 from tests.step.common import slow
 from tests.train.image_jobs import image_workspace
 from tests.train.interrupted import STEPS

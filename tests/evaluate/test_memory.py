@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
@@ -23,6 +22,7 @@ from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
+from tests.kit.specs import changed
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of
 

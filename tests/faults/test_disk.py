@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import write_params
 from lean_finetune.core.atomic_files import FIGURES, read_sealed, write_sealed
 from tests.conftest import ROOT
 from tests.faults.conftest import NAMESPACE
 from tests.faults.outputs import declared, digest, state
 from tests.faults.stage_run import Fault, Runner
 from tests.faults.workspaces import Finished, check_kept_or_new, check_rerun, put_nothing, put_old
+from tests.kit.write_params import write_params
 from tests.processes import run_bounded, wait_for
 
 STAGES = ("pin_code", "pin_data", "pin_model", "tokenize", "bucket", "estimate", "train", "evaluate", "report")

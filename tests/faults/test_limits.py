@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import write_params
 from tests.faults.outputs import digest
 from tests.faults.stage_run import Ended, Fault, Runner
 from tests.faults.test_disk import DISK_BYTES, fill
@@ -19,6 +18,7 @@ from tests.faults.workspaces import (
     put_nothing,
     put_old,
 )
+from tests.kit.write_params import write_params
 
 EXPORT = "lean_finetune.commands.export:export"
 OUT = ("out", "--model", "data/tuned", "--bits", "16")

@@ -9,9 +9,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.specs import joined  # noqa: F401 - for the tests
-from benchmarks.specs import llama as large_llama
-from benchmarks.specs import padded as shape  # noqa: F401
 from cuda_memory.gpus import BF16_CAPABILITY, Device, context_of
 from cuda_memory.units import MIB
 from lean_finetune.core.atomic_files import sha256_file
@@ -21,6 +18,9 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.run_optimizer import device_state
+from tests.kit.specs import joined  # noqa: F401 - for the tests
+from tests.kit.specs import llama as large_llama
+from tests.kit.specs import padded as shape  # noqa: F401
 from tests.small_model import spec_of
 
 CPU_TARGET = target_of(cpu_device(2**34))

@@ -13,8 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.estimate_cpu import make_code_books, without_onednn
-from benchmarks.specs import changed, random_batch
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import make_parallel
 from lean_finetune.memory.predict.traced_step import TracedSteps
@@ -31,6 +29,8 @@ from lean_finetune.step.training_step import LossScaler, training_step
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.distributed.image_rows import inputs_of
+from tests.kit.estimate_cpu import make_code_books, without_onednn
+from tests.kit.specs import changed, random_batch
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY
 

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 from ruamel.yaml import YAML
 
-from benchmarks.estimate_cpu import save_small
 from cuda_memory.units import GIB
 from lean_finetune.config import load
 from lean_finetune.config.schema import Bucket, Lora, Quant, Train
@@ -20,6 +19,7 @@ from lean_finetune.memory.advice.what_fits import halving_flag
 from lean_finetune.plan.batch_plan import Plan, write_plan
 from stages.estimate import main
 from tests.conftest import ROOT
+from tests.kit.estimate_cpu import save_small
 from tests.memory.common import card_for, llama, micro_batch, pin, plan_of
 from tests.token_files import write_index
 from tests.workspace import error, invoke, lay_out

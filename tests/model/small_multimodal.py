@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
 
-from benchmarks.estimate_cpu import SMALL, WINDOW
-from benchmarks.models.small import OTHER_SIZES, small_timm_models
+from tests.kit.estimate_cpu import SMALL, WINDOW
+from tests.kit.tiny_config import OTHER_SIZES, small_timm_models
 
 TEXT: dict[str, Any] = {**SMALL, "head_dim": 16, "bos_token_id": 1}
 M_ROPE: dict[str, Any] = {

@@ -10,8 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
-from benchmarks.estimate_cpu import FAMILIES as SMALL_MODELS
-from benchmarks.estimate_cpu import LAYOUTS, SMALL, count, make_code_books, without_onednn
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
@@ -21,6 +19,8 @@ from lean_finetune.model import fused_kernels
 from lean_finetune.model.fused_kernels import refuse_fused
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
+from tests.kit.estimate_cpu import FAMILIES as SMALL_MODELS
+from tests.kit.estimate_cpu import LAYOUTS, SMALL, count, make_code_books, without_onednn
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.processes import run_bounded
 from tests.small_model import save_small_llama

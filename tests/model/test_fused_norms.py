@@ -12,15 +12,15 @@ from torch._decomp.decompositions import _fused_rms_norm_backward
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from benchmarks.estimate_cpu import FAMILIES
-from benchmarks.gpu.random_model import random_model
-from benchmarks.specs import llama, padded, random_batch
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.norms import fused_norms
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
+from tests.kit.estimate_cpu import FAMILIES
+from tests.kit.random_model import random_model
+from tests.kit.specs import llama, padded, random_batch
 from tests.memory.common import gpu_target, setting_of
 from tests.small_model import CPU, spec_of
 

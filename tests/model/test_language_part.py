@@ -12,9 +12,6 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from benchmarks.estimate_cpu import CPU_TARGET, Case, compare, worst_share
-from benchmarks.models.small import small_timm_models
-from benchmarks.specs import train_of
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.base_and_tuned import generation_attention
@@ -30,6 +27,9 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import causal_lm, check_head, check_packed_rows, decoder_hidden, head_logits
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
+from tests.kit.estimate_cpu import CPU_TARGET, Case, compare, worst_share
+from tests.kit.specs import train_of
+from tests.kit.tiny_config import small_timm_models
 from tests.memory.common import setting_of
 from tests.model.reload import changed_adapters
 from tests.model.small_multimodal import CONFIGS, multimodal_config, save_multimodal

@@ -7,14 +7,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.estimate_cpu import SMALL
-from benchmarks.models.families import family_names
-from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention_choice import training_attention
 from lean_finetune.model.model_config import UNSUPPORTED
 from lean_finetune.step.head_loss import LOGIT_CAPS, LOGIT_DIVISORS, LOGIT_FACTORS, logit_cap, logit_factor
 from lean_finetune.step.loss import check_head
+from tests.kit.estimate_cpu import SMALL
+from tests.kit.tiny_config import family_names, tiny_config
 from tests.small_model import CPU
 
 CHANGED: dict[str, Any] = {

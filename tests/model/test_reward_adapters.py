@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks.estimate_cpu import LAYOUTS, without_onednn
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
@@ -23,6 +22,7 @@ from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.model.trained_rows import with_rows
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
+from tests.kit.estimate_cpu import LAYOUTS, without_onednn
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.memory.predict.test_preferences import of_kind

@@ -10,7 +10,6 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.estimate_cpu import LAYOUTS, without_onednn
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import fit_run
@@ -26,6 +25,7 @@ from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
+from tests.kit.estimate_cpu import LAYOUTS, without_onednn
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.model.test_adapters import logits, plain_peft, trained

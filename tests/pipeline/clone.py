@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.processes import write_params
 from tests.conftest import ROOT
+from tests.kit.write_params import write_params
 from tests.processes import run_bounded
 
 IDENTITY = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

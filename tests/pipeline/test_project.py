@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import write_params
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.stages.code import entries
 from tests.conftest import ROOT
+from tests.kit.write_params import write_params
 from tests.pipeline.clone import IDENTITY, SMALL_RUN, Clone, commit_all, environment, stages_run
 from tests.pipeline.queue import run_queued
 from tests.pipeline.test_interrupted import checkpoints, interrupted, trainers

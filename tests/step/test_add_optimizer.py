@@ -6,7 +6,6 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
-from benchmarks.specs import changed
 from lean_finetune.config.load import parse_params
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
@@ -15,6 +14,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer, device_state
 from tests.conftest import ROOT
+from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, split
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.process_memory import disk_state_bytes
 from lean_finetune.model.load_model import load_model
@@ -19,6 +18,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload import disk_weights
 from lean_finetune.step.offload.disk_weights import DiskFault, DiskMasterWeights, DiskPlace, StateFile
 from lean_finetune.step.run_optimizer import build_optimizer, peak_lr
+from tests.kit.specs import changed
 from tests.memory.common import setting_of
 from tests.processes import run_bounded
 from tests.small_model import CPU

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.estimate_cpu import without_onednn
 from lean_finetune.step import head_loss
 from lean_finetune.step.head_loss import Head, summed_head_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.estimate_cpu import without_onednn
 from tests.small_model import CPU
 
 Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import AnswerObjective, StepTotals
@@ -16,6 +15,7 @@ from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
 from lean_finetune.step.training_step import training_step
+from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 
 LENGTHS = (9, 16, 11, 7)

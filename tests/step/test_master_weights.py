@@ -8,8 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.models.small import tiny_config
-from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -17,6 +15,8 @@ from lean_finetune.step.offload import master_weights
 from lean_finetune.step.offload.master_weights import HostTransfer, refuse_offloaded_state
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.training_step import refuse_in_backward, training_step
+from tests.kit.specs import changed
+from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split
 

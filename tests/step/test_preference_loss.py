@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.specs import changed
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
@@ -20,6 +19,7 @@ from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.preference_loss import FIGURES, PreferenceLoss, StepPreferences, known_figures
 from tests.conftest import ROOT
+from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 
 PAIRS = [one for one in OBJECTIVES.values() if isinstance(one, PairObjective) and not one.scored]

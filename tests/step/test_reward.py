@@ -10,7 +10,6 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
-from benchmarks.specs import changed
 from lean_finetune.commands.tuned.tuned_model import find_tuned
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
@@ -24,6 +23,7 @@ from lean_finetune.step.loss import causal_lm, check_head, summed_loss
 from lean_finetune.step.preference_loss import PreferenceLoss, known_figures
 from lean_finetune.train.save_model import save_full
 from tests.conftest import ROOT
+from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.test_preference_loss import batch_of, gradients, pair_rows, step_of
 

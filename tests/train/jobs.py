@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.specs import changed
 from lean_finetune.config.schema import Train
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.job import TrainJob
+from tests.kit.specs import changed
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.token_files import Row, heldout, write_tokens
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import save_small
-from benchmarks.specs import changed
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums
 from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
@@ -22,6 +20,8 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
 from tests.emulated_cuda.device import CUDA, EmulatedCuda, MixedDevices, emulated_cuda
+from tests.kit.estimate_cpu import save_small
+from tests.kit.specs import changed
 from tests.small_model import CPU, VOCABULARY, save_small_llama, spec_of
 from tests.train.interrupted import Breaking
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens

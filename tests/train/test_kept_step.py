@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.specs import changed
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.train.heldout_loss import HeldoutLosses
 from lean_finetune.train.kept_step import kept_figures, kept_lines, kept_step, stops_early
 from tests.conftest import ROOT
+from tests.kit.specs import changed
 from tests.small_model import spec_of
 from tests.train.interrupted import Breaking, finish, interrupt
 from tests.train.jobs import make_job, plan_of, random_tokens

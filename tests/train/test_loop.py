@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.estimate_cpu import save_small
 from lean_finetune.core.atomic_files import sha256_file
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.sharding_modes import load_parallel
@@ -20,6 +19,7 @@ from lean_finetune.train import loop
 from lean_finetune.train.callbacks.callback import EXPERT_COLUMNS
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.estimate_cpu import save_small
 from tests.small_model import CPU, spec_of
 from tests.train.jobs import Tokens, make_job, plan_of, random_lengths, random_tokens
 

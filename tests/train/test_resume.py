@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.estimate_cpu import save_small
-from benchmarks.specs import changed
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
@@ -23,6 +21,8 @@ from lean_finetune.train.checkpoint.checkpoint_files import CheckpointStore
 from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.estimate_cpu import save_small
+from tests.kit.specs import changed
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.small_model import CPU, spec_of
 from tests.train.interrupted import STEPS, Breaking, finish, in_parts, interrupt, small_job

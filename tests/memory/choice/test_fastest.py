@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.specs import llama
 from cuda_memory.gpus import GPUS
 from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
@@ -17,6 +16,7 @@ from lean_finetune.memory.choice.fastest import MOST_CHOICES
 from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
+from tests.kit.specs import llama
 
 GPU = next(gpu for gpu in GPUS if gpu.name == "RTX-4090")
 PARAMS = with_flags(

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.specs import llama
 from cuda_memory.units import GIB
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.peak import Prediction, predict
 from lean_finetune.memory.predict.process_memory import host_state_bytes
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.setting import Setting
+from tests.kit.specs import llama
 from tests.memory.common import LLAMA_3_1_8B, LLAMA_3_1_70B, gpu_target, setting_of, shape
 
 LLAMA_2_7B = llama(4096, 11008, layers=32, heads=32, kv_heads=32, vocabulary=32000)

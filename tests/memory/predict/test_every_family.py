@@ -8,13 +8,13 @@ import torch
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from benchmarks.estimate_cpu import METHODS, Case, compare, worst_share
-from benchmarks.models.small import COUNTED, tiny_config
 from lean_finetune.commands.fit import fit
 from lean_finetune.memory.predict.depth_extrapolation import with_layers
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.recurrent import selective_scan
 from lean_finetune.model.recurrent.packed_layers import FAMILIES
+from tests.kit.estimate_cpu import METHODS, Case, compare, worst_share
+from tests.kit.tiny_config import COUNTED, tiny_config
 from tests.model.reload import reload_adapter
 from tests.small_model import spec_of
 from tests.workspace import lay_out

@@ -20,9 +20,6 @@ from transformers import (
     __version__,
 )
 
-from benchmarks.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
-from benchmarks.models.small import tiny_config
-from benchmarks.specs import changed
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.what_fits import sweep_switches
@@ -35,6 +32,9 @@ from lean_finetune.memory.trace.memory_trace import ADAPTERS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.model_config import largest_head_size, read_config, refuse_packed_rows
+from tests.kit.estimate_cpu import FAMILIES, SMALL, Case, cases, compare, save_small, worst_share
+from tests.kit.specs import changed
+from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, joined, setting_of, shape
 from tests.memory.workloads import workload
 from tests.small_model import CPU, spec_of

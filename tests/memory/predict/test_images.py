@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.specs import Trainer, padded, random_batch
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
@@ -19,6 +18,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.specs import Trainer, padded, random_batch
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.predict.test_measured import TOLERATED_BYTES, TOLERATED_SHARE
 from tests.small_vision import FAMILIES, adapted_parts, vision_model

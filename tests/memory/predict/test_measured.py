@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PretrainedConfig
 
-from benchmarks.estimate_cpu import LAYOUTS, count, without_onednn
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import host_lines
@@ -21,6 +20,7 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload.master_weights import MasterWeights
 from lean_finetune.step.run_optimizer import device_state
+from tests.kit.estimate_cpu import LAYOUTS, count, without_onednn
 from tests.memory.common import CPU_TARGET, ONEDNN_SCRATCH_BYTES, llama, setting_of, shape
 from tests.small_model import save_small_llama
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.estimate_cpu import SMALL, make_code_books, save_small
 from lean_finetune.evaluate.generate import Prompt, batch_rows, greedy_answers
 from lean_finetune.evaluate.reference_run import row_logps
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
@@ -39,6 +38,7 @@ from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.train.heldout_loss import batch_bounds
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.estimate_cpu import SMALL, make_code_books, save_small
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY, moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate_cpu import LAYOUTS
-from benchmarks.specs import joined, padded
 from lean_finetune.memory.advice.full_rows import largest_steps
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.objectives.registry import OBJECTIVES
+from tests.kit.estimate_cpu import LAYOUTS
+from tests.kit.specs import joined, padded
 from tests.memory.common import gpu_target, llama, setting_of
 from tests.memory.predict.test_measured import check
 

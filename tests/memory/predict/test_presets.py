@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import count, without_onednn
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
+from tests.kit.estimate_cpu import count, without_onednn
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, shape
 
 TINY = ROOT / "lean_finetune/tiny"

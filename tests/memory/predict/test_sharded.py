@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate_cpu import save_small
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.process_memory import closed_form
 from lean_finetune.memory.predict.state_formulas import model_shapes
@@ -15,6 +14,7 @@ from lean_finetune.memory.predict.traced_step import TracedModel, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
+from tests.kit.estimate_cpu import save_small
 from tests.memory.common import CPU_TARGET, ONEDNN_SCRATCH_BYTES, llama
 from tests.memory.predict.test_preferences import of_kind
 from tests.memory.ranks import IN_FLIGHT, STEPS, do_peaks, do_peaks_by_rank, pipeline_setting, shared_setting

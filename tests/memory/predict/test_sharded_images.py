@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate_cpu import without_onednn
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_values import KnownImages
@@ -15,6 +14,7 @@ from lean_finetune.model.model_config import read_config
 from tests.distributed.group import Group, group_of
 from tests.distributed.image_rows import inputs_of
 from tests.distributed.test_images import MODES, TRAINED
+from tests.kit.estimate_cpu import without_onednn
 from tests.memory.common import CPU_TARGET, shape
 from tests.memory.predict.test_sharded import TOLERATED_BYTES, TOLERATED_SHARE
 from tests.memory.ranks import do_image_peaks, shared_setting

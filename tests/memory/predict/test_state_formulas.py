@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, PretrainedConfig
 
-from benchmarks.models.small import tiny_config
 from cuda_memory.units import GIB
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.memory.predict.peak import predict
@@ -26,6 +25,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.distributed.group import Group, group_of
+from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, host_bytes, llama, setting_of, shape
 from tests.memory.ranks import do_host_bytes, pipeline_setting, shared_setting
 from tests.small_model import CPU, save_small_llama

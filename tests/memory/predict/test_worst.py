@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from transformers import MistralConfig
 
-from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, halved, traced_steps
@@ -19,6 +18,7 @@ from lean_finetune.plan.batch_plan import (
 )
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.step.batches import BatchShape
+from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, joined, micro_batch, plan_of, setting_of, shape
 
 PLAN = plan_of(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.specs import train_of
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.tool_step.deepspeed import Zero, read_deepspeed, zero_of
 from lean_finetune.memory.tool_step.sharing import Sharing, under_fsdp1
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
+from tests.kit.specs import train_of
 from tests.memory.common import gpu_target, llama
 
 CONFIG = llama(num_hidden_layers=6, hidden_size=256, vocab_size=4096, dtype="bfloat16")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaForCausalLM, MistralConfig
 
-from benchmarks.specs import llama as large_llama
-from benchmarks.specs import train_of
 from lean_finetune.memory.tool_step.sharing import Sharing, sharing_of
 from lean_finetune.memory.tool_step.tool_step import ToolStep
 from lean_finetune.memory.tool_step.trace_tool import ToolRun, predict_tool
+from tests.kit.specs import llama as large_llama
+from tests.kit.specs import train_of
 from tests.memory.common import gpu_target, llama, setting_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

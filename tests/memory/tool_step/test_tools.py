@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.specs import train_of
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.as_tool import AsTool, predict_as_tool
@@ -14,6 +13,7 @@ from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.tool_step.tools import SAVING_KEYS, STEPS, step_of
+from tests.kit.specs import train_of
 
 LLAMA = LlamaConfig(
     hidden_size=256,

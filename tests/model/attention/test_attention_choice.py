@@ -8,7 +8,6 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.estimate_cpu import FAMILIES, SMALL
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel
@@ -17,6 +16,7 @@ from lean_finetune.model.attention.kernels import ATTENTION, EAGER_ATTENTION, FL
 from lean_finetune.model.attention_choice import choose_attention, materializes_scores, training_attention
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden
+from tests.kit.estimate_cpu import FAMILIES, SMALL
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY, spec_of
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from benchmarks.estimate_cpu import SMALL
 from lean_finetune.model.attention import kernels as kernels_of
 from lean_finetune.model.attention.kernels import CAPPED_ATTENTION, EAGER_ATTENTION, sink_attention
+from tests.kit.estimate_cpu import SMALL
 
 CONFIG = GptOssConfig(
     **SMALL,

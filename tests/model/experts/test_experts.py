@@ -11,9 +11,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.estimate_cpu import EXPERTS, FAMILIES, SMALL
-from benchmarks.models.small import tiny_config
-from benchmarks.specs import padded, random_batch
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
@@ -34,6 +31,9 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
+from tests.kit.estimate_cpu import EXPERTS, FAMILIES, SMALL
+from tests.kit.specs import padded, random_batch
+from tests.kit.tiny_config import tiny_config
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter
 from tests.small_model import CPU, base_of, spec_of
 from tests.small_vision import vision_model

@@ -10,8 +10,8 @@ import bitsandbytes as bnb
 import torch
 from torch.nn import functional as F
 
-from benchmarks.interpreted_triton import interpreted_kernels
 from lean_finetune.step.adamw_8bit import update
+from tests.kit.interpreted_triton import interpreted_kernels
 
 BLOCK = 256
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 1e-2, "weight_decay": 0.1}

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.interpreted_triton import interpreted_kernels
-from benchmarks.models.small import tiny_config
 from lean_finetune.model.kernels import fuse_layers, layer_ops
 from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul, silu_mul_gradients_
+from tests.kit.interpreted_triton import interpreted_kernels
+from tests.kit.tiny_config import tiny_config
 from tests.small_model import save_small_llama, spec_of
 from tests.step.common import run, split
 

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
-from benchmarks.models.small import tiny_config
-from benchmarks.specs import padded
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.memory.predict.evaluation_phases import peak_of_loss
@@ -21,6 +18,9 @@ from lean_finetune.model.kernels import fuse_layers
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import token_losses
 from tests.conftest import ROOT
+from tests.kit.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
+from tests.kit.specs import padded
+from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.model.kernels.test_layer_ops import allocated_on_cpu
 from tests.small_model import save_small_llama

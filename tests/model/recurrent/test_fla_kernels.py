@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
-from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.devices import cpu_device, linear_attention_on
 from lean_finetune.memory.gpu_names import named_gpu
@@ -26,6 +24,8 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.recurrent import fla_kernels, packed_layers
 from lean_finetune.step.batches import pack_rows
 from lean_finetune.step.loss import causal_lm, decoder_hidden
+from tests.kit.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
+from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.model.recurrent.test_packed_layers import LENGTHS, packed, saved
 from tests.small_model import CPU, spec_of

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.models.small import tiny_config
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.load_model import load_model
@@ -15,6 +14,7 @@ from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.model.recurrent.packed_layers import FAMILIES, Bands
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss
+from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from benchmarks.models.small import tiny_config
 from lean_finetune.model.empty_model import causal_class, replace_code
 from lean_finetune.model.recurrent.selective_scan import CHUNK_TOKENS, selective_scan
+from tests.kit.tiny_config import tiny_config
 
 ROWS, CHANNELS, STATE, TOKENS = 2, 6, 4, 2 * CHUNK_TOKENS + 21
 

@@ -12,7 +12,6 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
-from benchmarks.specs import changed
 from cuda_memory.diagnosis import analyse
 from cuda_memory.snapshot_file import read_snapshot
 from lean_finetune.core.errors import UserError
@@ -27,6 +26,7 @@ from lean_finetune.train.monitor.out_of_memory import (
     OomHandler,
     TrainingOutOfMemory,
 )
+from tests.kit.specs import changed
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.train.jobs import make_job, plan_of, random_tokens
 from tests.train.recorded_run import Recorder

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lean_finetune.model.model_config import layer_settings
@@ -39,7 +40,7 @@ COUNTED = (
     *("falcon", "falcon_h1", "nemotron_h", "recurrent_gemma", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2"),
     *("xlstm", "gemma3n_text", "gemma4_text", "llama4_text"),
 )
-"""Families without a case in benchmarks.estimate_cpu."""
+"""Families without a case in tests.kit.estimate_cpu."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -73,6 +74,11 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Values that a family needs beside or in place of SIZES."""
+
+
+def family_names() -> list[str]:
+    """The families of the installed transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:

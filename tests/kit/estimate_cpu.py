@@ -38,7 +38,6 @@ from transformers import (
     Starcoder2Config,
 )
 
-from benchmarks.specs import Trainer, joined, padded, random_batch, train_of
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import CompressActivations, LoraExperts, Method, OptimizerName, Precision
 from lean_finetune.memory.predict.peak import Prediction, predict
@@ -49,6 +48,7 @@ from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
+from tests.kit.specs import Trainer, joined, padded, random_batch, train_of
 
 CPU = torch.device("cpu")
 CPU_TARGET = target_of(Device(name="cpu", kind="cpu", memory_bytes=2**34, compute_capability=(0, 0)))
