@@ -17,8 +17,7 @@ COMMANDS = {
     "plan": "lean_finetune.commands.choose.plan:plan",
     "exp": "lean_finetune.commands.run.experiments:exp",
     "compare": "lean_finetune.commands.run.experiments:compare",
-    "import": "lean_finetune.commands.preset:import_config",
-    "preset": "lean_finetune.commands.preset:preset",
+    "import": "lean_finetune.commands.import_config:import_config",
     "doctor": "lean_finetune.commands.doctor:doctor",
     "chat": "lean_finetune.commands.chat:chat",
     "generate": "lean_finetune.commands.generate:generate",
@@ -30,6 +29,8 @@ COMMANDS = {
 """Where each command is: the module, and its name there."""
 OTHER_NAMES = {**dict.fromkeys(("train", "finetune", "sft", "repro"), "run"), "show": "compare"}
 """Commands of other tools, with ours."""
+REMOVED = {"preset": "`lean-finetune plan --model MODEL --gpu GPU` chooses the parameters"}
+"""Commands of earlier versions, each with what to do instead."""
 
 
 class LazyCommands(UserDict[str, Any]):
@@ -68,6 +69,8 @@ class CommandGroup(click.Group):
         """The command that `args` name, and its own arguments."""
         with one_line_usage_errors(ctx):
             name = args[0]
+            if name in REMOVED:
+                raise click.UsageError(f"{name!r} is no command any more; {REMOVED[name]}")
             if self.get_command(ctx, name) is None and not name.startswith("-"):
                 likely = [OTHER_NAMES[name]] if name in OTHER_NAMES else get_close_matches(name, COMMANDS, n=1)
                 meant = "".join(f"; did you mean `{ctx.command_path} {one}`?" for one in likely)

@@ -44,7 +44,6 @@ UNPINNED_PACKAGES = tuple(
         "memory/tool_step",
         "other_tools",
         "page",
-        "presets",
         "project",
     )
 )
@@ -98,7 +97,7 @@ def test_every_module_and_file_of_the_library_is_pinned_by_a_stage():
 
 
 def test_every_data_file_of_the_library_is_in_the_wheel():
-    """`lean-finetune preset` had nothing to list outside of a clone."""
+    """`lean-finetune fit` had no configurations outside of a clone."""
     packed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     found = {
         path

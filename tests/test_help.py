@@ -49,6 +49,7 @@ def test_help_and_cheap_commands_import_no_slow_library(tmp_path: Path):
     ("arguments", "wrong"),
     [
         (["fitt"], "'fitt'"),
+        (["preset", "8b-qlora-24gb"], "no command any more; `lean-finetune plan --model MODEL --gpu GPU` chooses"),
         (["--lenght"], "--lenght"),
         (["fit", "nonsense"], "(nonsense)"),
         (["fit", "--length", "0"], "'--length'"),

@@ -28,8 +28,8 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate, json_line
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.init import init
-from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.commands.run.experiments import compare
 from lean_finetune.commands.run.pipeline import StageLog
 from lean_finetune.commands.run.run import run as run_project
@@ -114,19 +114,12 @@ def test_lines_of_export_and_names_of_adapters_are_shown(model: Path, place: Pat
     shown(run(chat, "--model", NAMED), "error: --model: ", "\\x1b]52")
 
 
-def test_what_init_and_preset_say_is_shown(place: Path, monkeypatch: pytest.MonkeyPatch):
-    """Names of directories, and the first line and the values of a preset in a project of somebody else."""
+def test_what_init_says_is_shown(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """Names of directories."""
     monkeypatch.setenv("HOME", str(place))
     shown(run(init, f"new{NAMED}"), "new\\x1b]52", "a new project")
     shown(run(init, f"new{NAMED}"), "is a project already")
     shown(run(init, "--check", f"new{NAMED}"), "new\\x1b]52")
-    (place / "presets").mkdir()
-    (place / f"presets/p{NAMED}.yaml").write_text(f"# mine {NAMED}\nseed: 3\n")
-    (place / f"presets/q{NAMED}.yaml").write_text(f"seed: 3\ndata:\n  source: {json.dumps(HOSTILE)}\n")
-    shown(run(preset), "p\\x1b]52", "mine \\x1b]52")
-    shown(run(preset, f"p{NAMED}"), "error: presets/p\\x1b]52")
-    shown(run(preset, f"q{NAMED}"), "data.source: \\x1b]52")
-    shown(run(preset, HOSTILE.replace("\x00", "")), "got \\x1b]52")
 
 
 def test_keys_and_values_of_other_tools_are_shown(place: Path):

@@ -19,8 +19,8 @@ from lean_finetune.commands.explain import explain
 from lean_finetune.commands.export import export
 from lean_finetune.commands.fit import fit
 from lean_finetune.commands.generate import generate
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.commands.init import init
-from lean_finetune.commands.preset import import_config, preset
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.stages.pin import main as pin
@@ -49,7 +49,6 @@ COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "export --model": (export, ["out", "--model", "@"]),
     "init --model": (init, ["new", "--model", "@"]),
     "init --data": (init, ["new", "--data", "@"]),
-    "init --preset": (init, ["new", "--preset", "@"]),
     "init --check": (init, ["--check", "--", "@"]),
     "fit --model": (fit, ["--model", "@"]),
     "fit --params": (fit, ["--params", "@"]),
@@ -58,7 +57,6 @@ COMMANDS: dict[str, tuple[click.Command, list[str]]] = {
     "plan --model": (plan, ["--model", "@"]),
     "plan --params": (plan, ["--params", "@"]),
     "import": (import_config, ["--out", "out.yaml", "--", "@"]),
-    "preset": (preset, ["--", "@"]),
     "explain": (explain, ["--", "@"]),
     "snapshot": (snapshot, ["--", "@"]),
 }
@@ -191,14 +189,3 @@ def test_a_deep_or_unreadable_stamp_is_one_line(place: Path, monkeypatch: pytest
     for unreadable in (place / "locks", place / "loop"):
         with pytest.raises(UserError, match="cannot be read"):
             read_json(unreadable)
-
-
-def test_a_preset_in_another_encoding_is_named_in_the_list(place: Path):
-    """One file of the user's in Latin-1, and no preset is listed."""
-    lay_out(place)
-    (place / "presets").mkdir()
-    (place / "presets/mine.yaml").write_bytes("# für mich\nseed: 3\n".encode("latin-1"))
-    (place / "presets/folder.yaml").mkdir()
-    listed = invoke(preset).output
-    assert "mine" in listed and "(not UTF-8): save it as UTF-8" in listed and "(Is a directory)" in listed
-    assert "presets/mine.yaml" in error(invoke(preset, "mine"))

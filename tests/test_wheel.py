@@ -23,7 +23,6 @@ from tests.wheel import build_wheel, tracked_files
 
 COMMANDS = (
     ["--version"],
-    ["preset"],
     ["fit", "--model", "config.json", "--gpu", "RTX-4090"],
     ["import", "axolotl.yaml", "--out", "imported.yaml"],
     ["init", "run"],
@@ -57,12 +56,12 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_the_wheel_has_the_files_of_both_packages_and_no_others(wheel: Path):
-    """A preset, template or typed marker that was left out; tests or benchmarks as top-level packages."""
+    """A table, template or typed marker that was left out; tests or benchmarks as top-level packages."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == {name for name in tracked_files() if "/" in name} - set(ALONE)
-    assert {"cuda_memory/py.typed", "lean_finetune/py.typed", "lean_finetune/presets/tiny.yaml"} <= shipped
+    assert {"cuda_memory/py.typed", "lean_finetune/py.typed", "lean_finetune/fit_params.yaml"} <= shipped
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -116,10 +115,9 @@ def test_the_installed_command_answers_in_an_empty_directory(installed: Path, tm
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     answer = [sys.executable, "-c", ANSWER, str(installed), json.dumps(COMMANDS)]
     done = run_bounded(answer, cwd=empty, env=environment, check=True)
-    version, presets, fit, imported, init, check = json.loads(done.stdout)
+    version, fit, imported, init, check = json.loads(done.stdout)
     number = (ROOT / "cuda_memory/version.txt").read_text().strip()
     assert version == [0, f"lean-finetune, version {number}\n"]
-    assert presets[0] == 0 and "8b-qlora-24gb" in presets[1]
     assert fit[0] == 0 and fit[1].startswith("verdict              fits: "), fit
     assert imported[0] == 0 and (empty / "imported.yaml").is_file(), imported
     assert init[0] == 0 and (empty / "run/dvc.yaml").is_file() and check[0] == 0, init

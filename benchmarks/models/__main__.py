@@ -1,4 +1,4 @@
-"""What works with every family of transformers, predicted peaks of published models, and docs/models.md from both.
+"""What works with every family, peaks of published models, what `plan` writes, and docs/models.md from these.
 
 Rows that benchmarks/results has already are not computed again, except those of `--again`.
 """
@@ -13,6 +13,7 @@ from benchmarks.harness import RESULTS, Measured, Row, publishable_commit, repor
 from benchmarks.models.depth import compared, depth_cases
 from benchmarks.models.families import outcome
 from benchmarks.models.page import write_page
+from benchmarks.models.planned import planned, planned_cases
 from benchmarks.models.published import image_models, predicted, predicted_with_image, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
 from tests.kit.tiny_config import family_names
@@ -22,6 +23,7 @@ TABLES: Mapping[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Row
     "published_models": ("model", published_models, predicted),
     "published_images": ("model", image_models, predicted_with_image),
     "depth": ("case", depth_cases, compared),
+    "planned": ("options", planned_cases, planned),
 }
 """Results file → the column that names its rows, their names, and what makes one."""
 

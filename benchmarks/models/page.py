@@ -115,12 +115,22 @@ def _depth() -> Iterator[Line]:
             yield f"`{family}`", method, *cells
 
 
+def _planned() -> Iterator[Line]:
+    """What `plan` writes, by its options."""
+    yield "`lean-finetune plan`", "writes", "peak, GiB", "usable, GiB"
+    for row in _rows("planned"):
+        outside = "".join(f", {size / GIB:.1f} GiB {where}" for where, size in row["outside_bytes"].items())
+        peak, usable = (f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "usable_bytes"))
+        yield f"`{row['options']}`", f"{row['set']}{outside}", peak, usable
+
+
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
     "published": _published,
     "images": _images,
     "families": _families,
     "refused": _refused,
     "depth": _depth,
+    "planned": _planned,
 }
 
 

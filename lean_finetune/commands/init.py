@@ -9,20 +9,15 @@ import click
 from cuda_memory.gpus import gpu_names
 from cuda_memory.terminal import echo
 from cuda_memory.user_paths import text_path
-from lean_finetune.commands.preset import preset_names
 from lean_finetune.commands.project.create import Choices, create_project
-from lean_finetune.commands.project.params_file import presets
 from lean_finetune.commands.project.upgrade import apply_upgrade, find_upgrade, version_line
 from lean_finetune.config.field_types import Method
-from lean_finetune.core.errors import UsageFault, shortened
+from lean_finetune.core.errors import UsageFault
 from lean_finetune.core.stage_command import StageCommand
 
 
 @click.command(cls=StageCommand)
 @click.argument("directory", required=False)
-@click.option(
-    "--preset", shell_complete=preset_names, help="Start from these parameters; `lean-finetune preset` lists them."
-)
 @click.option(
     "--model", help="A directory, or a hub id such as Qwen/Qwen3-8B. By default a tiny model for a first try."
 )
@@ -31,25 +26,23 @@ from lean_finetune.core.stage_command import StageCommand
 @click.option("--method", type=click.Choice(get_args(Method), case_sensitive=False), help="What is trained.")
 @click.option("--check", is_flag=True, help="Say what differs from the files of this version; change nothing.")
 @click.option("--upgrade", is_flag=True, help="Bring a project to this version. What you edited stays.")
-def init(directory: str | None, check: bool, upgrade: bool, preset: str | None, **values: str | None) -> None:
+def init(directory: str | None, check: bool, upgrade: bool, **values: str | None) -> None:
     """Make DIRECTORY a project: parameters, pipeline, git and DVC. `dvc repro` trains there.
 
     No file of yours is overwritten, and nothing is committed. Paths are written relative to DIRECTORY if they are in
-    it, else absolute. With --model and no --preset, the run is that of `lean-finetune fit`.
+    it, else absolute. With --model, the run is that of `lean-finetune fit`.
 
     For example: lean-finetune init my-run --model Qwen/Qwen3-8B --data rows.jsonl --gpu RTX-4090
     """
     if check or upgrade:
-        if preset is not None or any(value is not None for value in values.values()) or (check and upgrade):
+        if any(value is not None for value in values.values()) or (check and upgrade):
             raise UsageFault("--check, --upgrade: take no other option")
         _upgrade(text_path("." if directory is None else directory, "DIRECTORY"), write=upgrade)
         return
     if not directory:  # Also "", such as that of an unset variable of a shell, which would be this directory.
         raise UsageFault("DIRECTORY: is missing; name one, or . for this one")
-    if preset is not None and preset not in presets():
-        raise UsageFault(f"--preset: must be one of {', '.join(presets())}; got {shortened(preset)}")
     model, data, gpu, method = (values[name] for name in ("model", "data", "gpu", "method"))
-    choices = Choices(preset=presets()[preset] if preset else None, model=model, data=data, gpu=gpu, method=method)
+    choices = Choices(model=model, data=data, gpu=gpu, method=method)
     for line in create_project(text_path(directory, "DIRECTORY"), choices):
         echo(line)
 

@@ -22,7 +22,7 @@ SWITCHED_OFF: Mapping[str, Any] = {
     **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
     **dict.fromkeys(("train.vision", "train.projector"), "frozen"),
 }
-"""Memory switches with the value that turns each off. A preset sets it, and what describes a run lists other values."""
+"""Memory switches with the value that turns each off. What describes a run lists other values."""
 
 
 def padded_max_length(params: Params) -> int:

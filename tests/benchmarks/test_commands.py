@@ -41,7 +41,7 @@ def test_python_m_benchmarks_lists_every_command(capsys: pytest.CaptureFixture[s
     """`No module named benchmarks.__main__`."""
     main()
     lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
-    assert {line.split()[0] for line in lines} == {*NAMES, "house", "models", "presets", "scaling_model"}
+    assert {line.split()[0] for line in lines} == {*NAMES, "house", "models", "scaling_model"}
     assert all(len(line.split(maxsplit=1)[1]) > 20 and line.endswith(".") for line in lines)
 
 

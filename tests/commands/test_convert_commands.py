@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_finetune.commands.fit import fit
-from lean_finetune.commands.preset import import_config
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import load_params
 from tests.commands.tool_configs import LLAMA_FACTORY, TORCHTUNE, TRL
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ import pytest
 from lean_finetune.commands.convert.layer_patterns import names_of
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.fit import fit
-from lean_finetune.commands.preset import import_config
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import Size

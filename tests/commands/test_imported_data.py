@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lean_finetune.commands.preset import import_config
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import load_params
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize

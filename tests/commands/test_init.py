@@ -251,39 +251,34 @@ def test_a_first_run_changes_no_tracked_link(home: Path, no_dvc, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("row", "preset", "note"),
+    ("row", "note"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, None, "a preference pair (["),
-        ({"prompt": "a", "completion": "b", "label": False}, None, "'label' is false: the answer is one to avoid; set"),
-        ({"prompt": "a", "completion": "b"}, "8b-dpo-qlora-24gb", "a row of one answer (["),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "8b-dpo-qlora-24gb", None),
-        ({"prompt": "a", "completion": "b"}, None, None),
-        ({"what": 1}, None, None),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference pair (["),
+        ({"prompt": "a", "completion": "b", "label": False}, "'label' is false: the answer is one to avoid; set"),
+        ({"prompt": "a", "completion": "b"}, None),
+        ({"what": 1}, None),
     ],
 )
-def test_rows_of_another_objective_are_named(home: Path, no_dvc, row: dict[str, Any], preset: str | None, note):
+def test_rows_of_another_objective_are_named(home: Path, no_dvc, row: dict[str, Any], note):
     """The first run said so, after all was committed."""
     (home / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    done = invoke(init, "run", "--data", "rows.jsonl", *(["--preset", preset] if preset else []))
+    done = invoke(init, "run", "--data", "rows.jsonl")
     found = [line for line in done.output.splitlines() if line.startswith("note: ") and "gated" not in line]
     assert done.exit_code == 0 and len(found) == (note is not None), done.output
     assert note is None or (f"rows.jsonl:1: {note}" in found[0] and "set train.objective=" in found[0])
 
 
 def test_options_set_their_parameters_alone(home: Path, no_dvc):
-    """A preset or option that is not in the file, or a comment that is lost."""
+    """An option that is not in the file, or a comment that is lost."""
     lines = template_files()["params.yaml"].splitlines()
     assert invoke(init, "a", "--gpu", "T4", "--method", "lora").exit_code == 0
     mine = (home / "a/params.yaml").read_text().splitlines()
     assert [line.strip() for line, old in zip(mine, lines, strict=True) if line != old] == ["gpu: T4", "method: lora"]
-    done = invoke(init, "b", "--preset", "8b-qlora-24gb", "--gpu", "L4")
-    assert "plan" not in done.output and "  dvc repro estimate   # does it fit?" in done.output
+    done = invoke(init, "b", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "L4")
     gated = (
         "note: meta-llama/Llama-3.1-8B is gated on the hub: accept its licence at https://huggingface.co/meta-llama/"
     )
     assert gated in done.output and "`hf auth login`; or name a local directory" in done.output
-    preset = load_params(home / "b/params.yaml")
-    assert (preset.hardware.gpu, preset.train.method, preset.data.max_length) == ("L4", "qlora", 4096)
     done = invoke(init, "c", "--model", "Qwen/Qwen3-8B", "--gpu", "RTX-4090")
     assert "gated" not in done.output and done.output.index("  lean-finetune plan ") < done.output.index("  git add")
     usual, ours = load_params(COMMON_PARAMS), load_params(home / "c/params.yaml")
@@ -295,7 +290,7 @@ def test_options_set_their_parameters_alone(home: Path, no_dvc):
     [
         ([], "DIRECTORY: is missing; name one, or . for this one", 2),
         (["file"], "file: is a file; name a directory", 1),
-        (["run", "--preset", "9b"], "--preset: must be one of 0.5b-lora-4gb", 2),
+        (["run", "--preset", "8b-qlora-24gb"], "No such option", 2),
         (
             ["run", "--data", "none.jsonl"],
             "--data: must be a file, a glob, a directory or hf:",

@@ -8,7 +8,7 @@ import pytest
 
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.commands.preset import import_config
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from tests.commands.test_imported_data import ANSWER, ASK, END, FIVE, GPT, HUMAN, TINY, fault, import_and_tokenize

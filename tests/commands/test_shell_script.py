@@ -7,7 +7,7 @@ import pytest
 
 from lean_finetune.commands.convert.read_config import read_config_of_tool
 from lean_finetune.commands.convert.shell_script import Unresolved, commands_of
-from lean_finetune.commands.preset import import_config
+from lean_finetune.commands.import_config import import_config
 from lean_finetune.config.load import load_params
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.read_yaml import MOST_BYTES

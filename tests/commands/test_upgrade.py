@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lean_finetune.commands.init import init
-from lean_finetune.commands.preset import preset
 from lean_finetune.commands.project import create, upgrade, write_all
 from lean_finetune.commands.project.merge_params import merge_params
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.commands.project.template import (
     FORMER,
     IGNORE_FILES,
@@ -149,12 +149,16 @@ def test_line_ends_permissions_and_links_of_params_yaml_stay(project: Path, tmp_
     real.chmod(0o640)
     (project / "params.yaml").unlink()
     (project / "params.yaml").symlink_to(real)
-    for command, *options in ((init, "--upgrade"), (preset, "8b-qlora-24gb")):
-        assert invoke(command, *options).exit_code == 0
+    params = project / "params.yaml"
+    for change in (
+        lambda: invoke(init, "--upgrade"),
+        lambda: change_params({"train": {"method": "lora"}}, params, params),
+    ):
+        change()
         content = real.read_bytes()
         assert (project / "params.yaml").is_symlink() and real.stat().st_mode & 0o777 == 0o640
         assert content.count(b"\n") == content.count(b"\r\n") > 100 and b"seed: 17" in content
-    assert load_params(project / "params.yaml").train.method == "qlora"
+    assert load_params(project / "params.yaml").train.method == "lora"
     assert not list(tmp_path.glob(".shared*"))
 
 
@@ -291,7 +295,7 @@ def test_a_link_inside_the_project_is_followed(project: Path):
 
 
 @pytest.mark.parametrize(
-    "options", [("--check", "--upgrade"), ("--check", "--model", "tiny"), ("--upgrade", "--preset", "tiny")]
+    "options", [("--check", "--upgrade"), ("--check", "--model", "tiny"), ("--upgrade", "--gpu", "T4")]
 )
 def test_options_of_a_new_project_are_refused(project: Path, options: tuple[str, ...]):
     assert error(invoke(init, *options), 2).startswith("--check, --upgrade: take no other option")

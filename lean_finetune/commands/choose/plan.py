@@ -13,7 +13,7 @@ from cuda_memory.gpus import gpu_names
 from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import round_up
 from cuda_memory.user_paths import PATH, output_file
-from lean_finetune.commands.preset import change_params
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.commands.row_lengths import is_of_quantiles, row_index
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.field_types import AnyPrecision, Method

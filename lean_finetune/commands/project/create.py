@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_memory.user_paths import no_option, shell_line, text_path, user_path
-from lean_finetune.commands.project.params_file import apply_preset, change_params
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.commands.project.repository import (
     enclosing_repository,
     git,
@@ -57,7 +57,6 @@ README = "README.md"
 class Choices:
     """What the user chose for a new project; None: the default."""
 
-    preset: Path | None = None
     model: str | None = None
     data: str | None = None
     gpu: str | None = None
@@ -170,26 +169,24 @@ def params_text(here: Path, choices: Choices) -> str:
     """The params.yaml of a new project. Raises UserError for a wrong choice."""
     values: dict[str, Any] = {}
     common = read_yaml(COMMON_PARAMS, "is missing")
-    if choices.model not in (None, TINY) and choices.preset is None:
+    if choices.model not in (None, TINY):
         values = {name: common[name] for name in ("bucket", "train", "evaluate")} | {
             "data": {"max_length": common["data"]["max_length"]}
         }
-    elif choices.data is not None and choices.preset is None:
+    elif choices.data is not None:
         for section, key in BY_ROWS:
             values = merged(values, {section: {key: common[section][key]}})
     values = merged(values, chosen_values(here, choices))
     with tempfile.TemporaryDirectory() as made:
         path = Path(made) / PARAMS
         path.write_text(template_files()[PARAMS], encoding="utf-8")
-        if choices.preset is not None:
-            apply_preset(choices.preset, path)
         if values:
             change_params(values, path, path)
         return path.read_text(encoding="utf-8")
 
 
 def chosen_values(here: Path, choices: Choices) -> dict[str, Any]:
-    """The parameters that the user chose, by section, without the preset's. Raises UserError for a wrong choice."""
+    """The parameters that the user chose, by section. Raises UserError for a wrong choice."""
     values: dict[str, Any] = {}
     if choices.gpu is not None and choices.gpu.strip().lower() != "auto":
         try:
@@ -295,6 +292,4 @@ def _next_commands(directory: Path, here: Path, added: list[str], choices: Choic
     if choices.model or choices.data:
         commands.append("lean-finetune plan   # writes the fastest memory switches that fit into params.yaml")
     commands.append(f'git add {shell_line(added)} && git commit -m "Start a lean-finetune project"')
-    if choices.preset is not None:
-        commands.append("dvc repro estimate   # does it fit? No GPU is needed")
     return [*commands, "dvc repro            # train; then open data/report/report.html"]

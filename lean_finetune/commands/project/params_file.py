@@ -1,4 +1,4 @@
-"""Write values and presets into a params.yaml, whose comments stay."""
+"""Write values into a params.yaml, whose comments stay."""
 
 import io
 from collections.abc import Mapping, MutableMapping
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.config.load import parse_params
-from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.core.atomic_files import rewrite_text
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_names import refuse_link_out
@@ -14,10 +13,6 @@ from lean_finetune.core.read_yaml import parse_yaml, read_yaml
 
 WIDTH = 10**6
 """Lines are not wrapped: `dvc exp run -S` rewrites the file in the same form."""
-PRESETS = Path(__file__).parents[2] / "presets"
-"""One YAML file for each: its first line says what it is for, the rest are the parameters that it sets."""
-OWN = Path("presets")
-"""The user's own, in the working directory."""
 
 
 def change_params(values: Mapping[str, Any], template: Path, out: Path) -> dict[str, Any]:
@@ -57,25 +52,3 @@ def _update(content: MutableMapping[str, Any], values: Mapping[str, Any], prefix
         elif key not in content or content[key] != value:
             content[key] = changed[f"{prefix}{key}"] = value
     return changed
-
-
-def presets() -> dict[str, Path]:
-    """The file of each preset by its name; one of the user's own replaces another of that name."""
-    return {path.stem: path for directory in (PRESETS, OWN) for path in sorted(directory.glob("*.yaml"))}
-
-
-def apply_preset(file: Path, params: Path) -> dict[str, Any]:
-    """Write a preset into a params.yaml, whose comments stay; return the parameters that changed by dotted key.
-
-    A shipped one turns off the memory switches that it does not name, so that nothing of an earlier preset remains.
-
-    Raises:
-        UserError: there is no params.yaml, or the parameters together are wrong. Nothing is written then.
-    """
-    values = read_yaml(file, "no such preset")
-    if not isinstance(values, Mapping):
-        raise UserError(f"{file}: must be a mapping of sections; got {type(values).__name__}; change it")
-    if file.parent == PRESETS:
-        off = {key.removeprefix("train."): value for key, value in SWITCHED_OFF.items()}
-        values = {**values, "train": {**off, **values["train"]}}
-    return change_params(values, params, params)

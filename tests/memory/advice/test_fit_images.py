@@ -105,7 +105,7 @@ def test_limits_of_pixels_and_patches_count_as_in_a_plan(models: Path):
         run_of(model, images=(IMAGES[0], 9))
 
 
-def test_every_micro_batch_that_presets_choose_from_has_images(models: Path):
+def test_every_micro_batch_that_plan_chooses_from_has_images(models: Path):
     """Switches chosen for the text alone."""
     run = run_of(models / "configs" / "qwen2_5_vl", "train.tokens_per_step=1024")
     assert run.full_row is not None

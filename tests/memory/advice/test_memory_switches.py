@@ -99,7 +99,7 @@ WHAT_IS_TRAINED = {
 
 
 def test_each_switch_is_among_those_that_describe_a_run():
-    """A switch that is on, and neither `fit` nor the report says so; a preset that leaves it on."""
+    """A switch that is on, and neither `fit` nor the report says so."""
     parameters = {name for switch in SWITCHES for name in switch.parameters if not name.startswith("train.lora.")}
     assert parameters - WHAT_IS_TRAINED == {*SWITCHED_OFF}
 

@@ -1,4 +1,4 @@
-"""The presets of docs/memory-switches.md: their lines are accepted, and have the documented peaks."""
+"""The sets of switches of docs/memory-switches.md: their lines are accepted, and have the documented peaks."""
 
 import re
 from pathlib import Path
@@ -18,19 +18,19 @@ from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, shape
 TINY = ROOT / "lean_finetune/tiny"
 ON_TINY: TracedSteps = ((shape(4, 256, 512), shape(4, 256, 512)),)
 ON_8B: TracedSteps = ((shape(1, 2048, 2047),),)
-PRESETS = ("start", "basic trio", "QLoRA + paged", "extreme")
+SETS = ("start", "basic trio", "QLoRA + paged", "extreme")
 ROUNDING = 0.0051
 """Of figures with two decimals."""
 
 
 def documented(name: str) -> tuple[list[str], list[float]]:
-    """Flags and figures of a preset: GiB for the 8B; MiB predicted and counted for the shipped model."""
-    text = (ROOT / "docs/memory-switches.md").read_text(encoding="utf-8").partition("## Presets")[2]
+    """Flags and figures of a set: GiB for the 8B; MiB predicted and counted for the shipped model."""
+    text = (ROOT / "docs/memory-switches.md").read_text(encoding="utf-8").partition("## Sets of switches")[2]
     line = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
     _, _, flags, *figures = (cell.strip() for cell in line.split("|"))
     given = re.findall(r"-S (\S+?=[^\s`]+)", flags)
     if flags.startswith("the same and"):
-        given = documented(PRESETS[PRESETS.index(name) - 1])[0] + given
+        given = documented(SETS[SETS.index(name) - 1])[0] + given
     return given, [float(re.match(r"[\d.]+", cell)[0]) for cell in figures if cell]  # type: ignore[index]
 
 
@@ -42,7 +42,7 @@ def setting_of_flags(flags: list[str]) -> Setting:
 
 
 def on_a_cpu(flags: list[str]) -> list[str]:
-    """As the table says of the last preset."""
+    """As the table says of the last set."""
     return [
         flag.replace("offload_activations=cpu", "offload_activations=disk").replace("chunk=256", "chunk=128")
         for flag in flags
@@ -58,16 +58,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SETS)
 def test_the_shipped_model_takes_what_the_table_says(name: str, one_thread: None):
-    """A preset that is refused, or whose figure is that of an older step."""
+    """A set that is refused, or whose figure is that of an older step."""
     flags, (_, mib, _) = documented(name)
     peak = predict(TracedModel(read_config(TINY), setting_of_flags(on_a_cpu(flags)), CPU_TARGET), ON_TINY).peak
     assert peak.bytes / 2**20 == pytest.approx(mib, abs=ROUNDING)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SETS)
 def test_the_allocator_counts_what_the_table_says(name: str, one_thread: None, tmp_path: Path):
     flags, (_, _, mib) = documented(name)
     for file in TINY.iterdir():
@@ -79,7 +79,7 @@ def test_the_allocator_counts_what_the_table_says(name: str, one_thread: None, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SETS)
 def test_an_8b_is_predicted_to_take_what_the_table_says(name: str):
     flags, (gib, _, _) = documented(name)
     peak = predict(TracedModel(LLAMA_3_1_8B, setting_of_flags(flags), gpu_target("H100")), ON_8B).peak

@@ -1,76 +1,21 @@
-"""The commands that write params.yaml: `preset` and `import`."""
+"""The command `lean-finetune import`: the params.yaml of a run that another tool's configuration describes."""
 
 from pathlib import Path
 
 import click
 
-from cuda_memory.terminal import echo, echo_text
+from cuda_memory.terminal import echo_text
 from cuda_memory.units import labelled
 from cuda_memory.user_paths import PATH, no_option, output_file, shell_line
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.read_config import read_config_of_tool
-from lean_finetune.commands.project.params_file import OWN, apply_preset, change_params, presets
+from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, with_flags
 from lean_finetune.config.other_tools import tables
 from lean_finetune.config.schema import Params
-from lean_finetune.core.errors import LONGEST_LINE, UsageFault, UserError, shortened
+from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.pinning.hub import gated_note
 from lean_finetune.pinning.locate import find_model
-
-# The command `lean-finetune preset`: write a starting point into params.yaml.
-
-
-def preset_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Known presets, for the shell's completion."""
-    return sorted(name for name in presets() if name.startswith(incomplete))
-
-
-@click.command(cls=StageCommand)
-@click.argument("name", required=False, shell_complete=preset_names)
-def preset(name: str | None) -> None:
-    """Write the parameters of a preset into params.yaml; without NAME, list the presets.
-
-    Parameters that the preset does not name keep their values, such as data.source; memory switches that it does not
-    name are turned off. A file of your own in presets/ is a preset too, which changes what it names alone.
-    """
-    if name is None:
-        for line in _descriptions():
-            echo(line)
-        return
-    file = presets().get(name)
-    if file is None:
-        raise UsageFault(
-            f"NAME: must be one of {', '.join(presets())}, or a file in {OWN}/ without .yaml; got {shortened(name)}"
-        )
-    changed = apply_preset(file, PARAMS_FILE)
-    for key, value in changed.items():
-        echo(f"{key}: {'' if value is None else value}")
-    if not changed:
-        echo("no change")
-    if (note := gated_note(str(changed.get("model.name", "")))) is not None:
-        echo(f"note: {note}", err=True)
-
-
-def _descriptions() -> list[str]:
-    """One line for each preset: its name, and the first line of its file."""
-    files = presets()
-    width = max(map(len, files))
-    return [f"{name:<{width}}  {_first_line(file)}" for name, file in files.items()]
-
-
-def _first_line(file: Path) -> str:
-    """What a preset is for, or why that cannot be read."""
-    try:
-        with file.open("rb") as lines:
-            return lines.readline(LONGEST_LINE).decode().strip().removeprefix("# ")
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except UnicodeDecodeError:
-        return "cannot be read (not UTF-8): save it as UTF-8"
-
-
-# The command `lean-finetune import`: the params.yaml of a run that another tool's configuration describes.
 
 
 @click.command("import", cls=StageCommand)
