@@ -12,7 +12,7 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.memory.advice.full_rows import full_rows_run
 from lean_finetune.memory.advice.step_cost import step_seconds
 from lean_finetune.memory.advice.traffic import traffic_of
-from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.locate import find_model
 
@@ -52,7 +52,7 @@ def table() -> Iterator[str]:
                 traffic = traffic_of(run)
                 assert traffic is not None
                 computing, sent = (
-                    sum(step_seconds(run, shapes, device.speed).values()),
+                    sum(step_seconds(run, shapes, device.speed, trained_values(shapes, run.setting.train)).values()),
                     traffic.network_bytes(NODE_GPUS),
                 )
                 for network, rate in NETWORKS.items():

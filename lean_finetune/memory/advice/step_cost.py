@@ -72,6 +72,7 @@ class Costs:
         self._speed, self.reason = ranking_speed(run.device)
         self._known: dict[Setting, Mapping[str, int]] = {}
         self._offloaded: dict[Setting, tuple[int, int]] = {}
+        self._trained: dict[Setting, int] = {}
         self._measures_time = run.device.speed is not None
 
     def least_bytes(self, setting: Setting) -> int:
@@ -103,7 +104,7 @@ class Costs:
         """Seconds of a step by the device's data sheet; None if its speed is not known."""
         if not self._measures_time:
             return None
-        return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values())
+        return self._step_seconds(run)
 
     def _states(self, setting: Setting) -> Mapping[str, int]:
         """Bytes by category at the end of a backward, on one GPU."""
@@ -125,7 +126,13 @@ class Costs:
         return self._seconds_per_token(self._run)
 
     def _seconds_per_token(self, run: Run) -> float:
-        return sum(step_seconds(run, self._shapes_of(run.setting), self._speed).values()) / _tokens(run)
+        return self._step_seconds(run) / _tokens(run)
+
+    def _step_seconds(self, run: Run) -> float:
+        key, shapes = _state_key(run.setting), self._shapes_of(run.setting)
+        if key not in self._trained:
+            self._trained[key] = trained_values(shapes, run.setting.train)
+        return sum(step_seconds(run, shapes, self._speed, self._trained[key]).values())
 
     def _shapes_of(self, setting: Setting) -> ModelShapes:
         """Shapes of the parameters on a GPU; raises UserError if tensor parallelism cannot shard the model."""
@@ -178,12 +185,14 @@ def device_step_seconds(run: Run) -> dict[str, float] | None:
     """`step_seconds` by the data sheet of the run's device; None if its speed is not known."""
     if run.device.speed is None:
         return None
-    return step_seconds(run, model_shapes(run.config, run.setting.layout.tensor), run.device.speed)
+    shapes = model_shapes(run.config, run.setting.layout.tensor)
+    return step_seconds(run, shapes, run.device.speed, trained_values(shapes, run.setting.train))
 
 
-def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float]:
+def step_seconds(run: Run, shapes: ModelShapes, speed: Speed, trained: int) -> dict[str, float]:
     """Seconds of each part of a step. `weights`: reading and unpacking them; `link` and `disk`: offloaded tensors.
 
+    `trained` is the number of trained values (`trained_values`), which a search asks for once for many switches.
     For a pipeline: of a stage with an equal part of the work, with what it sends and how long it waits (`bubble`).
     """
     train, config, text = run.setting.train, run.config, run.config.get_text_config()
@@ -207,7 +216,6 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed) -> dict[str, float
     saved, compressed = _saved_values(run), run.setting.train.compress_activations != "none"
     saved_bytes = saved * (COMPRESSED_BYTES if compressed else (autocast_dtype(train) or base_dtype(train)).itemsize)
     offloaded = 0.0 if run.setting.train.offload_activations == "none" else saved_bytes
-    trained = trained_values(shapes, train)
     link_bytes = _link_bytes(run, parameters, trained, element_bytes, micro_batches) + 2 * offloaded
     link_bytes += tensor_parallel_bytes(run)
     update = _update_seconds(run.setting, trained, element_bytes, bandwidth)

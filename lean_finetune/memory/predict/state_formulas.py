@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -235,7 +236,7 @@ class ModelShapes:
         """Number of elements of all parameters: the size by which a model is known."""
         return sum(parameter.values for parameter in self.parameters)
 
-    @property
+    @cached_property
     def active_values(self) -> int:
         """Number of elements that a token is multiplied by: of experts, those that its router chooses."""
         chosen = self.experts_per_token

@@ -322,7 +322,9 @@ def recipe_of(out: Any, tensors: Sequence[FakeTensor]) -> Recipe:
     if isinstance(out, list | tuple):
         parts = [recipe_of(part, tensors) for part in out]
         storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
-        if type(out) not in (list, tuple) or len(set(storages)) < len(storages):
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
+        made = [storage for storage in storages if storage not in given]  # Views share the storage of an argument.
+        if type(out) not in (list, tuple) or len(set(made)) < len(made):
             raise NotCacheable
         kind = type(out)
         return lambda mode, given: kind([part(mode, given) for part in parts])

@@ -17,7 +17,7 @@ from lean_finetune.memory.advice.step_cost import (
     tokens_per_second,
 )
 from lean_finetune.memory.devices import resolve_gpu
-from lean_finetune.memory.predict.state_formulas import model_shapes
+from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from tests.memory.common import LLAMA_3_1_8B
 from tests.memory.workloads import H100, PARAMS, workload
 
@@ -32,7 +32,7 @@ def of_8b(*, max_tokens: int = 4096, tokens_per_step: int = 16_384, longest: int
 
 def seconds(run: Run) -> dict[str, float]:
     assert H100.speed is not None
-    return step_seconds(run, SHAPES, H100.speed)
+    return step_seconds(run, SHAPES, H100.speed, trained_values(SHAPES, run.setting.train))
 
 
 def slowdown(changed: Run, run: Run, gpu: str = "H100") -> float:

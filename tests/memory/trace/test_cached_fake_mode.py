@@ -60,3 +60,18 @@ def test_values_are_not_cached():
         assert [torch.tensor(value).item() for value in (2, 3, 3)] == [2, 3, 3]
         with pytest.raises(DataDependentOutputException):
             torch.empty(1).item()
+
+
+def test_the_parts_of_a_tensor_come_from_the_cache(monkeypatch):
+    """Sharding splits every weight: one slow call for each took a third of a trace."""
+
+    def shapes():
+        with CachedFakeMode():
+            return [(part.shape, part.storage_offset()) for part in torch.empty(8, 4).chunk(3)]
+
+    def slow(*_: object):
+        raise AssertionError
+
+    expected = shapes()
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", slow)
+    assert shapes() == expected
