@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import click
@@ -42,7 +42,8 @@ CAPABILITIES: Mapping[str, Capability] = {
         "image|picture",
     ),
     "preferences": Capability(
-        r"preference|row_kind|RowKind|desirable|mismatch|\bscored\b|\.scores\b|scores=|has_reference",
+        r"preference|row_kind|RowKind|desirable|mismatch|\bscored\b|\.scores\b|scores=|has_reference|\.compares\b"
+        r"|(Answer|Pair)Objective",
         "objective|preference|pair|label|mismatch|reference_",
     ),
     "experts": Capability(r"\bexperts?\b|router", "expert|grouped_matmul"),
@@ -83,7 +84,8 @@ MANY = 5
 """Capabilities of which a file names too many."""
 KINDS = frozenset(
     {
-        *("objective", "preferences", "preference", "row_kind", "has_reference", "reference", "scores", "scored"),
+        *("objective", "goal", "compares", "preferences", "preference", "row_kind", "has_reference", "reference"),
+        *("scores", "scored"),
         *("answers", "labels", "pairs", "image", "images", "image_inputs", "row_images", "full_row"),
     }
 )
@@ -135,11 +137,18 @@ def is_home(path: str, capability: str) -> bool:
 def branches(tree: ast.Module) -> int:
     """Decisions on whether something is of the usual kind: its objective, its rows, their images.
 
-    Comparisons of a name in KINDS with None or a text, comparisons with a row kind, and tests of such a name alone.
+    Comparisons of a name in KINDS with None or a text, comparisons with a row kind, questions for the class of an
+    objective, and tests of such a name alone.
     """
-    compared = [node for node in ast.walk(tree) if isinstance(node, ast.Compare) and _is_of_kind(node)]
-    alone = {id(test) for node in ast.walk(tree) for test in _tests(node) if _last_name(test) in KINDS}
-    return len(compared) + len(alone)
+    nodes = list(ast.walk(tree))
+    compared = [node for node in nodes if isinstance(node, ast.Compare) and _is_of_kind(node)]
+    asked = [node for node in nodes if isinstance(node, ast.Call) and _asks_class(node)]
+    alone = {id(test) for node in nodes for test in _tests(node) if _last_name(test) in KINDS}
+    return len(compared) + len(asked) + len(alone)
+
+
+def _asks_class(node: ast.Call) -> bool:
+    return _last_name(node.func) == "isinstance" and (_last_name(node.args[1]) or "").endswith("Objective")
 
 
 def _is_of_kind(node: ast.Compare) -> bool:
@@ -230,10 +239,14 @@ class Walk:
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, str], None] = {}
+        self._seen: dict[int, CodeType] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note a function that starts, as `sys.settrace` reports it; bodies of classes and modules are none."""
         code = frame.f_code
+        if id(code) in self._seen:  # Faster than the hash of a code object.
+            return
+        self._seen[id(code)] = code
         if (file := library_file(code.co_filename)) is None:
             return
         if code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<"):
