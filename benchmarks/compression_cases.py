@@ -28,6 +28,7 @@ from lean_finetune.plan.optimizer_steps import read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.step.batch_stream import load
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.step.token_rows import TokenRows, read_lengths
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.measured_peak import LOAD, make_meter
@@ -208,7 +209,7 @@ class _Run:
         heldout = TokenRows(self._directory / "data/tokens", "heldout")
         batches = list(heldout_batches(heldout, len(heldout.lengths), HELDOUT_TOKENS, self._pad_id))
         losses: list[Any] = [
-            summed_loss(model, batch, self._planned.setting.train.loss_chunk).double() for batch in batches
+            summed_loss(model, batch, TokenLoss(self._planned.setting.train.loss_chunk)).double() for batch in batches
         ]
         counted = self._meter.result().step_peak_bytes
         assert counted is not None

@@ -27,6 +27,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
 from tests.kit.interpreted_triton import interpreted_kernels
 from tests.kit.specs import changed, joined, padded, random_batch, train_of
@@ -143,7 +144,7 @@ def differentiate(directory: Path, spec: Train, shape: BatchShape) -> tuple[floa
         if "lora_B" in name:  # Adapters start at zero, which would hide their inputs' gradients.
             torch.nn.init.normal_(tensor, std=0.05)
     with autocast(spec, "cpu"):
-        loss = summed_loss(model, batch, 8)
+        loss = summed_loss(model, batch, TokenLoss(8))
     loss.backward()
     return loss.item(), {name: tensor.grad.float() for name, tensor in trained.items() if tensor.grad is not None}
 

@@ -13,7 +13,7 @@ PACKAGES = """
 core objectives config pinning
 data/read data/format data/images data/chat data/encode data/shards
 plan model/attention model/experts model/images model/files model/recurrent model/kernels
-model/joined_adapters model/norms model step/offload step distributed
+model/joined_adapters model/norms model step/offload step/update step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
 evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run

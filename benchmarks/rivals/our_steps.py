@@ -24,6 +24,7 @@ from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.step.batch_stream import load
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.checkpoint.checkpointer import CheckpointHooks
 from lean_finetune.train.checkpoint.training_state import TrainingRun
 from lean_finetune.train.job import Paths, TrainJob, make_job
@@ -73,7 +74,7 @@ class Interleaved(CheckpointHooks):
         """Seconds of a step's forward and backward passes, whose gradients are then freed."""
         start = time.perf_counter()
         for batch in batches:
-            summed_loss(run.model, batch, self._loss_chunk).backward()
+            summed_loss(run.model, batch, TokenLoss(self._loss_chunk)).backward()
         seconds = time.perf_counter() - start
         run.model.zero_grad(set_to_none=True)
         return seconds

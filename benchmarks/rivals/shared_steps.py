@@ -29,9 +29,12 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate, part_of, token_part
+from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import LossScaler
 from tests.kit.specs import changed, train_of
 
 CPU = torch.device("cpu")
@@ -134,16 +137,18 @@ def ours(directory: Path, method: Method, sharing: Sharing, world: World) -> Run
 
     def step() -> torch.Tensor:
         return training_step(
-            parallel.local_shard,
+            parallel,
             optimizer,
             iter(batches),
-            supervised_tokens=ROWS * (LENGTH - 1) * world.size,
+            before=(),
+            micro_batches=len(batches),
+            goal=StepGoal.of_any_rows(train, ROWS * (LENGTH - 1) * world.size),
             train=train,
             foreach=False,
             phase=lambda name: nullcontext(),
             guard=lambda losses, norm: None,
-            parallel=parallel,
-            micro_batches=len(batches),
+            scaler=LossScaler(),
+            offload=KEPT,
         ).loss
 
     return partial(timed, step)

@@ -7,6 +7,7 @@ it knows the shape of what it receives, and steps may have any number of micro-b
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
+from lean_finetune.distributed.pipeline_parts import FromPrevious, Link, Received, Slot, ToNext, slots_of
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes, send_weights
 from lean_finetune.model.empty_model import keep_in_fp32, meta_model
@@ -31,7 +33,6 @@ from lean_finetune.step.parallel_model import (
     ShardSlice,
     named_trained,
 )
-from lean_finetune.step.pipeline_parts import FromPrevious, Link, Received, Slot, ToNext, slots_of
 
 
 class PipelineModel(ParallelModel):
@@ -112,19 +113,22 @@ class PipelineModel(ParallelModel):
             after.put(ToNext(after.module, links[-1], embedding))
         return links
 
-    def schedule(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
+    def forward_backward(
+        self,
+        batches: Iterable[Batch],
+        forward: Callable[[Batch], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> None:
         """See ParallelModel: in the order 1F1B."""
-        in_flight = 0
+        in_flight: deque[torch.Tensor] = deque()  # Losses between forward and backward.
         for batch in batches:
-            yield batch
+            in_flight.append(forward(batch))
             del batch
-            in_flight += 1
             # 1F1B: no more in flight than stages from here to the end, so memory does not grow with micro-batches.
-            if in_flight == self._stages - self.rank:
-                in_flight -= 1
-                yield None
-        for _ in range(in_flight):
-            yield None
+            if len(in_flight) == self._stages - self.rank:
+                backward(in_flight.popleft())
+        while in_flight:
+            backward(in_flight.popleft())
         self._wait()
         if self._tied is not None and self.rank in (0, self._stages - 1):
             # Embedding and head are one weight, whose gradient is the sum of both uses.

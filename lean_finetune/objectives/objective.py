@@ -44,8 +44,9 @@ class StepTotals:
     None without such answers."""
 
 
-Judged = Literal["tokens", "answers", "scores"]
-"""What a loss is made of: the cross-entropy of tokens, log-probabilities of answers, or scores of a reward model."""
+Judged = Literal["tokens", "answers", "scores", "divergence"]
+"""What a loss is made of: the cross-entropy of tokens, log-probabilities of answers, scores of a reward model, or
+log-probabilities of answers and the step's divergence from the reference."""
 
 
 class Objective:

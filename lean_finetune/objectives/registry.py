@@ -137,6 +137,7 @@ class Kto(AnswerObjective):
 
     name = "kto"
     kind = RowKind.LABELLED
+    judges = "divergence"
     has_reference = True
     defaults = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 

@@ -43,6 +43,8 @@ class Answers:
 
     def to(self, device: torch.device | str, *, non_blocking: bool) -> "Answers":
         """The same on another device."""
+        if not self.counts:
+            return self
 
         def moved(values_R: torch.Tensor | None) -> torch.Tensor | None:
             return None if values_R is None else values_R.to(device, non_blocking=non_blocking)
@@ -85,6 +87,11 @@ class Batch:
     """The model's arguments for the images of the rows; None if no row has one."""
     blank: ImageTensors | None = None
     """The arguments of the vision tower for an image of no row, if it runs beside the towers of other processes."""
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device that has it."""
+        return self.input_ids_BT.device.type
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on another device; copies from pinned memory are asynchronous."""

@@ -1,12 +1,11 @@
-"""Summed cross-entropy over the trained tokens of one micro-batch.
+"""The decoder pass of one micro-batch, and the loss of its output.
 
 Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
 
 import inspect
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from peft import PeftModel
@@ -28,9 +27,8 @@ from lean_finetune.model.model_config import (
 )
 from lean_finetune.step.batches import IGNORED, Batch, ImageTensors, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
-from lean_finetune.step.offload.activation_offload import ActivationOffload
+from lean_finetune.step.offload.activation_offload import KEPT, KeptActivations
 from lean_finetune.step.parallel_model import OtherStage
-from lean_finetune.step.preference_loss import PreferenceLoss
 
 PROBE_TOKENS = 8
 OTHER_ORDER = 0.02
@@ -102,33 +100,37 @@ def _decoder_output(
     return output
 
 
+class HiddenLoss(Protocol):
+    """The loss of a micro-batch from the decoder's output; `step_loss` has those of objectives."""
+
+    divisor: float
+    """Trained tokens of the optimizer step, divided by the loss scale."""
+
+    def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """An fp32 scalar."""
+
+
 def summed_loss(
     model: nn.Module,
     batch: Batch,
-    chunk: int | None,
-    offload: ActivationOffload | None = None,
+    objective: HiddenLoss,
+    offload: KeptActivations = KEPT,
     router_aux_loss: float = 0.0,
-    divisor: float = 1.0,
     exchange: TokenExchange | None = None,
-    preference_loss: PreferenceLoss | None = None,
 ) -> torch.Tensor:
-    """Sum of the cross-entropy over the trained tokens of a micro-batch / divisor, an fp32 scalar.
+    """The part of an objective's loss that a micro-batch has, an fp32 scalar.
 
     In a pipeline's stage before the last the value is a placeholder: its backward propagates the gradients that the
     next stage sends.
 
     Args (those that their types do not explain):
-        chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist. With
-            None the logits of all B × T positions exist at once.
         offload: takes what the decoder saves for backward.
         router_aux_loss: times the balancing loss of a mixture of experts is added for each trained token.
-        divisor: trained tokens of the optimizer step, divided by the loss scale (see `summed_head_loss`).
         exchange: for a batch with a part of each row's tokens; the sum is over these tokens.
-        preference_loss: the loss of preferences, instead of the sum of the cross-entropy.
     """
     lm = causal_lm(model)
     more = {"output_router_logits": True} if router_aux_loss else {}
-    with nullcontext() if offload is None else offload.saving(lm):
+    with offload.saving(lm):
         output = _decoder_output(
             lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.images, batch.blank, **more
         )
@@ -137,14 +139,10 @@ def summed_loss(
     if isinstance(lm.get_output_embeddings(), OtherStage):  # Before the last stage of a pipeline.
         # A scalar to call backward on: the hidden states are placeholders, whose backward receives the real gradient.
         return hidden_BTD.sum().float()
-    if preference_loss is not None and preference_loss.step.objective.scored:
-        loss = preference_loss.of_rows(row_scores(lm, hidden_BTD, batch), batch.answers)
-    else:
-        rule = None if preference_loss is None else preference_loss.rule(batch)
-        loss = _cross_entropy(lm, hidden_BTD, batch, chunk, divisor, rule)
+    loss = objective.loss(lm, hidden_BTD, batch)
     if router_aux_loss:
         # Per trained token, as the cross-entropy is, so that micro-batches count by their tokens.
-        weight = router_aux_loss * len(batch.supervised_index_N) / divisor
+        weight = router_aux_loss * len(batch.supervised_index_N) / objective.divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
     return loss
 
@@ -177,15 +175,18 @@ def _scored(lm: PreTrainedModel, hidden_RD: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-def _cross_entropy(
+def cross_entropy(
     lm: PreTrainedModel,
     hidden_BTD: torch.Tensor,
     batch: Batch,
     chunk: int | None,
     divisor: float,
-    rule: TokenRule | None,
+    rule: TokenRule | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy of the trained tokens of a micro-batch / divisor, or what a rule makes of them."""
+    """Summed cross-entropy of the trained tokens of a micro-batch / divisor, or what a rule makes of them.
+
+    `chunk` and `divisor` as of `TokenLoss`.
+    """
     if chunk is not None:
         return summed_head_loss(
             Head.of(lm),

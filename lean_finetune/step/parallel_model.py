@@ -84,12 +84,18 @@ class ParallelModel:
         """Call `compute` with the model; sharded weights are gathered layer by layer while it runs."""
         return compute(self.model)
 
-    def schedule(self, batches: Iterable[Batch]) -> Iterator[Batch | None]:
-        """The order of a step: a micro-batch to run forward, or None where the oldest pending loss runs backward."""
+    def forward_backward(
+        self,
+        batches: Iterable[Batch],
+        forward: Callable[[Batch], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Run each micro-batch of a step: `forward` gives its loss, on which `backward` is called once."""
         for batch in batches:  # enumerate would keep a batch alive while the next one is made.
-            yield batch
-            del batch
-            yield None
+            loss = forward(batch)
+            del batch  # Its memory is free in backward, and while the next one is made.
+            backward(loss)
+            del loss  # A loss keeps its graph alive.
 
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch's backward; gradients need not be summed before the `last` one."""

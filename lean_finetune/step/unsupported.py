@@ -12,7 +12,7 @@ from lean_finetune.model.images.image_config import takes_images
 from lean_finetune.model.model_config import refuse_context_parallel, refuse_long_rows, refuse_packed_rows
 from lean_finetune.step.offload.activation_offload import refuse_offload
 from lean_finetune.step.offload.master_weights import refuse_offloaded_state
-from lean_finetune.step.training_step import refuse_in_backward
+from lean_finetune.step.update.in_backward import refuse_in_backward
 
 
 def refuse_unsupported(

@@ -1,13 +1,14 @@
 """Compute the held-out loss during training, on a fixed set of rows in batches no larger than training's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import numpy as np
 import torch
+from torch import nn
 
 from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
@@ -24,11 +25,11 @@ from lean_finetune.step.batches import (
     with_images,
 )
 from lean_finetune.step.image_inputs import ImageTensors
-from lean_finetune.step.loss import summed_loss, token_losses
+from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
+from lean_finetune.step.run_checks import Diverged
+from lean_finetune.step.step_loss import StepGoal, TokenLoss, known_figures
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.training_step import Diverged
 from lean_finetune.train.job import TrainJob
 
 HELDOUT_FIGURES = 10
@@ -80,32 +81,25 @@ class HeldoutLosses:
         # Without chunks in training, the tokens of a micro-batch limit the logits of a longer held-out row.
         chunk = job.train.loss_chunk or self._max_tokens
         trained = heldout_units(job.heldout, count, job.train.row_kind)
-        preferences = StepPreferences.of(job.train, job.heldout, trained.ravel())
-        preference_loss = None if preferences is None else PreferenceLoss(step=preferences)
-        if preference_loss is not None and preference_loss.step.has_mismatches:
-            mismatched = batches(trained=False)
-            estimate_divergence(parallel, mismatched, job.pad_id, job.train, chunk, job.device, preference_loss)
+        objective = StepGoal.of(job.train, job.heldout, trained.ravel()).begin(chunk)
         together = job.heldout.image_inputs is not None and job.train.runs_towers_together
         loss = heldout_loss(
             parallel,
             batches(),
+            batches(trained=False),
+            objective,
             job.pad_id,
             job.train,
-            chunk,
             job.device,
             job.part,
-            preference_loss,
             blank=blank_image(job.heldout) if together else None,
         )
         if not math.isfinite(loss):
             raise Diverged(
                 f"train.lr: held-out loss must be finite; it is {loss} after optimizer step {step}; lower train.lr"
             )
-        figures = {"heldout_loss": loss}
-        if preference_loss is not None:
-            means = known_figures(preference_loss.means(parallel.sum_over_ranks))
-            figures |= {f"heldout_{name}": value for name, value in means.items()}
-        return figures
+        figures = {"loss": loss, **known_figures(objective.figures(parallel))}
+        return {f"heldout_{name}": value for name, value in figures.items()}
 
     @property
     def count(self) -> int:
@@ -193,46 +187,33 @@ def own_batches(
 
 
 @torch.no_grad()
-def estimate_divergence(
-    parallel: ParallelModel,
-    batches: Iterator[Batch],
-    pad_id: int,
-    train: Train,
-    chunk: int,
-    device: torch.device,
-    loss: PreferenceLoss,
-) -> None:
-    """Give the loss the divergence from the reference by batches of mismatched answers."""
-    parallel.model.eval()
-    with autocast(train, device.type):
-        for batch in own_batches(parallel, batches, idle_batch(pad_id), device):
-            loss.add_mismatches(parallel.run(partial(token_losses, batch=batch, chunk=chunk)), batch)
-    parallel.model.train()
-    loss.estimate(parallel.sum_over_ranks)
-
-
-@torch.no_grad()
 def heldout_loss(
     parallel: ParallelModel,
     batches: Iterator[Batch],
+    before: Iterator[Batch],
+    objective: TokenLoss,
     pad_id: int,
     train: Train,
-    chunk: int | None,
     device: torch.device,
     part: TokenPart | None = None,
-    preference_loss: PreferenceLoss | None = None,
     blank: ImageTensors | None = None,
 ) -> float:
-    """Return the mean cross-entropy per trained token over held-out batches, without dropout.
+    """Return the objective's loss of held-out batches, per trained token or compared answer, without dropout.
 
-    With a `preference_loss`, the loss of all its rows, which are those of the batches. `blank` as of `own_batches`.
+    `before` are the batches of rows that are not trained, for `TokenLoss.before`. `blank` as of `own_batches`.
     All processes call this with all batches; each computes those of its index in dimension `data` of the layout.
     """
+
+    def evaluate(batch: Batch, compute: Callable[[nn.Module, Batch], None]) -> None:
+        with autocast(train, device.type):
+            parallel.run(lambda model: compute(model, batch))
+
+    objective.before(own_batches(parallel, before, idle_batch(pad_id), device), evaluate, parallel)
     parallel.model.eval()
     summed = torch.zeros((), dtype=torch.float64, device=device)  # Read once: each read waits for the GPU.
     tokens = 0
     with autocast(train, device.type):
-        compute = partial(summed_loss, chunk=chunk, exchange=parallel.exchange, preference_loss=preference_loss)
+        compute = partial(summed_loss, objective=objective, exchange=parallel.exchange)
         for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device, blank):
             loss = parallel.run(partial(compute, batch=batch))
             if parallel.computes_loss:
@@ -240,4 +221,4 @@ def heldout_loss(
                 tokens += len(batch.supervised_index_N)
     parallel.model.train()
     total, count = parallel.sum_over_ranks(torch.stack([summed, torch.full_like(summed, tokens)])).tolist()
-    return total / count if preference_loss is None else total
+    return objective.mean(total, count)

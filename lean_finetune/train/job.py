@@ -50,7 +50,7 @@ from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_token
 from lean_finetune.plan.step_tokens import planned_step_tokens
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.image_inputs import read_image_inputs
-from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
+from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel, host_bytes
 from lean_finetune.step.reference_table import identity, read_table
@@ -117,7 +117,7 @@ class TrainJob:
     seed: int
     foreach: bool
     """Compute norms and clip with the multi-tensor kernels, as PyTorch does on CUDA."""
-    offload: ActivationOffload | None
+    offload: KeptActivations
     """Where activations are stored between forward and backward; None = on the device."""
     disk: DiskPlace | None = None
     """The file of offloaded master weights and optimizer state; None = on the device or in host memory."""

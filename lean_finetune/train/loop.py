@@ -17,15 +17,11 @@ from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
 from lean_finetune.step.offload.disk_weights import DiskFault
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import StepPreferences, known_figures
+from lean_finetune.step.run_checks import refuse_broken_weights, refuse_dead_adapters, refuse_non_finite
 from lean_finetune.step.run_optimizer import build_optimizer, learning_rate
-from lean_finetune.step.training_step import (
-    LossScaler,
-    refuse_broken_weights,
-    refuse_dead_adapters,
-    refuse_non_finite,
-    training_step,
-)
+from lean_finetune.step.step_loss import StepGoal, known_figures
+from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 from lean_finetune.train.callbacks.callback import CALLBACKS, EXPERT_COLUMNS, CurveRow, RunInfo, curve_row
 from lean_finetune.train.callbacks.trackers import TRACKERS
 from lean_finetune.train.checkpoint.checkpointer import NO_CHECKPOINTS, CheckpointHooks
@@ -127,7 +123,7 @@ class Trainer:
         return TrainResult(
             parallel=run.parallel,
             curves=self.curves,
-            skipped_steps=None if run.scaler is None else run.scaler.skipped_steps,
+            skipped_steps=run.scaler.skipped_steps,
             memory_by_phase=self.monitor.by_phase(),
             load_host=load_host,
         )
@@ -165,7 +161,8 @@ class Trainer:
         lr = learning_rate(step, self.total_steps, job.train)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        preferences = StepPreferences.of(job.train, job.rows, np.concatenate([one.rows for one in planned]))
+        supervised = sum(one.supervised for one in planned)
+        goal = StepGoal.of(job.train, job.rows, np.concatenate([one.rows for one in planned]), supervised)
         own, loaded = stream.step(step)
         passes = len(own) * job.plan.kind.passes
         batches = map(partial(self._begin, count(), passes), self.checkpoints.between(loaded))
@@ -173,28 +170,25 @@ class Trainer:
         self.oom_handler.start_step(step, own)
         with restored_after_fault(job.device):
             result = training_step(
-                run.model,
+                run.parallel,
                 run.optimizer,
                 batches,
-                supervised_tokens=sum(one.supervised for one in planned),
+                before=islice(batches, passes - len(own)),
+                micro_batches=len(own),
+                goal=goal,
                 train=job.train,
                 foreach=job.foreach,
                 phase=self.position.tracked(self.monitor.phase),
                 guard=partial(self._guard, run.parallel, step, planned),
                 scaler=run.scaler,
                 offload=job.offload,
-                parallel=run.parallel,
-                micro_batches=len(own),
-                preferences=preferences,
-                mismatched=islice(batches, passes - len(own)),
             )
         # Reading the scalars waits for the device, so the time covers the full step.
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         seconds = time.perf_counter() - start
         load = () if result.expert_load is None else result.expert_load.tolist()
-        rewards = {} if result.rewards is None else known_figures(result.rewards)
         figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
-        more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **rewards}
+        more = {**dict(zip(EXPERT_COLUMNS, load, strict=False)), **known_figures(result.figures)}
         shapes = self.kernel_shapes.after(planned, job.rows.lengths)
         return curve_row(planned, job.rows.lengths, step in job.measured_steps, shapes, figures, more)
 
@@ -246,7 +240,7 @@ class Trainer:
         run = TrainingRun(
             parallel=parallel,
             optimizer=optimizer,
-            scaler=LossScaler() if job.train.scales_loss else None,
+            scaler=loss_scaler(job.train),
             meter=self.meter,
             monitor=self.monitor,
             curves=self.curves,

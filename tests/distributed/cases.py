@@ -15,13 +15,14 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
-from lean_finetune.objectives.objective import AnswerObjective, StepTotals
+from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
-from lean_finetune.step.offload.activation_offload import ActivationOffload, DiskStore
+from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 from tests.distributed.image_rows import image_batches
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows
@@ -78,7 +79,7 @@ class Outcome:
     expert_loads: list[list[float]]
     """Of each step of a mixture of experts."""
     rewards: list[list[float]]
-    """`preference_loss.FIGURES` of each step, of preferences."""
+    """`step_loss.FIGURES` of each step, of preferences."""
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     offloaded_bytes: int
@@ -157,15 +158,14 @@ def with_answers(case: Case, layout: ParallelLayout, rank: int, turned: int = 0)
     return found[layout.coordinates(rank).data :: layout.data]
 
 
-def preferences_of(train: Train) -> StepPreferences | None:
+def goal_of(train: Train, supervised_tokens: int) -> StepGoal:
     """The objective with its figures of the eight rows."""
-    if not isinstance(train.goal, AnswerObjective):
-        return None
     supervised = [int((spans[:, 1] - spans[:, 0]).sum()) for _, spans in rows()]
     totals = StepTotals(
         count=len(rows()) // train.goal.kind.unit, better=4, worse=4, better_tokens=sum(supervised[::2])
     )
-    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
+    values = train.preference_values
+    return StepGoal(objective=train.goal, values=values, totals=totals, supervised_tokens=supervised_tokens)
 
 
 def learn(case: Case, world: World) -> Outcome:
@@ -186,7 +186,7 @@ def learn(case: Case, world: World) -> Outcome:
     parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, **parts)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
-    scaler = LossScaler() if train.scales_loss else None
+    scaler = loss_scaler(train)
     store = CountingStore(CPU, Path(tempfile.gettempdir()))
     offload = ActivationOffload(store if case.offload else None, case.compression)
     batches, supervised = divided(case, layout, world.rank)
@@ -198,34 +198,32 @@ def learn(case: Case, world: World) -> Outcome:
             )
             for shown in (True, False)
         )
-    preferences, mismatched = preferences_of(train), list[Batch]()
-    if preferences is not None:
+    before = list[Batch]()
+    if train.goal.compares:
         batches = with_answers(case, layout, world.rank)
-        if preferences.has_mismatches:
-            mismatched = with_answers(case, layout, world.rank, turned=1)
+        if train.row_kind.passes > 1:
+            before = with_answers(case, layout, world.rank, turned=1)
     results = [
         training_step(
-            parallel.local_shard,
+            parallel,
             optimizer,
             iter(batches if step % 2 == 0 or every_second is None else every_second),
-            supervised_tokens=supervised,
+            before=iter(before),
+            micro_batches=len(batches),
+            goal=goal_of(train, supervised),
             train=train,
             foreach=False,
             phase=lambda name: contextlib.nullcontext(),
             guard=lambda losses, norm: None,
             scaler=scaler,
-            offload=offload if case.offload or case.compression != "none" else None,
-            parallel=parallel,
-            micro_batches=len(batches),
-            preferences=preferences,
-            mismatched=iter(mismatched),
+            offload=offload if case.offload or case.compression != "none" else KEPT,
         )
         for step in range(case.steps)
     ]
     return Outcome(
         losses=[result.loss.item() for result in results],
         norms=[result.grad_norm.item() for result in results],
-        rewards=[result.rewards.tolist() for result in results if result.rewards is not None],
+        rewards=[values.tolist() for result in results for values in result.figures],
         expert_loads=[result.expert_load.tolist() for result in results if result.expert_load is not None],
         parallel=parallel,
         optimizer=optimizer,

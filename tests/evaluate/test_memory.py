@@ -14,10 +14,13 @@ from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.step.batches import collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
+from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.step_loss import StepGoal, TokenLoss
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_full, save_tuned
@@ -43,17 +46,21 @@ def train_and_save(base: Path, spec: Train, chunk: int | None, rows: TokenRows, 
         model = load_model(base, spec, CPU)
         parallel, optimizer = ParallelModel(model), build_optimizer(model, NUMBERS)
         training_step(
-            model,
+            parallel,
             optimizer,
             iter([collate(micro_batch, longest, PAD)]),
-            supervised_tokens=9,
+            before=(),
+            micro_batches=1,
+            goal=StepGoal.of_any_rows(spec, 9),
             train=changed(spec, loss_chunk=chunk, max_grad_norm=1.0),
             foreach=False,
             phase=meter.phase,
             guard=lambda losses, norm: None,
+            scaler=loss_scaler(spec),
+            offload=KEPT,
         )
         with meter.phase("heldout"):
-            heldout_loss(parallel, iter(batches), PAD, spec, chunk or MAX_TOKENS, CPU)
+            heldout_loss(parallel, iter(batches), iter(()), TokenLoss(chunk or MAX_TOKENS), PAD, spec, CPU)
         with meter.phase("save"):
             files = [path.name for path in base.iterdir() if path.name not in TOKENIZER_FILES]
             save_tuned(parallel, base_of(base), out, spec, files if spec.adapted else None)

@@ -15,11 +15,13 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
-from lean_finetune.step.offload.activation_offload import ActivationOffload, make_offload
+from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import StepPreferences
+from lean_finetune.step.run_checks import refuse_non_finite
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, Phase, StepResult, refuse_non_finite, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import Phase, StepResult, training_step
+from lean_finetune.step.update.loss_scaler import LossScaler, loss_scaler
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
 
 SCRATCH = Path("scratch")
@@ -120,8 +122,8 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     train: Train
     device: torch.device
-    scaler: LossScaler | None
-    offload: ActivationOffload | None
+    scaler: LossScaler
+    offload: KeptActivations
 
     @property
     def model(self) -> nn.Module:
@@ -139,30 +141,29 @@ class Trainer:
             optimizer=build_optimizer(model, train),
             train=train,
             device=device,
-            scaler=LossScaler() if train.scales_loss else None,
+            scaler=loss_scaler(train),
             offload=make_offload(train.offload_activations, train.compress_activations, device, scratch),
         )
 
     def step(
-        self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase, mismatched: Iterable[Batch] = ()
+        self, batches: Iterable[Batch], supervised_tokens: int, phase: Phase, before: Iterable[Batch] = ()
     ) -> StepResult:
-        """Run one optimizer step as the training loop does; preferences have the values of a trace.
+        """Run one optimizer step as the training loop does; objectives have the values of a trace.
 
-        `supervised_tokens` divides the loss.
+        `supervised_tokens` divides the loss of tokens.
         """
         with restored_after_fault(self.device):
             return training_step(
-                self.model,
+                self.parallel,
                 self.optimizer,
                 batches,
-                supervised_tokens=supervised_tokens,
+                before=before,
+                micro_batches=1,
+                goal=StepGoal.of_any_rows(self.train, supervised_tokens),
                 train=self.train,
                 foreach=self.device.type == "cuda",
                 phase=phase,
                 guard=lambda losses, norm: refuse_non_finite(losses, norm, 0, []),
                 scaler=self.scaler,
                 offload=self.offload,
-                parallel=self.parallel,
-                preferences=StepPreferences.of_any_rows(self.train),
-                mismatched=mismatched,
             )

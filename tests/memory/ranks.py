@@ -23,9 +23,10 @@ from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch,
 from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.distributed.image_rows import inputs_of
@@ -160,7 +161,6 @@ def count(
     part = token_part(setting.layout, world.rank)
     inputs = inputs_of(str(directory)) if images else None
     train, scratch = setting.train, Path(tempfile.gettempdir())
-    preferences = StepPreferences.of_any_rows(train)
     offload = make_offload(train.offload_activations, train.compress_activations, CPU, scratch)
     make_code_books()
     for wanted in (one for step in steps for one in step if inputs is not None):
@@ -182,20 +182,18 @@ def count(
 
             with restored_after_fault(CPU):
                 training_step(
-                    parallel.model,
+                    parallel,
                     optimizer,
                     batches(),
-                    supervised_tokens=300,
+                    before=batches() if setting.train.row_kind.passes > 1 else (),
+                    micro_batches=len(shapes) + idle,
+                    goal=StepGoal.of_any_rows(setting.train, 300),
                     train=setting.train,
                     foreach=False,
                     phase=meter.phase,
                     guard=lambda losses, norm: None,
-                    scaler=LossScaler() if setting.train.scales_loss else None,
+                    scaler=loss_scaler(setting.train),
                     offload=offload,
-                    parallel=parallel,
-                    micro_batches=len(shapes) + idle,
-                    preferences=preferences,
-                    mismatched=batches() if preferences is not None and preferences.has_mismatches else (),
                 )
     return dict(meter.result().peak_bytes_by_phase)
 

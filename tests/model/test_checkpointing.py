@@ -7,6 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
 from tests.step.common import split
 
@@ -28,7 +29,7 @@ class Counted(TorchDispatchMode):
 
 def backward_counts(directory, **spec) -> dict[str, int]:
     model = load_model(directory, spec_of(**spec), CPU)
-    loss = summed_loss(model, split([8])[0], None)
+    loss = summed_loss(model, split([8])[0], TokenLoss(None))
     with Counted() as counted:
         loss.backward()
     return counted.counts

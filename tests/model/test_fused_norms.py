@@ -18,6 +18,7 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.model.norms import fused_norms
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.estimate_cpu import FAMILIES
 from tests.kit.random_model import random_model
 from tests.kit.specs import llama, padded, random_batch
@@ -77,7 +78,7 @@ def learnt(train: Train, model: nn.Module) -> tuple[float, torch.Tensor, int, in
     torch.manual_seed(5)
     batch, forward, backward = random_batch(padded(2, 24, 40), VOCABULARY), Launches(), Launches()
     with kernels_of_a_gpu(forward), forward, autocast(train, "cpu"):
-        loss = summed_loss(model, batch, 128, divisor=40.0)
+        loss = summed_loss(model, batch, TokenLoss(128, 40.0))
     with kernels_of_a_gpu(backward), backward:
         loss.backward()
     found = [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]

@@ -15,6 +15,7 @@ from lean_finetune.model.joined_adapters.join import apart_note, joined_layers, 
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.estimate_cpu import FAMILIES
 from tests.kit.random_model import random_model
 from tests.kit.specs import llama, padded, random_batch
@@ -49,7 +50,7 @@ def learnt(model: nn.Module, train: Train) -> tuple[float, torch.Tensor]:
     torch.manual_seed(5)
     batch = random_batch(padded(2, 24, 40), VOCABULARY)
     with autocast(train, "cpu"):
-        loss = summed_loss(model, batch, 128, divisor=40.0)
+        loss = summed_loss(model, batch, TokenLoss(128, 40.0))
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return loss.item(), torch.cat([gradient.flatten().double() for gradient in gradients])

@@ -24,6 +24,7 @@ from lean_finetune.model.trained_rows import TrainedRows, with_rows
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.estimate_cpu import LAYOUTS, without_onednn
 from tests.memory.common import setting_of
@@ -89,7 +90,7 @@ def test_gradients_are_those_of_the_whole_loss(untied: Path, precision: str):
 def _gradients(directory: Path, batch: Batch, precision: str, chunk: int | None) -> dict[str, torch.Tensor]:
     model = load_model(directory, spec_with(precision=precision), CPU)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = summed_loss(model, batch, chunk)
+        loss = summed_loss(model, batch, TokenLoss(chunk))
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
@@ -215,12 +216,12 @@ def test_only_the_named_rows_are_trained_and_as_peft_trains_them(untied, tied_ll
     [batch] = split([3])
     used = batch.input_ids_BT.unique().tolist()[:4]
     model: Any = load_model(directory, spec_of(lora_trainable_tokens=used), CPU)
-    summed_loss(model, batch, chunk).backward()
+    summed_loss(model, batch, TokenLoss(chunk)).backward()
     plain: Any = load_model(directory, spec_of(lora_trainable_tokens=used), CPU)
     for module in plain.modules():
         if type(module) is TrainedRows:
             object.__setattr__(module, "__class__", TrainableTokensLayer)
-    summed_loss(plain, batch, None).backward()
+    summed_loss(plain, batch, TokenLoss(None)).backward()
     for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None:

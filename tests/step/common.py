@@ -12,9 +12,12 @@ import torch
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, collate
-from lean_finetune.step.offload.activation_offload import ActivationOffload
+from lean_finetune.step.offload.activation_offload import KEPT, KeptActivations
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, StepResult, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import StepResult, training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 
@@ -57,7 +60,7 @@ def run(
     chunk: int | None = None,
     steps: int = 3,
     optim: Train = OPTIM,
-    offload: ActivationOffload | None = None,
+    offload: KeptActivations = KEPT,
     max_grad_norm: float | None = 1.0,
     in_backward: bool = False,
     **spec: Any,
@@ -68,13 +71,16 @@ def run(
     model = load_model(directory, train, CPU, seed=1)
     optimizer = build_optimizer(model, optim)
     torch.manual_seed(0)
-    scaler = LossScaler() if train.scales_loss else None
+    scaler, parallel = loss_scaler(train), ParallelModel(model)
+    goal = StepGoal.of_any_rows(train, sum(len(batch.supervised_index_N) for batch in batches))
     results = [
         training_step(
-            model,
+            parallel,
             optimizer,
             iter(batches),
-            supervised_tokens=sum(len(batch.supervised_index_N) for batch in batches),
+            before=(),
+            micro_batches=len(batches),
+            goal=goal,
             train=train,
             foreach=False,
             phase=lambda name: contextlib.nullcontext(),

@@ -10,6 +10,7 @@ from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.offload import activation_offload
 from lean_finetune.step.offload.activation_offload import BLOCK, ActivationOffload, compress, decompress
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run, split
 
@@ -68,7 +69,7 @@ def test_only_activations_are_compressed_and_each_once(small_llama, monkeypatch,
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
     with recorded(monkeypatch) as seen, autocast(spec, "cpu"):
-        summed_loss(model, split([8])[0], None, ActivationOffload(None, "int8"))
+        summed_loss(model, split([8])[0], TokenLoss(None), ActivationOffload(None, "int8"))
     tokens = 8 * 27
     assert seen and all(values.numel() % tokens == 0 for values in seen)
     widths = {values.numel() // tokens for values in seen}

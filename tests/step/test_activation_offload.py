@@ -10,7 +10,8 @@ import torch
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
-from lean_finetune.step.offload.activation_offload import ActivationOffload, DiskStore, HostStore, make_offload
+from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload, DiskStore, HostStore, make_offload
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run, split
 
@@ -51,7 +52,7 @@ def test_a_tensor_saved_twice_is_copied_once_and_weights_never(small_llama):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.mul_(1.5)
-    loss = summed_loss(model, split([8])[0], None, ActivationOffload(store))
+    loss = summed_loss(model, split([8])[0], TokenLoss(None), ActivationOffload(store))
     largest = max(tensor.numel() for tensor in model.parameters())
     assert store.stored and store.reads == 0
     assert all(values.numel() != largest for values in store.stored)
@@ -68,7 +69,7 @@ def test_only_the_inputs_of_recomputed_layers_are_offloaded(small_llama, policy)
     sizes = {}
     for changes in ({}, {"grad_ckpt": True, "grad_ckpt_policy": policy}):
         model, store = load_model(small_llama, spec_of(**changes), CPU), RecordingStore()
-        summed_loss(model, split([8])[0], 16, ActivationOffload(store)).backward()
+        summed_loss(model, split([8])[0], TokenLoss(16), ActivationOffload(store)).backward()
         sizes[bool(changes)] = sum(values.nbytes for values in store.stored)
     hidden_bytes = 8 * 27 * 64 * 4
     assert 2 * hidden_bytes <= sizes[True] < 5 * hidden_bytes < sizes[False]
@@ -130,4 +131,4 @@ def test_offloading_from_the_cpu_to_the_cpu_is_refused(tmp_path: Path):
     """A switch that costs copies and saves nothing."""
     with pytest.raises(UserError, match=r"train\.offload_activations: .* use disk or none"):
         make_offload("cpu", "none", CPU, tmp_path)
-    assert make_offload("none", "none", CPU, tmp_path) is None
+    assert make_offload("none", "none", CPU, tmp_path) is KEPT

@@ -13,6 +13,7 @@ from lean_finetune.memory.predict.state_formulas import Trained, optimizer_tenso
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer, device_state
+from lean_finetune.step.step_loss import TokenLoss
 from tests.conftest import ROOT
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
@@ -39,7 +40,7 @@ def test_it_trains_as_pytorch_trains_with_it(small_llama: Path, optim: Train):
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     for _ in range(4):
         (batch,) = split([8])
-        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
+        (summed_loss(model, batch, TokenLoss(None)) / len(batch.supervised_index_N)).backward()
         plain.step()
         plain.zero_grad()
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())

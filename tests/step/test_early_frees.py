@@ -13,8 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import causal_lm
+from lean_finetune.step.offload.activation_offload import KEPT
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import LossScaler
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import OPTIM, rows
 
@@ -58,14 +62,18 @@ def test_logits_are_freed_before_the_layers_backward_and_gradients_after_the_upd
     batches = [collate(rows(), 40, 0)] * 2
     with logits:
         training_step(
-            model,
+            ParallelModel(model),
             build_optimizer(model, OPTIM),
             batches,
-            supervised_tokens=9,
+            before=(),
+            micro_batches=len(batches),
+            goal=StepGoal.of_any_rows(spec_of(), 9),
             train=spec_of(method="full", loss_chunk=chunk, max_grad_norm=1.0),
             foreach=False,
             phase=phase,
             guard=lambda losses, norm: None,
+            scaler=LossScaler(),
+            offload=KEPT,
         )
     saved = 1 if chunk is None else 0  # Without chunks cross-entropy saves the logits for its backward.
     turn = [("forward", saved), ("below the loss", 0), ("backward", 0)]

@@ -16,7 +16,7 @@ from lean_finetune.memory.gpu_names import NAMED
 from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.training_step import (
+from lean_finetune.step.run_checks import (
     _in_any,
     refuse_broken_weights,
     refuse_dead_adapters,

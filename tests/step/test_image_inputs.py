@@ -18,6 +18,7 @@ from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import collate
 from lean_finetune.step.image_inputs import ImageInputs, read_image_inputs
 from lean_finetune.step.loss import summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES, vision_model
 
@@ -109,7 +110,7 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     spec = spec_of(method="full", vision="full", projector="full", router=router, loss_chunk=4)
     ours = load_model(model, spec, CPU, images=True)
     embedded = patches_embedded(ours)
-    loss = summed_loss(ours, type(batch)(**{**vars(batch), "images": made}), 4)
+    loss = summed_loss(ours, type(batch)(**{**vars(batch), "images": made}), TokenLoss(4))
     loss.backward()
     if model.name not in PADDED:
         every = [Size(image.height, image.width) for shown in images for image in shown]

@@ -24,6 +24,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss, token_losses
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import assert_equal, joined, rows, run, slow, split
 
@@ -104,7 +105,7 @@ def test_no_tensor_grows_with_the_square_of_a_joined_sequence(tmp_path: Path):
             return out
 
     with Largest():
-        summed_loss(model, batch, 64).backward()
+        summed_loss(model, batch, TokenLoss(64)).backward()
     assert largest < 2048 * 2048 / 8
 
 

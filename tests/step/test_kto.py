@@ -9,12 +9,15 @@ from torch.nn import functional as F
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import AnswerObjective, StepTotals
+from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Kto
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
-from lean_finetune.step.preference_loss import PreferenceLoss, StepPreferences, known_figures
+from lean_finetune.step.offload.activation_offload import KEPT
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import DivergenceLoss, StepGoal, known_figures
 from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import LossScaler
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 
@@ -43,10 +46,9 @@ def batch_of(rows: list[np.ndarray], numbers: list[int], reference: np.ndarray, 
     return replace(collate(chosen, sum(lengths) if flat else max(lengths), 0, flat=flat), answers=answers)
 
 
-def step_of(train: Train) -> StepPreferences:
-    assert isinstance(train.goal, AnswerObjective)
+def step_of(train: Train) -> StepGoal:
     totals = StepTotals(count=4, better=2, worse=2, better_tokens=1)
-    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
+    return StepGoal(objective=train.goal, values=train.preference_values, totals=totals)
 
 
 def spec(method: str, **preference: float) -> Train:
@@ -72,20 +74,20 @@ def gradients_of_step(model: torch.nn.Module, train: Train, groups: list[list[in
 
     own, mismatched = references
     result = training_step(
-        model,
+        ParallelModel(model),
         Kept(trained, lr=0.0),
         (batch_of(OWN, numbers, own, flat=flat) for numbers in groups),
-        supervised_tokens=1,
+        before=(batch_of(MISMATCHED, numbers, mismatched, flat=flat) for numbers in groups),
+        micro_batches=len(groups),
+        goal=step_of(train),
         train=train,
         foreach=False,
         phase=lambda name: torch.enable_grad(),
         guard=lambda losses, norm: None,
-        micro_batches=len(groups),
-        preferences=step_of(train),
-        mismatched=(batch_of(MISMATCHED, numbers, mismatched, flat=flat) for numbers in groups),
+        scaler=LossScaler(),
+        offload=KEPT,
     )
-    assert result.rewards is not None
-    return result.loss.item(), torch.cat(found), known_figures(result.rewards)
+    return result.loss.item(), torch.cat(found), known_figures(result.figures)
 
 
 @pytest.mark.parametrize("above", [3.0, -3.0], ids=["divergence", "clamped"])
@@ -125,11 +127,13 @@ def test_a_step_of_one_label_has_no_figures_of_the_other():
     kto = OBJECTIVES["kto"]
     assert isinstance(kto, Kto)
     totals = StepTotals(count=2, better=2, worse=0, better_tokens=4)
-    loss = PreferenceLoss(step=StepPreferences(objective=kto, values=kto.defaults, totals=totals))
-    loss.mismatch_sums.append(torch.tensor(-3.0))
-    loss.estimate(lambda values: values)
+    loss = StepGoal(objective=kto, values=kto.defaults, totals=totals).begin(None)
+    assert isinstance(loss, DivergenceLoss)
+    loss.ratios.append(torch.tensor(-3.0))
+    parallel = ParallelModel(torch.nn.Linear(1, 1))
+    loss.before((), lambda batch, compute: None, parallel)
     answers = Answers(
         counts=(1, 1), tokens_R=torch.ones(2), reference_R=torch.zeros(2), desirable_R=torch.ones(2, dtype=torch.bool)
     )
     assert loss.of_rows(torch.zeros(2), answers).item() == 0.5
-    assert known_figures(loss.means(lambda values: values)) == {"reward_chosen": 0.0, "reward_accuracy": 0.5, "kl": 0.0}
+    assert known_figures(loss.figures(parallel)) == {"reward_chosen": 0.0, "reward_accuracy": 0.5, "kl": 0.0}

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
 from tests.small_model import CPU, VOCABULARY, spec_of
@@ -46,7 +47,7 @@ def test_gradients_of_the_chunked_loss_are_those_of_fp64(small_llama, precision,
     losses, errors = {}, {}
     for name, size in (("all logits", None), ("chunked", chunk)):
         model.zero_grad()
-        loss = summed_loss(model, batch, size)
+        loss = summed_loss(model, batch, TokenLoss(size))
         loss.backward()
         losses[name], errors[name] = loss.item(), error(gradients(model), gradients(exact_model))
     assert losses["chunked"] == pytest.approx(exact.item(), rel=bound)
@@ -63,7 +64,8 @@ def test_held_out_losses_never_have_the_logits_of_a_batch(small_llama, tmp_path)
     def largest_allocation(chunk: int | None) -> int:
         """Bytes of the largest block that PyTorch's allocator returned."""
         with memory_profile() as profiler:
-            heldout_loss(ParallelModel(model), heldout_batches(rows, 8, 8 * 120, 0), 0, spec, chunk, CPU)
+            batches = heldout_batches(rows, 8, 8 * 120, 0)
+            heldout_loss(ParallelModel(model), batches, iter(()), TokenLoss(chunk), 0, spec, CPU)
         events = profiler.profiler.kineto_results.events()
         return max(event.nbytes() for event in events if event.name() == MEMORY_EVENT)
 

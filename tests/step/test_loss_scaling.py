@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.step import training_step
-from lean_finetune.step.training_step import LossScaler
+from lean_finetune.step.update import loss_scaler
+from lean_finetune.step.update.loss_scaler import Fp16LossScaler
 
 
 def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):
     """Another rule than the known one would have to be proven anew."""
-    monkeypatch.setattr(training_step, "GROWTH_STEPS", 3)
-    ours, theirs = LossScaler(), torch.amp.GradScaler("cpu", init_scale=training_step.FIRST_SCALE, growth_interval=3)
+    monkeypatch.setattr(loss_scaler, "GROWTH_STEPS", 3)
+    ours, theirs = Fp16LossScaler(), torch.amp.GradScaler("cpu", init_scale=loss_scaler.FIRST_SCALE, growth_interval=3)
     a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in (a, b)]
     for overflow in [True, False, False, False, False, True, False, False, False, False]:
@@ -32,7 +32,7 @@ def test_the_scale_moves_as_that_of_torch(monkeypatch: pytest.MonkeyPatch):
 
 def test_overflow_at_any_scale_ends_the_run_in_one_line():
     """A scale halved forever would train nothing, silently."""
-    scaler = LossScaler()
+    scaler = Fp16LossScaler()
     with pytest.raises(UserError, match=r"train\.precision: fp16 gradients overflow even unscaled") as caught:
         for _ in range(100):
             scaler.take(torch.tensor(float("nan")))

@@ -12,9 +12,14 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.offload import master_weights
+from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.offload.master_weights import HostTransfer, refuse_offloaded_state
+from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import refuse_in_backward, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.in_backward import refuse_in_backward
+from lean_finetune.step.update.loss_scaler import LossScaler
 from tests.kit.specs import changed
 from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of
@@ -111,14 +116,18 @@ def test_a_loss_that_is_not_finite_ends_the_step_before_any_weight_changes(small
 
     with pytest.raises(UserError, match="loss must be finite"):
         training_step(
-            model,
+            ParallelModel(model),
             optimizer,
             split([8]),
-            supervised_tokens=10,
+            before=(),
+            micro_batches=1,
+            goal=StepGoal.of_any_rows(spec_of(), 10),
             train=spec_of(method="full", optimizer_in_backward=True),
             foreach=False,
             phase=lambda name: contextlib.nullcontext(),
             guard=guard,
+            scaler=LossScaler(),
+            offload=KEPT,
         )
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 

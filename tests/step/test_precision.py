@@ -15,6 +15,7 @@ from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision, precision_of
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, slow, split
@@ -61,7 +62,7 @@ def test_inputs_of_adapters_are_saved_once(small_llama: Path, method: str):
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor), autocast(spec, "cpu"):
-            loss = summed_loss(model, batch, 16)
+            loss = summed_loss(model, batch, TokenLoss(16))
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         found.append((loss.detach(), gradients, sum(storage.nbytes() for storage in saved.values())))

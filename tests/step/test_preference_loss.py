@@ -13,11 +13,12 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
-from lean_finetune.objectives.objective import AnswerObjective, PairObjective, PairSums, StepTotals
+from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Ipo
 from lean_finetune.step.batches import Answers, Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
-from lean_finetune.step.preference_loss import FIGURES, PreferenceLoss, StepPreferences, known_figures
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import FIGURES, StepGoal, known_figures
 from tests.conftest import ROOT
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
@@ -52,11 +53,10 @@ def batch_of(pairs: list[int], *, flat: bool = False) -> Batch:
     return replace(collate(rows, sum(lengths) if flat else max(lengths), 0, flat=flat), answers=answers)
 
 
-def step_of(train: Train) -> StepPreferences:
-    assert isinstance(train.goal, AnswerObjective)
+def step_of(train: Train) -> StepGoal:
     pairs, chosen = len(LENGTHS), sum(length - 4 for length, _ in LENGTHS)
     totals = StepTotals(count=pairs, better=pairs, worse=pairs, better_tokens=chosen)
-    return StepPreferences(objective=train.goal, values=train.preference_values, totals=totals)
+    return StepGoal(objective=train.goal, values=train.preference_values, totals=totals)
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
@@ -95,12 +95,11 @@ def test_losses_and_gradients_are_those_of_the_papers(small_llama, name, method)
     logits = lm.get_output_embeddings()(decoder_hidden(lm, batch.input_ids_BT))
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="none", ignore_index=-100)
     logps = list(-losses.view(batch.targets_BT.shape).sum(1))
-    assert batch.answers is not None
     expected = plain_loss(name, logps, list(batch.answers.counts))
     expected.backward()
     for chunk in (None, 5, 1000):
         model.zero_grad()
-        loss = summed_loss(model, batch, chunk, preference_loss=PreferenceLoss(step=step_of(spec)))
+        loss = summed_loss(model, batch, step_of(spec).begin(chunk))
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         difference = (gradients(model) - gradients(exact)).norm() / gradients(exact).norm()
@@ -114,12 +113,12 @@ def test_any_division_of_a_step_gives_the_same_loss_gradients_and_figures(small_
     found: list[tuple[float, torch.Tensor, dict[str, float]]] = []
     for batches in ([batch_of([0, 1, 2])], [batch_of([1]), batch_of([0, 2])], [batch_of([2, 0, 1], flat=True)]):
         model.zero_grad()
-        preference_loss, total = PreferenceLoss(step=step_of(spec)), 0.0
+        objective, total = step_of(spec).begin(6), 0.0
         for batch in batches:
-            loss = summed_loss(model, batch, 6, preference_loss=preference_loss)
+            loss = summed_loss(model, batch, objective)
             loss.backward()
             total += loss.item()
-        found.append((total, gradients(model), known_figures(preference_loss.means(lambda values: values))))
+        found.append((total, gradients(model), known_figures(objective.figures(ParallelModel(model)))))
     for total, gradient, figures in found[1:]:
         assert total == pytest.approx(found[0][0], rel=1e-5)
         assert (gradient - found[0][1]).norm() <= 1e-5 * found[0][1].norm()

@@ -20,7 +20,8 @@ from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import causal_lm, check_head, summed_loss
-from lean_finetune.step.preference_loss import PreferenceLoss, known_figures
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import known_figures
 from lean_finetune.train.save_model import save_full
 from tests.conftest import ROOT
 from tests.kit.specs import changed
@@ -65,17 +66,17 @@ def test_the_loss_is_bradley_terry_s_in_any_micro_batches(small_llama, method):
     ]
     for batches in divisions:
         model.zero_grad()
-        loss = PreferenceLoss(step=step_of(train))
-        parts = [summed_loss(model, batch, None, preference_loss=loss) for batch in batches]
+        loss = step_of(train).begin(None)
+        parts = [summed_loss(model, batch, loss) for batch in batches]
         torch.stack(parts).sum().backward()
         assert sum(part.item() for part in parts) == pytest.approx(expected.item(), rel=1e-5)
         assert (gradients(model) - exact).norm() < 1e-5 * exact.norm()
-        figures = known_figures(loss.means(lambda values: values))
+        figures = known_figures(loss.figures(ParallelModel(model)))
         assert figures["reward_chosen"] == pytest.approx(scores[::2].mean().item(), rel=1e-4)
         assert figures["reward_accuracy"] == (scores[::2] > scores[1::2]).float().mean().item()
         with torch.no_grad():
-            again = PreferenceLoss(step=step_of(train))
-            assert sum(summed_loss(model, one, 8, preference_loss=again).item() for one in batches) == pytest.approx(
+            again = step_of(train).begin(8)
+            assert sum(summed_loss(model, one, again).item() for one in batches) == pytest.approx(
                 expected.item(), rel=1e-5
             )
 

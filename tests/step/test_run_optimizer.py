@@ -14,6 +14,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer, device_state, paging_note, peak_lr
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split
@@ -40,7 +41,7 @@ def weights_after(directory: Path, name: OptimizerName, *, forget: bool, steps: 
         optimizer.state.clear()
     for _ in range(steps):
         (batch,) = split([8])
-        (summed_loss(model, batch, None) / len(batch.supervised_index_N)).backward()
+        (summed_loss(model, batch, TokenLoss(None)) / len(batch.supervised_index_N)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU", UserWarning)

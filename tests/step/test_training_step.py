@@ -13,6 +13,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
 from lean_finetune.step.run_optimizer import learning_rate
+from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows, split
 
@@ -27,7 +28,7 @@ def test_loss_is_that_of_the_model_on_unpadded_rows(small_llama: Path):
         start, end = spans[0].tolist()
         total += F.cross_entropy(logits[start - 1 : end - 1], input_ids[0, start:end], reduction="sum").item()
     for chunk in (None, 16):
-        ours = sum(summed_loss(model, batch, chunk).item() for batch in split([8]))
+        ours = sum(summed_loss(model, batch, TokenLoss(chunk)).item() for batch in split([8]))
         assert ours == pytest.approx(total, rel=1e-5)
 
 

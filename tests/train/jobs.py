@@ -9,6 +9,7 @@ import numpy as np
 
 from lean_finetune.config.schema import Train
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.job import TrainJob
 from tests.kit.specs import changed
@@ -60,7 +61,7 @@ def make_job(model: Path, tokens: Tokens, plan: Plan, *, train: Train | None = N
         train=changed(train or spec_of(), **values),
         seed=1,
         foreach=False,
-        offload=None,
+        offload=KEPT,
         measured_steps=frozenset(),
         loader_threads=1,
         device=CPU,

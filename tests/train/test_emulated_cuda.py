@@ -196,10 +196,10 @@ def test_the_host_waits_for_the_gpu_only_for_results(model, tokens):
     for (_, place), count in gpu.record.waits.items():
         waits[place] += count
     assert waits == {
-        "step/training_step.py:refuse_non_finite": STEPS,
+        "step/run_checks.py:refuse_non_finite": STEPS,
         "train/loop.py:train_step": 2 * STEPS,
         "train/heldout_loss.py:heldout_loss": 1,
-        "step/training_step.py:refuse_broken_weights": 1,
+        "step/run_checks.py:refuse_broken_weights": 1,
         "step/loss.py:_close": 2,
         "step/loss.py:check_head → transformers/masking_utils.py:find_packed_sequence_indices": 1,
     }

@@ -64,6 +64,7 @@ from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST, EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
+from lean_finetune.step.step_loss import TokenLoss
 
 FILE = "weight_files"
 """Category of a weight as read from its file, until it is converted."""
@@ -382,7 +383,7 @@ def _heldout(model: TracedModel, around: OtherPhases, optimizer_bytes: int) -> P
     chunk = model.setting.train.loss_chunk or max(shape.rows * shape.length for shape in around.in_training)
 
     def loss_of(module: nn.Module, batch: Batch, exchange: TokenExchange | None) -> torch.Tensor:
-        return summed_loss(module, batch, chunk, exchange=exchange)
+        return summed_loss(module, batch, TokenLoss(chunk), exchange=exchange)
 
     stages = [model.with_setting(each) for each in model.setting.stages]
     loss = highest(peak_of_loss(stage, shape, loss_of) for stage in stages for shape in around.in_training)

@@ -27,11 +27,12 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
 from lean_finetune.plan.batch_plan import Plan, Sizes, memory_figures, worst_micro_batches
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
-from lean_finetune.step.offload.activation_offload import ActivationOffload
+from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload
 from lean_finetune.step.parallel_model import ParallelModel
-from lean_finetune.step.preference_loss import StepPreferences
 from lean_finetune.step.run_optimizer import build_optimizer
-from lean_finetune.step.training_step import LossScaler, training_step
+from lean_finetune.step.step_loss import StepGoal
+from lean_finetune.step.training_step import training_step
+from lean_finetune.step.update.loss_scaler import loss_scaler
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,16 +207,17 @@ def _run_steps(
     trace.register_bytes(kept_book_bytes(setting, cuda=cuda), QUANTISATION_STATE)
     trace.register_matmul_workspaces(target.constant_bytes, target.bias_workspace_bytes)
     trace.begin_steps(parallel.model)
-    scaler = LossScaler(finite=lambda norm: True) if train.scales_loss else None
+    scaler = loss_scaler(train, finite=lambda norm: True)
     store = CountingStore(pinned=train.offload_activations == "cpu")
-    offload = None
+    offload = KEPT
     if (train.offload_activations, train.compress_activations) != ("none", "none"):
         offload = ActivationOffload(
             None if train.offload_activations == "none" else store,
             train.compress_activations,
             restoring=partial(trace.allocating_as, ACTIVATIONS),
         )
-    preferences = StepPreferences.of_any_rows(train)
+    goal = StepGoal.of_any_rows(train)
+    passes_before = train.row_kind.passes > 1
     highest_bytes, position = 0, (0, 0)
     cuda_autocast = cuda and autocast_dtype(train) is not None
     parts = setting.layout.context
@@ -232,25 +234,27 @@ def _run_steps(
         if accumulates_gradients and len(steps[step]) == 1:
             yield idle_batch(0, TokenPart(index=0, parts=parts) if parts > 1 else None)
 
-    def mismatched(step: int) -> Iterator[Batch]:
-        for shape in steps[step] if preferences is not None and preferences.has_mismatches else ():
+    def before(step: int) -> Iterator[Batch]:
+        for shape in steps[step] if passes_before else ():
             trace.begin_micro_batch(shape)
             yield empty_batch(shape, CPU, parts)
 
-    # Origins are of the operations that create gradients, experts count the rows of every micro-batch, and mismatched
-    # answers pass before the first one.
+    # Origins are of the operations that create gradients, experts count the rows of every micro-batch, and rows that
+    # are not trained pass before the first one.
     leave_out = skip and not (setting.distributed or isinstance(trace, OriginTrace) or has_experts(parallel.model))
-    leave_out = leave_out and not (preferences is not None and preferences.has_mismatches)
+    leave_out = leave_out and not passes_before
     with trace.recording(), register_rng_states(trace, cuda=cuda):
         for step in range(len(steps)):
             kept_state = torch.get_rng_state()  # As the training loop keeps it, in case the step must be repeated.
             left_out = leave_out and leaves_gradients_alone(steps[step])
             with first_left_out(parallel) if left_out else nullcontext():
                 training_step(
-                    parallel.model,
+                    parallel,
                     optimizer,
                     batches(step),
-                    supervised_tokens=1,
+                    before=before(step),
+                    micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
+                    goal=goal,
                     train=train,
                     foreach=cuda,
                     phase=lambda name: _phase(
@@ -259,10 +263,6 @@ def _run_steps(
                     guard=lambda losses, norm: None,
                     scaler=scaler,
                     offload=offload,
-                    parallel=parallel,
-                    micro_batches=max(len(steps[step]), 2 if accumulates_gradients else 1),
-                    preferences=preferences,
-                    mismatched=mismatched(step),
                 )
             del kept_state
     trace.offloaded_peak_bytes = store.peak_bytes

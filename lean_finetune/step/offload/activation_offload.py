@@ -128,7 +128,18 @@ _View = tuple[_StoredRange, torch.Size, tuple[int, ...], int]
 """A tensor inside such a range: its size, stride and offset."""
 
 
-class ActivationOffload:
+class KeptActivations:
+    """Where tensors that are saved for backward are: on the device, as they are; the base class of other places."""
+
+    def saving(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The context of a forward pass."""
+        return nullcontext()
+
+
+KEPT = KeptActivations()
+
+
+class ActivationOffload(KeptActivations):
     """Offload or compress the tensors that are saved for backward."""
 
     def __init__(
@@ -298,14 +309,14 @@ def refuse_offload(choice: OffloadActivations, device_type: str) -> None:
 
 def make_offload(
     choice: OffloadActivations, compression: CompressActivations, device: torch.device, directory: Path
-) -> ActivationOffload | None:
-    """Build what train.offload_activations and compress_activations set, or None; raises as above.
+) -> KeptActivations:
+    """Build what train.offload_activations and compress_activations set; raises as above.
 
     `disk` has its file in `directory`.
     """
     refuse_offload(choice, device.type)
     if choice == compression == "none":
-        return None
+        return KEPT
     stores: dict[str, Callable[[], ActivationStore]] = {
         "cpu": lambda: HostStore(device),
         "disk": lambda: DiskStore(device, directory),

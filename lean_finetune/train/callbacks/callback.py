@@ -27,7 +27,7 @@ from lean_finetune.core.memory_limits import free_host_bytes
 from lean_finetune.core.progress import LOG_SECONDS, progress_bar, write_line
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.step.preference_loss import FIGURES
+from lean_finetune.step.step_loss import FIGURES
 from lean_finetune.train.monitor.growth_advice import check_is_due, growth_line
 from lean_finetune.train.monitor.memory_monitor import MEMORY_COLUMNS, make_counters
 
@@ -75,7 +75,7 @@ def curve_row(
         measured: whether the step's peak was measured.
         kernel_shapes: as `KernelShapes` counts them.
         figures: loss, lr, grad_norm and seconds.
-        more: `EXPERT_COLUMNS` of a mixture, `preference_loss.FIGURES` of preferences; empty for other runs.
+        more: `EXPERT_COLUMNS` of a mixture, `step_loss.FIGURES` of preferences; empty for other runs.
     """
     return {
         "step": planned[0].step,

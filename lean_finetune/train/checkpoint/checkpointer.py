@@ -14,7 +14,7 @@ from cuda_memory.units import counted, readable_size
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.offload.disk_weights import DiskFault
-from lean_finetune.step.training_step import Diverged, refuse_broken_weights
+from lean_finetune.step.run_checks import Diverged, refuse_broken_weights
 from lean_finetune.train.checkpoint.checkpoint_files import Checkpoint, CheckpointStore, PendingCheckpoint, steps_in
 from lean_finetune.train.checkpoint.scratch_dir import mark_finished, metrics_digest
 from lean_finetune.train.checkpoint.training_state import (

@@ -18,7 +18,7 @@ from torch import nn
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.step.parallel_model import ParallelModel, ShardSlice
-from lean_finetune.step.training_step import LossScaler
+from lean_finetune.step.update.loss_scaler import LossScaler
 from lean_finetune.train.checkpoint.checkpoint_files import CheckpointTensor
 from lean_finetune.train.monitor.measured_peak import Meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
@@ -56,7 +56,6 @@ WEIGHTS = "weights/"
 """Prefix of the names of trained weights."""
 RANDOM = "random/"
 """Prefix of the names of random states."""
-SCALER_FIELDS = ("scale", "good_steps", "skipped_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class TrainingRun:
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
+    scaler: LossScaler
     meter: Meter
     monitor: MemoryMonitor
     curves: list[dict[str, Any]]
@@ -140,14 +139,13 @@ def row_ranges(local: Mapping[str, LocalTensor]) -> dict[str, tuple[int, tuple[i
 
 def plain_values(run: TrainingRun) -> dict[str, Any]:
     """Return the rest of the state, as JSON values."""
-    scaler = run.scaler
     return {
         "step": run.step,
         "layout": layout_of(run.parallel.size, run.sharding),
         "curves": run.curves if run.parallel.rank == 0 else [],
         "meter": run.meter.state(),
         "memory_by_phase": run.monitor.by_phase(),
-        "scaler": None if scaler is None else {key: getattr(scaler, key) for key in SCALER_FIELDS},
+        "scaler": {key: getattr(run.scaler, key) for key in run.scaler.fields},
         "optimizer": {f"{prefix}/{name}": _numbers(name, state) for prefix, name, state in _optimizer_states(run)},
     }
 
@@ -184,9 +182,8 @@ def restore_state(
     numbers = {name: found for each in values for name, found in each["optimizer"].items()}
     for prefix, name, state in _optimizer_states(run):
         state.update(numbers[f"{prefix}/{name}"])
-    if run.scaler is not None:
-        for key in SCALER_FIELDS:
-            setattr(run.scaler, key, first["scaler"][key])
+    for key in run.scaler.fields:
+        setattr(run.scaler, key, first["scaler"][key])
     if first["layout"] == layout_of(run.parallel.size, run.sharding):
         run.meter.restore(values[run.parallel.rank]["meter"])
         run.monitor.restore(values[run.parallel.rank]["memory_by_phase"])

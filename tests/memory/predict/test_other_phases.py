@@ -36,6 +36,7 @@ from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
 from lean_finetune.step.run_optimizer import build_optimizer
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.heldout_loss import batch_bounds
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.kit.estimate_cpu import SMALL, make_code_books, save_small
@@ -100,7 +101,7 @@ def test_losses_without_gradients_take_what_is_predicted(small_llama, method):
             token_losses(model.eval(), batch_of(EVALUATION), CHUNK)
         optimizer = build_optimizer(model, NUMBERS)
         with meter.phase("heldout"), torch.no_grad():
-            summed_loss(model, batch_of(TRAINING), setting.train.loss_chunk)
+            summed_loss(model, batch_of(TRAINING), TokenLoss(setting.train.loss_chunk))
     measured = meter.result().peak_bytes_by_phase
     assert optimizer.state
     assert predicted["evaluate"].bytes == pytest.approx(measured["evaluate"], rel=0.02)

@@ -29,6 +29,7 @@ from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merge
 from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.estimate_cpu import EXPERTS, FAMILIES, SMALL
@@ -173,7 +174,7 @@ def test_the_balancing_loss_is_that_of_transformers(saved):
     """Another scale, or a loss that does not reach the routers."""
     ours: Any = load_model(saved("Qwen3-MoE"), spec_of(method="full", router="trained"), CPU)
     batch = random_batch(padded(2, 12, 20), 60)
-    both, plain = (summed_loss(ours, batch, None, router_aux_loss=weight) for weight in (0.1, 0.0))
+    both, plain = (summed_loss(ours, batch, TokenLoss(None), router_aux_loss=weight) for weight in (0.1, 0.0))
     theirs: Any = AutoModelForCausalLM.from_pretrained(saved("Qwen3-MoE"))
     expected = 0.1 * 20 * theirs(input_ids=batch.input_ids_BT, output_router_logits=True).aux_loss
     torch.testing.assert_close(both - plain, expected, rtol=1e-4, atol=1e-4)
@@ -186,7 +187,10 @@ def test_a_balancing_loss_needs_a_family_that_has_one(small_llama):
     """A switch without effect."""
     with pytest.raises(UserError, match=r"train\.router_aux_loss: transformers has none for llama"):
         summed_loss(
-            load_model(small_llama, spec_of(), CPU), random_batch(padded(1, 8, 4), 60), None, router_aux_loss=0.1
+            load_model(small_llama, spec_of(), CPU),
+            random_batch(padded(1, 8, 4), 60),
+            TokenLoss(None),
+            router_aux_loss=0.1,
         )
 
 
@@ -272,7 +276,7 @@ def test_the_load_of_experts(saved):
     assert load.tolist() == [8 * 16 / 32, 5 / 8]
     assert expert_load(model.modules(), lambda rows: rows) is None
     with counting_rows(idle=False):
-        loss = summed_loss(model, random_batch(padded(2, 12, 20), 60), None)
+        loss = summed_loss(model, random_batch(padded(2, 12, 20), 60), TokenLoss(None))
     loss.backward()
     rows = [module._rows_by_expert for module in experts]
     assert [one.sum().item() for one in rows] == [2 * 12 * 2] * len(experts)

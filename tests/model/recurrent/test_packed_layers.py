@@ -14,6 +14,7 @@ from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.model.recurrent.packed_layers import FAMILIES, Bands
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss
+from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run
@@ -58,7 +59,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_separate_ones(family, tm
         model.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = summed_loss(model, batch, 64)
+            loss = summed_loss(model, batch, TokenLoss(64))
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -89,7 +90,7 @@ def test_a_layer_that_does_not_pass_the_bounds_on_is_found(tmp_path):
     forward = layer.forward
     layer.forward = lambda packed_rows=None, **options: forward(**options)
     with pytest.raises(UserError, match=r"bucket\.mode: packed needs rows that do not see each other; in lfm2 they do"):
-        summed_loss(model, packed(), 64)
+        summed_loss(model, packed(), TokenLoss(64))
 
 
 @pytest.mark.parametrize("family", ["jamba", "minimax", "recurrent_gemma", "zamba"])

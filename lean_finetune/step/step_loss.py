@@ -1,0 +1,216 @@
+"""The loss of an optimizer step: one object for each step, which takes one micro-batch at a time.
+
+Shapes: R rows of a micro-batch (of pairs: chosen, rejected, chosen, …), N trained tokens.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lean_finetune.config.schema import Train
+from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
+from lean_finetune.step.batches import Answers, Batch
+from lean_finetune.step.head_loss import TokenRule
+from lean_finetune.step.loss import cross_entropy, row_scores, token_losses
+from lean_finetune.step.parallel_model import ParallelModel
+from lean_finetune.step.token_rows import TokenRows
+
+FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
+"""Figures of a step: the mean rewards of the chosen (or desirable) and of the rejected answers, their difference, the
+share of pairs (or labelled answers) that the model judges right, and the divergence from the reference."""
+
+Evaluate = Callable[[Batch, Callable[[nn.Module, Batch], None]], None]
+"""Calls a function with the model and a batch, without gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGoal:
+    """The objective, and the rows of an optimizer step over all processes."""
+
+    objective: Objective
+    values: Mapping[str, float]
+    """Of the objective's parameters."""
+    totals: StepTotals
+    supervised_tokens: int = 1
+    """Tokens of the step that are predicted and trained: the loss of tokens is divided by them."""
+
+    @classmethod
+    def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
+        """That of `rows`, the trained rows of tokens of a step."""
+        better = train.goal.kind.is_better(rows, tokens.desirable)
+        totals = StepTotals(
+            count=len(rows) // train.goal.kind.unit,
+            better=int(better.sum()),
+            worse=int((~better).sum()),
+            better_tokens=int(tokens.supervised[rows[better]].sum()),
+        )
+        values = train.preference_values
+        return cls(objective=train.goal, values=values, totals=totals, supervised_tokens=supervised_tokens)
+
+    @classmethod
+    def of_any_rows(cls, train: Train, supervised_tokens: int = 1) -> "StepGoal":
+        """With arbitrary totals, to trace memory."""
+        totals = StepTotals(count=1, better=1, worse=1, better_tokens=1)
+        values = train.goal.defaults
+        return cls(objective=train.goal, values=values, totals=totals, supervised_tokens=supervised_tokens)
+
+    def begin(self, chunk: int | None, loss_scale: float = 1.0) -> "TokenLoss":
+        """The loss of the step, before its first micro-batch; arguments as of `TokenLoss` and `LossScaler`."""
+        return LOSSES[self.objective.judges](self, chunk, loss_scale)
+
+
+class TokenLoss:
+    """The cross-entropy of trained tokens, and what every loss of a step has."""
+
+    def __init__(self, chunk: int | None, divisor: float = 1.0):
+        """Without micro-batches yet.
+
+        Args:
+            chunk: only trained positions reach the head, `chunk` of them at a time: at most chunk × V logits exist.
+                With None the logits of all B × T positions exist at once.
+            divisor: trained tokens of the *whole* step, divided by the loss scale (see `summed_head_loss`): so any
+                division of a step into micro-batches gives the same gradients.
+        """
+        self.chunk, self.divisor = chunk, divisor
+
+    def before(self, batches: Iterable[Batch], evaluate: Evaluate, parallel: ParallelModel) -> None:
+        """Take the step's rows of tokens that are not trained, before all others; most kinds of rows have none."""
+
+    def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The part of the step's loss that a micro-batch has, an fp32 scalar, from the decoder's output."""
+        return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor)
+
+    def mean(self, summed: float, tokens: float) -> float:
+        """The loss of rows from the sum of `loss` over micro-batches of so many trained tokens, with a divisor of 1."""
+        return summed / tokens
+
+    def figures(self, parallel: ParallelModel) -> tuple[torch.Tensor, ...]:
+        """`FIGURES` of the step, over all processes, one fp32 tensor (5,); none where answers are not compared."""
+        return ()
+
+
+class AnswerLoss(TokenLoss):
+    """The loss of an objective that compares answers, by the sums of the log-probabilities of their tokens."""
+
+    def __init__(self, goal: StepGoal, chunk: int | None, loss_scale: float = 1.0):
+        """See the base class."""
+        super().__init__(chunk, goal.supervised_tokens / loss_scale)
+        assert isinstance(goal.objective, AnswerObjective)
+        self.objective, self.values, self.totals, self.loss_scale = goal.objective, goal.values, goal.totals, loss_scale
+        self.sums: list[torch.Tensor] = []
+        """What the objective judged of each micro-batch, fp32 (3,)."""
+
+    def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the base class."""
+        return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor, self.rule(batch))
+
+    def rule(self, batch: Batch) -> TokenRule:
+        """The loss of a micro-batch, and its derivatives by the cross-entropy of each trained token."""
+        answers = batch.answers
+
+        def rule(losses_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if not answers.counts:  # Padding for a process without work.
+                self.sums.append(losses_N.new_zeros(3))
+                return losses_N.sum(), losses_N
+            logps_R = summed_logps(losses_N, answers).requires_grad_()
+            with torch.enable_grad():
+                loss = self.of_rows(logps_R, answers)
+            [slopes_R] = torch.autograd.grad(loss, logps_R)
+            rows = zip(slopes_R.split(1), answers.counts, strict=True)
+            return loss.detach(), torch.cat([slope.expand(count) for slope, count in rows]).neg_()
+
+        return rule
+
+    def of_rows(self, logps_R: torch.Tensor, answers: Answers) -> torch.Tensor:
+        """The loss of a micro-batch from the log-probabilities of its rows; appends to `sums`."""
+        rows = RowSums(
+            logps=logps_R, tokens=answers.tokens_R, reference=answers.reference_R, desirable=answers.desirable_R
+        )
+        loss = self.objective.step_loss(rows, self.totals, self.values) * self.loss_scale
+        with torch.no_grad():
+            self.sums.append(self.objective.judged(rows, self.totals, self.values))
+        return loss
+
+    def mean(self, summed: float, tokens: float) -> float:
+        """See the base class: each row's part is divided by their number already."""
+        return summed
+
+    def figures(self, parallel: ParallelModel) -> tuple[torch.Tensor, ...]:
+        """See the base class; NaN where there is no such answer."""
+        better, worse, right = parallel.sum_over_ranks(torch.stack(self.sums).sum(0)).unbind()
+        totals = self.totals
+        chosen, rejected = (
+            total / count if count else torch.full_like(total, torch.nan)
+            for total, count in ((better, totals.better), (worse, totals.worse))
+        )
+        kl = torch.full_like(chosen, torch.nan) if totals.kl is None else totals.kl
+        return (torch.stack([chosen, rejected, chosen - rejected, right / totals.count, kl]),)
+
+
+class ScoreLoss(AnswerLoss):
+    """The loss of a reward model, by the scores of answers."""
+
+    def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See the base class."""
+        return self.of_rows(row_scores(lm, hidden_BTD, batch), batch.answers)
+
+
+class DivergenceLoss(AnswerLoss):
+    """The loss of an objective that needs the step's divergence from the reference before it judges an answer.
+
+    It is the mean log-ratio of mismatched answers, the rows of tokens that are not trained.
+    """
+
+    def __init__(self, goal: StepGoal, chunk: int | None, loss_scale: float = 1.0):
+        """See the base class."""
+        super().__init__(goal, chunk, loss_scale)
+        self.ratios: list[torch.Tensor] = []
+        """Of each micro-batch of mismatched answers, the sum of their log-ratios, fp32 scalars."""
+
+    def before(self, batches: Iterable[Batch], evaluate: Evaluate, parallel: ParallelModel) -> None:
+        """See the base class. In evaluation mode: nothing is recomputed, so layers need no checkpoints."""
+        parallel.model.eval()
+        for batch in batches:
+            evaluate(batch, self._add_ratios)
+            del batch
+        parallel.model.train()
+        ratio = parallel.sum_over_ranks(torch.stack(self.ratios).sum()) / self.totals.count
+        self.totals = replace(self.totals, kl=ratio.clamp(min=0.0))
+
+    def _add_ratios(self, model: nn.Module, batch: Batch) -> None:
+        """Take a micro-batch of mismatched answers."""
+        losses_N = token_losses(model, batch, self.chunk or batch.input_ids_BT.numel())
+        answers = batch.answers
+        if not answers.counts:  # Padding for a process without work.
+            self.ratios.append(losses_N.sum())
+            return
+        assert answers.reference_R is not None, "the objective needs a reference"
+        self.ratios.append((summed_logps(losses_N, answers) - answers.reference_R).sum())
+
+
+def _token_loss(goal: StepGoal, chunk: int | None, loss_scale: float) -> TokenLoss:
+    return TokenLoss(chunk, goal.supervised_tokens / loss_scale)
+
+
+LOSSES: Mapping[Judged, Callable[[StepGoal, int | None, float], TokenLoss]] = {
+    "tokens": _token_loss,
+    "answers": AnswerLoss,
+    "scores": ScoreLoss,
+    "divergence": DivergenceLoss,
+}
+"""By what an objective judges."""
+
+
+def summed_logps(losses_N: torch.Tensor, answers: Answers) -> torch.Tensor:
+    """The log-probability of each row's answer (R,), from the cross-entropy of its tokens."""
+    return torch.stack([-row.sum() for row in losses_N.split(answers.counts)])
+
+
+def known_figures(figures: Iterable[torch.Tensor]) -> dict[str, float]:
+    """The figures that a step has, by name, from `TokenLoss.figures`; reading them waits for the device."""
+    found = (zip(FIGURES, values.tolist(), strict=True) for values in figures)
+    return {name: value for pairs in found for name, value in pairs if value == value}
