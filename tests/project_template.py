@@ -5,12 +5,6 @@ from tests.conftest import ROOT
 
 OURS = "# Only in the repository of lean-finetune.\n"
 """The rest of an ignore file is not for projects."""
-LIBRARY = "    deps: [cuda_memory, lean_finetune, stages]\n"
-"""Of pin_code. A project's library is outside of it, where DVC cannot watch it, so that stage always runs."""
-INSTALLED_LIBRARY = """\
-    deps: [stages]
-    always_changed: true  # The library is installed outside of the project. This takes a second.
-"""
 SAMPLE_ROWS = 1000
 """Of our 5,000: a first run takes a minute."""
 
@@ -23,8 +17,6 @@ def shared_files() -> dict[str, bytes]:
         texts[name] = (ROOT / f".{name}").read_text(encoding="utf-8").partition(OURS)[0]
     for path in (ROOT / ".dvc/plots").glob("*.json"):
         texts[f"dvc/plots/{path.name}"] = path.read_text(encoding="utf-8")
-    assert texts["dvc.yaml"].count(LIBRARY) == 1
-    texts["dvc.yaml"] = texts["dvc.yaml"].replace(LIBRARY, INSTALLED_LIBRARY)
     with open(ROOT / "data/raw/sample.jsonl", encoding="utf-8") as rows:
         texts["data/raw/sample.jsonl"] = "".join(next(rows) for _ in range(SAMPLE_ROWS))
     return {name: text.encode() for name, text in texts.items()}

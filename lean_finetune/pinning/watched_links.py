@@ -25,6 +25,7 @@ NOTHING_LOCAL = Path("locks/README.md")
 DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-data-3")
 # In a directory that is a dependency, DVC follows any number of links to files.
 FILE_LINKS = "watched-files"
+MODEL_LINKS = ("watched-adapter", "watched-model")
 MOST_IMAGE_LINKS = 100
 """Images that are linked one by one, where no link is left for their directory. Each takes git two calls."""
 
@@ -160,11 +161,11 @@ def watch(link: Path, target: Path) -> None:
 def follow_checkout(locks: Path) -> None:
     """Point links whose targets this copy of the project lacks into the user's checkout.
 
-    A temporary experiment has only what git tracks. A link that pin_data wrote while git tracked its target is broken
-    there once git does not, and DVC hashes the link before pin_data runs.
+    A temporary experiment has only what git tracks. A link that a stage wrote while git tracked its target is broken
+    there once git does not, and DVC hashes the link before the stage runs.
     """
     checkout = repo_root().resolve()
-    for link in (*(locks / name for name in DIRECTORY_LINKS), *sorted((locks / FILE_LINKS).glob("*"))):
+    for link in (*(locks / name for name in (*DIRECTORY_LINKS, *MODEL_LINKS)), *sorted((locks / FILE_LINKS).glob("*"))):
         if link.is_symlink() and not link.exists():
             place = Path(os.path.abspath(link.parent / os.readlink(link)))
             original = checkout / os.path.relpath(place, Path.cwd())

@@ -97,8 +97,13 @@ class Clone:
 
 
 def stages_run(output: str) -> list[str]:
-    """The stages that dvc ran, in order, without cached ones."""
-    return re.findall(r"^Running stage '([\w@-]+)':", output, flags=re.MULTILINE)
+    """The stages that dvc ran, in order, without cached ones and pin_code, which always runs."""
+    return [name for name in re.findall(r"^Running stage '([\w@-]+)':", output, re.MULTILINE) if name != "pin_code"]
+
+
+def is_up_to_date(clone: Clone) -> bool:
+    """Whether `dvc status` lists nothing but pin_code."""
+    return clone.dvc("status").split() == ["pin_code:", "always", "changed"]
 
 
 def environment(home: Path) -> dict[str, str]:

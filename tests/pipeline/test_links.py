@@ -1,5 +1,6 @@
 """Weights and data never enter git: DVC watches them through links, and an experiment commits only the links."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
-from tests.pipeline.clone import Clone, stages_run
+from tests.pipeline.clone import IDENTITY, Clone, stages_run
 from tests.pipeline.queue import run_queued
+from tests.workspace import write_rows
 
 LINKS = ("watched-data", "watched-model")
 STAGES = ("pin_data", "pin_model", "tokenize", "bucket")
@@ -109,6 +111,28 @@ def test_weights_and_data_never_enter_git(clone: Clone, tmp_path: Path, name: st
     assert os.readlink(clone.root / "locks/watched-model") == "README.md"
     assert git_bytes(clone) - before < 2**20
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_temporary_experiment_finds_rows_and_models_that_git_no_longer_tracks(clone: Clone):
+    """The links to them were written while git tracked them: DVC ended with "Errno 2" and a path in its copy."""
+    rows = [{"prompt": f"{k} and 1?", "completion": f"{k + 1}"} for k in range(20)]
+    write_rows(clone.root / "rows/mine.jsonl", rows)
+    shutil.copytree(ROOT / "lean_finetune/tiny", clone.root / "model")
+    clone.run("git", "add", "--force", "rows", "model")
+    clone.set_params(data__source="rows/mine.jsonl", model__name="model")
+    clone.dvc("repro", "pin_data", "pin_model")
+    here = clone.json("locks/data.json")["sources"], clone.json("locks/model.json")["files"]
+    clone.run("git", "rm", "-rq", "--cached", "rows", "model")
+    clone.dvc("exp", "run", "--temp", "-n", "untracked", "pin_data", "pin_model", env=IDENTITY)
+    rows, model = (
+        json.loads(clone.run("git", "show", f"refs/exps/{head(clone)}/untracked:locks/{name}.json"))
+        for name in ("data", "model")
+    )
+    assert (rows["sources"], model["files"]) == here
+    for name in ("rows", "model"):
+        shutil.rmtree(clone.root / name)
+    clone.run("git", "clean", "-fdq", "locks")
 
 
 def head(clone: Clone) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.clone import Clone, stages_run
+from tests.pipeline.clone import Clone, is_up_to_date, stages_run
 from tests.pipeline.queue import run_queued
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -64,7 +64,7 @@ def test_two_processes_run_under_dvc(clone: Clone):
     page = (clone.root / "data/report/report.md").read_text()
     for text in ("| hardware.num_gpus | 2 |", "| waiting | ", "Measured peak of each of 2 processes: "):
         assert text in page
-    assert "up to date" in clone.dvc("status")
+    assert is_up_to_date(clone)
     clone.back_to_baseline()
 
     # The batches of two processes are cached now, and equal in every mode. Equal weights have a cached evaluation too.

@@ -14,18 +14,16 @@ from lean_finetune.pinning.code import code_hashes
 from lean_finetune.stages.code import entries
 from tests.conftest import ROOT
 from tests.kit.write_params import write_params
-from tests.pipeline.clone import IDENTITY, SMALL_RUN, Clone, commit_all, environment, stages_run
+from tests.pipeline.clone import SMALL_RUN, Clone, commit_all, environment, is_up_to_date, stages_run
 from tests.pipeline.queue import run_queued
 from tests.pipeline.test_interrupted import checkpoints, interrupted, trainers
 from tests.pipeline.test_many_gpus import CHANGED, check, shared
 from tests.processes import kill_group
 from tests.wheel import build_wheel
-from tests.workspace import write_rows
 
 pytestmark = pytest.mark.slow
 
 ALL = [
-    "pin_code",
     "pin_data",
     "pin_model",
     "tokenize",
@@ -81,8 +79,8 @@ def test_the_installed_library_trains(made: tuple[Clone, str]):
     assert project.run("git", "status", "--porcelain") == ""
     assert (project.root / "data/tuned/adapter_model.safetensors").is_file()
     assert "Predicted" in (project.root / "data/report/report.md").read_text()
-    assert stages_run(project.dvc("repro")) == ["pin_code"]
-    assert project.dvc("status").split() == ["pin_code:", "always", "changed"]
+    assert stages_run(project.dvc("repro")) == []
+    assert is_up_to_date(project)
     for name in entries(project.root):
         pinned = project.json(f"locks/code/{name}.json")
         assert code_hashes(f"stages.{name}").items() <= pinned.items(), "other hashes than in a clone of this code"
@@ -97,29 +95,12 @@ def test_an_upgrade_reruns_exactly_the_stages_whose_code_changed(project: Clone)
     before = {path: path.read_text() for path in (loop, report)}
     try:
         loop.write_text(f"# Another comment.\n{before[loop]}")
-        assert stages_run(project.dvc("repro")) == ["pin_code"]
+        assert stages_run(project.dvc("repro")) == []
         report.write_text(before[report] + "\nADDED = 1\n")
-        assert stages_run(project.dvc("repro")) == ["pin_code", "report"]
+        assert stages_run(project.dvc("repro")) == ["report"]
     finally:
         for path, text in before.items():
             path.write_text(text)
-
-
-def test_a_temporary_experiment_finds_rows_that_git_no_longer_tracks(project: Clone):
-    """The link to them was written while git tracked them: DVC ended with "Errno 2" and a path in its copy."""
-    rows = [{"prompt": f"{k} and 1?", "completion": f"{k + 1}"} for k in range(20)]
-    write_rows(project.root / "rows/mine.jsonl", rows)
-    project.run("git", "add", "rows")
-    project.set_params(data__source="rows/mine.jsonl")
-    project.dvc("repro", "pin_data")
-    here = project.json("locks/data.json")["sources"]
-    project.run("git", "rm", "-rq", "--cached", "rows")
-    project.dvc("exp", "run", "--temp", "-n", "untracked", "pin_data", env=IDENTITY)
-    head = project.run("git", "rev-parse", "HEAD").strip()
-    there = project.run("git", "show", f"refs/exps/{head[:2]}/{head[2:]}/untracked:./locks/data.json")
-    assert json.loads(there)["sources"] == here
-    shutil.rmtree(project.root / "rows")
-    project.run("git", "clean", "-fdq", "locks")
 
 
 def test_a_dry_run_before_the_first_run_lists_the_stages(project: Clone, tmp_path: Path):
@@ -135,11 +116,11 @@ def test_experiments_in_the_workspace_a_copy_and_the_queue(project: Clone):
     switched = ["estimate", "train", "report"]
     weights = project.sha256("data/tuned/adapter_model.safetensors")
     output = project.dvc("exp", "run", "-n", "here", "-S", "train.grad_ckpt=true")
-    assert stages_run(output) == ["pin_code", *switched]
+    assert stages_run(output) == switched
     assert project.sha256("data/tuned/adapter_model.safetensors") == weights
     project.back_to_baseline()
     output = project.dvc("exp", "run", "--temp", "-n", "copy", "-S", "bucket.max_tokens=256", "estimate")
-    assert stages_run(output) == ["pin_code", "bucket", "estimate"]
+    assert stages_run(output) == ["bucket", "estimate"]
     run_queued(project, {"queued": ["-S", "bucket.max_tokens=1024", "estimate"]})
     shown = json.loads(project.dvc("exp", "show", "--json", "--no-pager"))
     revisions = [experiment["revs"][0] for row in shown for experiment in row.get("experiments") or []]
@@ -162,7 +143,7 @@ def test_outputs_go_to_a_remote_and_come_back_in_a_colleagues_clone(project: Clo
     assert theirs.sha256("data/tuned/adapter_model.safetensors") == project.sha256(
         "data/tuned/adapter_model.safetensors"
     )
-    assert stages_run(theirs.dvc("repro")) == ["pin_code"], "a colleague trains again"
+    assert stages_run(theirs.dvc("repro")) == [], "a colleague trains again"
     project.dvc("remote", "remove", "--local", "store")
 
 
@@ -181,7 +162,7 @@ def test_a_killed_training_resumes(project: Clone, tmp_path: Path):
 def test_two_processes_share_a_run(project: Clone):
     alone = project.json("data/train/figures.json")
     output = project.dvc("exp", "run", *shared("zero3"))
-    assert stages_run(output) == ["pin_code", *CHANGED]
+    assert stages_run(output) == CHANGED
     check((project.root / "data/train/figures.json").read_text(), alone)
 
 

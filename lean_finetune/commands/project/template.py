@@ -5,7 +5,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, FILE_LINKS, NOTHING_LOCAL
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, FILE_LINKS, MODEL_LINKS, NOTHING_LOCAL
 
 PACKAGE = Path(__file__).parents[2]
 TEMPLATE = PACKAGE / "project"
@@ -45,7 +45,7 @@ def template_files() -> dict[str, str]:
 def template_links() -> dict[str, str]:
     """The target of each link through which DVC watches sources: at first, of nothing local."""
     nothing = NOTHING_LOCAL.name
-    here = {f"locks/{name}": nothing for name in (*DIRECTORY_LINKS, "watched-adapter", "watched-model")}
+    here = {f"locks/{name}": nothing for name in (*DIRECTORY_LINKS, *MODEL_LINKS)}
     return {**here, f"locks/{FILE_LINKS}/0": f"../{nothing}"}
 
 
