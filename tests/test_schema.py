@@ -143,6 +143,13 @@ def test_a_value_of_the_wrong_type_or_an_unknown_key_is_refused(flags: str, mess
         ("train.lora.init=pissa; train.lora.dora=true; train.method=lora", "train.lora.dora: .*got lora, pissa"),
         ("train.lora.targets=[all-linear, q_proj]", "train.lora.targets: all-linear must be the only entry"),
         ("train.grad_ckpt_policy=selective", "train.grad_ckpt_policy: has an effect only with train.grad_ckpt=true"),
+        ("train.grad_ckpt_layers=3", "train.grad_ckpt_layers: has an effect only with train.grad_ckpt_policy=first_n"),
+        ("train.grad_ckpt=true; train.grad_ckpt_policy=first_n", "train.grad_ckpt_layers: .*needs a number of layers"),
+        (
+            "train.grad_ckpt=true; train.grad_ckpt_policy=first_n; train.grad_ckpt_layers=3; train.pipeline_stages=2; "
+            "hardware.num_gpus=2",
+            "train.grad_ckpt_policy: first_n .*pipeline_stages=2; use full or every_n",
+        ),
         (
             "train.grad_ckpt_policy=selective; train.grad_ckpt=true; train.method=int8_lora",
             "train.grad_ckpt_policy: selective .*=int8_lora; use full or every_n",

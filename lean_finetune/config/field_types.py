@@ -18,7 +18,7 @@ SPLIT_WEIGHTS: frozenset[Sharding] = frozenset({"zero2", "zero3", "hsdp"})
 """Modes in which every GPU stores a shard of each weight."""
 FusedKernels = Literal["none", "auto", "liger", "fla"]
 FusedNorms = Literal["auto", "none"]
-GradCkptPolicy = Literal["full", "every_n", "selective"]
+GradCkptPolicy = Literal["full", "first_n", "every_n", "selective"]
 LoraInit = str
 """A key of ADAPTER_STARTS."""
 LoraExperts = Literal["none", "all"]

@@ -19,6 +19,7 @@ SWITCHED_OFF: Mapping[str, Any] = {
     **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
     **{"train.sequence_tiles": None, "train.offload_to": "cpu", "train.fused_kernels": "none"},
     "train.grad_ckpt_policy": "full",
+    "train.grad_ckpt_layers": None,
     **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
     **dict.fromkeys(("train.vision", "train.projector"), "frozen"),
 }
@@ -37,6 +38,18 @@ def _longest_sequence(params: Params) -> int:
 
 ACTIVATION_RULES = [
     needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
+    needs("train.grad_ckpt_layers", None, "train.grad_ckpt_policy", "first_n"),
+    Rule(
+        "train.grad_ckpt_layers",
+        lambda p: p.train.grad_ckpt_policy == "first_n" and p.train.grad_ckpt_layers is None,
+        "train.grad_ckpt_policy=first_n needs a number of layers; it is blank; set it, or use full",
+    ),
+    Rule(
+        "train.grad_ckpt_policy",
+        lambda p: p.train.grad_ckpt_policy == "first_n" and p.train.pipeline_stages > 1,
+        "first_n would let the last stages of a pipeline take more memory than the first ones; got first_n with "
+        "train.pipeline_stages={train.pipeline_stages}; use full or every_n",
+    ),
     Rule(
         "train.grad_ckpt_policy",
         lambda p: p.train.grad_ckpt_policy == "selective" and p.train.method == "int8_lora",

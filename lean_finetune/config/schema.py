@@ -169,7 +169,10 @@ class Train(BaseWeights):
     grad_ckpt: bool
     """Recompute activations layer by layer in the backward pass."""
     grad_ckpt_policy: GradCkptPolicy
-    """What to recompute: every layer | one layer in grad_ckpt_every | all but the outputs of matmuls and attention."""
+    """What to recompute: every layer | the first grad_ckpt_layers | one layer in grad_ckpt_every | all but the outputs
+    of matmuls and attention."""
+    grad_ckpt_layers: PositiveInt | None
+    """Policy first_n: recompute so many layers of the decoder, the first ones. The others store their activations."""
     grad_ckpt_every: Annotated[int, Field(ge=2, le=MOST)]
     """Policy every_n: recompute one layer in this many. The other layers store their activations."""
     offload_activations: OffloadActivations
@@ -267,8 +270,14 @@ class Train(BaseWeights):
 
     @property
     def recomputed_every(self) -> int:
-        """With `grad_ckpt`, every how many layers one is recomputed, from the first on."""
+        """With `grad_ckpt`, every how many layers one is recomputed; with policy first_n, of the first ones."""
         return self.grad_ckpt_every if self.grad_ckpt_policy == "every_n" else 1
+
+    def recomputed_share(self, layers: int) -> float:
+        """The share of a decoder's layers that are recomputed, whole or in part."""
+        if not self.grad_ckpt:
+            return 0.0
+        return min(1.0, (self.grad_ckpt_layers or layers) / layers) / self.recomputed_every
 
     def layout(self, gpus: int) -> ParallelLayout:
         """The mesh of so many GPUs; dimension `data` is what the others leave."""

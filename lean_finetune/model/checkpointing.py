@@ -21,6 +21,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import operations
 from lean_finetune.model.dropout import has_dropout
+from lean_finetune.model.empty_model import decoder_layers
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import GROUPED_MATMULS
 
@@ -75,6 +76,24 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
     recompute_layers(model, kwargs)
     for number, layer in enumerate(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)):
         layer.gradient_checkpointing = number % train.recomputed_every == 0
+    if train.grad_ckpt_layers is not None:
+        for layer in _layers_after(model, train.grad_ckpt_layers):
+            layer.gradient_checkpointing = False
+
+
+def _layers_after(model: PreTrainedModel, first: int) -> nn.ModuleList:
+    """The decoder's layers after the `first` ones; raises UserError if there are none."""
+    layers, name = decoder_layers(model), model.config.model_type
+    if layers is None:
+        raise UserError(
+            f"train.grad_ckpt_policy: first_n needs one list of layers, which {name} has not; got first_n; use full"
+        )
+    if first >= len(layers):
+        raise UserError(
+            f"train.grad_ckpt_layers: must be below the {len(layers)} layers of the model; got {first}; lower it, or "
+            "use train.grad_ckpt_policy=full"
+        )
+    return layers[first:]
 
 
 def recompute_layers(model: PreTrainedModel, options: dict[str, Any]) -> None:

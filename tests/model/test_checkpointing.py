@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
@@ -41,6 +42,19 @@ def test_a_layer_in_n_is_recomputed(small_llama):
         spec = spec_of(grad_ckpt=True, grad_ckpt_policy="every_n", grad_ckpt_every=every)
         layers = [m for m in load_model(small_llama, spec, CPU).modules() if isinstance(m, GradientCheckpointingLayer)]
         assert [layer.gradient_checkpointing for layer in layers] == recomputed
+
+
+def first_recomputed(directory, count: int) -> list[bool]:
+    spec = spec_of(grad_ckpt=True, grad_ckpt_policy="first_n", grad_ckpt_layers=count)
+    layers = [m for m in load_model(directory, spec, CPU).modules() if isinstance(m, GradientCheckpointingLayer)]
+    return [layer.gradient_checkpointing for layer in layers]
+
+
+def test_the_first_layers_alone_are_recomputed(small_llama):
+    """Later layers recomputed, whose activations are freed first in backward: the same time, and a higher peak."""
+    assert first_recomputed(small_llama, 1) == [True, False]
+    with pytest.raises(UserError, match="grad_ckpt_layers: must be below the 2 layers of the model; got 2"):
+        first_recomputed(small_llama, 2)
 
 
 @pytest.mark.parametrize(("method", "joined"), [("full", "none"), ("lora", "none"), ("lora", "auto")])

@@ -67,9 +67,9 @@ MEMORY_ONLY = [
     *(Row(switch="grad_ckpt=true", method=method, model=CHECKPOINTED) for method in METHODS),
     *(
         Row(switch=f"grad_ckpt=true grad_ckpt_policy={policy}", method=method, model=model)
-        for policy in ("every_n", "selective")
+        for policy, more in (("first_n", {"grad_ckpt_layers": 1}), ("every_n", {}), ("selective", {}))
         for method in ("full", "lora", "qlora")
-        for model in [{**CHECKPOINTED, "grad_ckpt_policy": policy}]
+        for model in [{**CHECKPOINTED, "grad_ckpt_policy": policy, **more}]
     ),
     *(Row(switch="offload_activations=disk", method=method, on_disk=True) for method in METHODS),
     Row(switch="grad_ckpt=true offload_activations=disk", method="qlora", model=CHECKPOINTED, on_disk=True),
@@ -154,6 +154,7 @@ WITHOUT_ROW = {
     "projector": "as vision",
     "method": "a column of the table",
     "grad_ckpt_every": "read by grad_ckpt_policy=every_n, which has one",
+    "grad_ckpt_layers": "read by grad_ckpt_policy=first_n, which has one",
     "expandable_segments": "of a GPU's allocator: no kernel sees it",
     "fused_kernels": "of a GPU: benchmarks/fused_kernels.py compares losses and gradients",
     "fused_norms": "of a GPU: tests/model/test_fused_norms.py",

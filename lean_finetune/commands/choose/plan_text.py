@@ -11,9 +11,9 @@ import numpy as np
 from cuda_memory.units import COLUMNS, counted, labelled, readable_size, readable_times, round_up, significant
 from lean_finetune.commands.choose.sampled_rows import SampledRows
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import SAME
+from lean_finetune.memory.advice.tracer import REFUSED
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets
@@ -99,8 +99,12 @@ def words_of(run: Run) -> dict[str, str]:
     bucket = run.bucket
     size = f"{bucket.fixed_rows} rows" if bucket.mode == "fixed" else f"{bucket.max_tokens:,} tokens"
     words["micro-batch"] = f"micro-batches of {size}" + (", packed" if bucket.mode == "packed" else "")
-    policy = {"full": "checkpointing", "selective": "selective checkpointing"}
-    recomputed = policy.get(train.grad_ckpt_policy, f"checkpointing of one layer in {train.grad_ckpt_every}")
+    recomputed = {
+        "full": "checkpointing",
+        "first_n": f"checkpointing of the first {train.grad_ckpt_layers} layers",
+        "every_n": f"checkpointing of one layer in {train.grad_ckpt_every}",
+        "selective": "selective checkpointing",
+    }[train.grad_ckpt_policy]
     words["checkpointing"] = recomputed if train.grad_ckpt else "no checkpointing"
     if train.offload_activations != "none":
         words["activations"] = f"activations on {_place(train.offload_activations)}"

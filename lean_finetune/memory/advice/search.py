@@ -5,9 +5,7 @@ slowdown; ties go to the easier change. So the first one that fits has no unnece
 combinations do not fit is skipped. A more harmful group is tried only for combinations that are faster than those
 found, and shorter rows only if nothing else fits.
 
-A trace takes seconds, so lower bounds rule out most combinations without one: a combination needs at least the memory
-besides states that a traced combination needs, less what it can save of it, in proportion to the tokens of a
-micro-batch.
+The first combination that fits with recomputed layers is tried with fewer of them, which is faster.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_memory.units import GIB
-from lean_finetune.core.errors import UserError
-from lean_finetune.core.progress import progress_bar
+from lean_finetune.memory.advice.fewest_layers import fewer_recomputed
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, Switch, set_options
+from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, set_options
 from lean_finetune.memory.advice.switches import SWITCHES
+from lean_finetune.memory.advice.tracer import Tracer
 from lean_finetune.memory.trace.memory_trace import Peak
 
 MOST_FOUND = 4
@@ -99,7 +97,7 @@ def advise(
     *,
     peak: Peak,
     usable_bytes: int,
-    allowed: Allowed | None = None,
+    allowed: Allowed = lambda flags: True,
     confirm: Confirm | None = None,
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
@@ -108,80 +106,22 @@ def advise(
     `allowed` overrides are tried. `confirm` checks a candidate before it is offered.
     """
     space = Space(run, costs)
-    search = _Search(run, costs, usable_bytes, confirm)
+    search = _Search(run, costs, usable_bytes, allowed, confirm)
     search.traced[space.unchanged.flags] = (space.unchanged, peak)
     with search.bar:
         for effect in range(len(EFFECTS)):
             if search.open and not (effect == LESS_DATA and search.found):
                 candidates = space.of_effect(effect)
-                search.search_group([c for c in candidates if allowed is None or allowed(c.flags)])
+                search.search_group([c for c in candidates if allowed(c.flags)])
     return search.found
-
-
-class Tracer:
-    """Traces candidates, and knows by bounds which of them cannot fit."""
-
-    def __init__(self, run: Run, costs: Costs, usable_bytes: int, *, most_traces: int):
-        """`usable_bytes`: the most with which `run` fits, without its margin. `most_traces`: for the progress bar."""
-        self.costs, self._usable, self._margin = costs, usable_bytes, run.margin
-        self.traced: dict[tuple[str, ...], tuple[Candidate, Peak]] = {}
-        self.bar = progress_bar(total=most_traces, desc="advice", unit=" traces", disable=not run.params.run.progress)
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate fits, by a trace if no bound rules it out."""
-        return self.may_fit(candidate) and self.peak_bytes(candidate) <= self.most_bytes(candidate)
-
-    def may_fit(self, candidate: Candidate) -> bool:
-        """Whether neither a bound nor a stronger candidate that does not fit rules it out."""
-        if candidate.flags in self.traced:
-            return True
-        most = self.most_bytes(candidate)
-        stronger = any(peak.bytes > most and other.covers(candidate) for other, peak in self.traced.values())
-        return not stronger and self.bound(candidate) <= most
-
-    def most_bytes(self, candidate: Candidate) -> int:
-        """The largest predicted peak with which a candidate fits: another one than the run's if its margin differs."""
-        if candidate.run.margin is self._margin:
-            return self._usable
-        usable = self._usable if self._margin is None else self._margin.with_margin(self._usable)
-        return usable if candidate.run.margin is None else candidate.run.margin.most_bytes(usable)
-
-    def peak_bytes(self, candidate: Candidate) -> int:
-        """Its predicted peak; more than any device has if it cannot be traced."""
-        if candidate.flags not in self.traced:
-            try:
-                peak = candidate.run.predict().peak
-            except UserError:  # For example, GPUs that cannot share the model in this way.
-                peak = REFUSED
-            self.traced[candidate.flags] = (candidate, peak)
-            self.bar.update()
-        return self.traced[candidate.flags][1].bytes
-
-    def bound(self, candidate: Candidate) -> int:
-        """Lower bound of a candidate's peak from its states and from traced candidates."""
-        setting = candidate.run.setting
-        least, gradients = self.costs.least_bytes(setting), self.costs.gradient_bytes(setting)
-        states = least + self.costs.gathered_bytes(setting)
-        bounds = [least, states - (0 if candidate.sums_gradients else gradients)]
-        for other, peak in self.traced.values():
-            if peak is REFUSED or not _bounds(other, candidate):
-                continue
-            beside = peak.bytes - self.costs.least_bytes(other.run.setting)
-            beside -= self.costs.gathered_bytes(other.run.setting) + _most_saved_bytes(other, candidate, peak)
-            both = other.sums_gradients and candidate.sums_gradients
-            if not other.sums_gradients:
-                beside += self.costs.gradient_bytes(other.run.setting)
-            share = min(1.0, candidate.most_tokens / other.most_tokens)
-            bounds.append(states - (0 if both else gradients) + int(share * beside))
-        return max(bounds)
 
 
 class _Search(Tracer):
     """Collects the candidates that fit."""
 
-    def __init__(self, run: Run, costs: Costs, usable_bytes: int, confirm: Confirm | None):
+    def __init__(self, run: Run, costs: Costs, usable_bytes: int, allowed: Allowed, confirm: Confirm | None):
         super().__init__(run, costs, usable_bytes, most_traces=MOST_TRACES)
-        self._confirm = confirm
+        self._allowed, self._confirm = allowed, confirm
         self._refused: set[tuple[str, ...]] = set()
         self._fitting: list[tuple[Candidate, int]] = []
 
@@ -271,38 +211,28 @@ class _Search(Tracer):
         )
 
     def _offer(self, candidate: Candidate) -> None:
-        """Add a candidate that fits to the result if it is confirmed, with the confirmed peak."""
-        traced = self.peak_bytes(candidate)
-        peak_bytes = traced if self._confirm is None else self._confirm(candidate, traced)
+        """Add a candidate that fits to the result if it is confirmed, with the confirmed peak.
+
+        A faster one with fewer recomputed layers takes the place of the first.
+        """
+        faster = () if self._fitting else fewer_recomputed(self, candidate)
+        for fewer in (one for one in faster if self._allowed(one.flags)):
+            if (peak_bytes := self._confirmed(fewer, self.known_peak(fewer).bytes)) is not None:
+                self._fitting.append((fewer, peak_bytes))
+                return
+        peak_bytes = self._confirmed(candidate, self.peak_bytes(candidate))
         if peak_bytes is None:
             self._refused.add(candidate.flags)
         elif candidate.flags not in self._refused:
             self._fitting.append((candidate, peak_bytes))
 
-
-REFUSED = Peak(bytes=1 << 62, by_category={})
-"""The peak of a candidate that cannot be traced: it fits no device."""
+    def _confirmed(self, candidate: Candidate, traced_bytes: int) -> int | None:
+        """The confirmed peak; None if the candidate does not fit."""
+        if traced_bytes > self.most_bytes(candidate):
+            return None
+        return traced_bytes if self._confirm is None else self._confirm(candidate, traced_bytes)
 
 
 def _states(candidate: Candidate) -> tuple[int, ...]:
     """Levels of the switches that change weights, gradients or optimizer state."""
     return tuple(candidate.level(switch.name) for switch in SWITCHES if switch.changes_states)
-
-
-def _bounds(other: Candidate, candidate: Candidate) -> bool:
-    """Whether the memory of one candidate besides its states bounds that of another one."""
-
-    def bounded(switch: Switch) -> bool:
-        weaker, stronger = other.level(switch.name), candidate.level(switch.name)
-        if switch.other_memory == "unknown":
-            return weaker == stronger
-        return switch.other_memory == "same" or weaker <= stronger
-
-    # The memory of a tower grows with patches, not with tokens.
-    return other.images == candidate.images and all(map(bounded, SWITCHES))
-
-
-def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int:
-    """The most that a candidate can save of another one's `peak` with switches that reduce only one category."""
-    stronger = (s for s in SWITCHES if s.saves and candidate.level(s.name) > other.level(s.name))
-    return sum(peak.by_category.get(switch.saves or "", 0) for switch in stronger)

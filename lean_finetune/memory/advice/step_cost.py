@@ -56,6 +56,11 @@ SAVED_VALUES = 28
 DURATION_RANGE = (0.5, 2.0)
 """Assumed range of a real duration, as multiples of the computed one: all of the arithmetic rate, or a quarter of it.
 By torchtune's published speeds of Llama-3.1-8B on an RTX-4090: 0.74 (full), 0.55 (LoRA), 0.69 (QLoRA)."""
+MEASURED_RANGE, MEASURED_CAPABILITY = (0.8, 1.6), (9, 0)
+"""The range of a kind of runs that was measured: bf16 on one GPU of this compute capability, nothing offloaded.
+Llama-3.1-8B, LoRA, QLoRA and full: 1.35, 1.50 and 1.29 on an H100 (benchmarks/results/gpu.json), before adapters were
+joined; 1.05, 1.18 and 1.26 on an H200 with the switches of today's default, and 0.97, 0.97 and 0.81 with fused kernels
+too (gpu_levers.json)."""
 
 PASSES_FORWARD, PASSES_BACKWARD = 1, 2
 """Matmuls with each weight: one forward, and in backward one for the inputs and one for the weight: 6 FLOP per
@@ -158,8 +163,17 @@ def tokens_per_second(run: Run) -> tuple[float, float] | None:
     if (parts := device_step_seconds(run)) is None:
         return None
     seconds = sum(parts.values())
-    fast, slow = DURATION_RANGE
+    fast, slow = duration_range(run)
     return _tokens(run) / (seconds * slow), _tokens(run) / (seconds * fast)
+
+
+def duration_range(run: Run) -> tuple[float, float]:
+    """The range of a run's real duration, as multiples of the computed one."""
+    train = run.setting.train
+    on_device = (train.offload, train.offload_activations) == ("none", "none")
+    alone = run.params.hardware.num_gpus == 1 and run.device.compute_capability == MEASURED_CAPABILITY
+    measured = alone and on_device and train.precision == "bf16" and train.method != "int8_lora"
+    return MEASURED_RANGE if measured else DURATION_RANGE
 
 
 def duration_text(run: Run, steps: int) -> str | None:
@@ -201,7 +215,7 @@ def step_seconds(run: Run, shapes: ModelShapes, speed: Speed, trained: int) -> d
     flops = (speed.fp32_flops if fp32 else speed.half_flops) * ARITHMETIC_SHARE
     bandwidth = speed.bytes_per_second * BANDWIDTH_SHARE
     tokens, micro_batches = _tokens(run), max(1, round(run.micro_batches_per_step))
-    recomputed = PASSES_FORWARD * _recomputed_share(train)
+    recomputed = PASSES_FORWARD * _recomputed_share(train, text.num_hidden_layers)
     # Frozen weights get no gradient: backward multiplies by them once. Adapters are small beside them.
     passes = PASSES_FORWARD + (PASSES_BACKWARD if train.method == "full" else 1) + recomputed
     # A token looks its input embedding up: no matmul.
@@ -245,18 +259,17 @@ def pipeline_bytes(run: Run) -> int:
     return _tokens(run) * int(run.config.get_text_config().hidden_size) * base_dtype(run.setting.train).itemsize
 
 
-def _recomputed_share(train: Train) -> float:
-    """Share of a forward pass that gradient checkpointing and tiles recompute."""
+def _recomputed_share(train: Train, layers: int) -> float:
+    """Share of a forward pass of so many layers that gradient checkpointing and tiles recompute."""
     tiles = 0.0 if train.sequence_tiles is None else MLP_SHARE
-    if not train.grad_ckpt:
-        return tiles
-    return tiles + (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1 / train.recomputed_every)
+    recomputed = train.recomputed_share(layers)
+    return tiles + recomputed * (SELECTIVE_SHARE if train.grad_ckpt_policy == "selective" else 1.0)
 
 
 def _saved_values(run: Run) -> float:
     """Rough number of values that a step saves: the inputs of recomputed layers and all activations of the others."""
     text, train = run.config.get_text_config(), run.setting.train
-    recomputed = 1 / train.recomputed_every if train.grad_ckpt else 0.0
+    recomputed = train.recomputed_share(text.num_hidden_layers)
     values = recomputed + (1 - recomputed) * SAVED_VALUES
     return values * text.num_hidden_layers * text.hidden_size * run.tokens_per_step
 
@@ -272,7 +285,7 @@ def tensor_parallel_bytes(run: Run) -> float:
     if size == 1:
         return 0.0
     hidden_bytes = text.hidden_size * (autocast_dtype(train) or base_dtype(train)).itemsize
-    sums = text.num_hidden_layers * (4 + (1 / train.recomputed_every if train.grad_ckpt else 0)) + 1
+    sums = text.num_hidden_layers * (4 + train.recomputed_share(text.num_hidden_layers)) + 1
     if train.adapted and not train.grad_ckpt:
         sums -= 1  # The input of the first layer needs no gradient.
     shapes = [shape for step in run.steps for shape in step]

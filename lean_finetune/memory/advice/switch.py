@@ -100,7 +100,7 @@ SMALL_CHUNK_TOKENS = 128
 
 def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
     """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
-    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full"}
+    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
     if not setting.train.grad_ckpt and setting.train.method != "int8_lora":
         yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
     yield full
@@ -111,7 +111,8 @@ def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]
 def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
     if not setting.train.grad_ckpt:
         return [{"train.grad_ckpt": True}]
-    return [{"train.grad_ckpt": False, "train.grad_ckpt_policy": "full"}, *_lighter_activations(setting, support)]
+    saved = {"train.grad_ckpt": False, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
+    return [saved, *_lighter_activations(setting, support)]
 
 
 def _plain_layers(setting: Setting) -> bool:
@@ -161,7 +162,12 @@ def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
 ACTIVATION_SWITCHES = [
     Switch(
         name="activations",
-        parameters=("train.grad_ckpt", "train.grad_ckpt_policy", "train.offload_activations"),
+        parameters=(
+            "train.grad_ckpt",
+            "train.grad_ckpt_policy",
+            "train.grad_ckpt_layers",
+            "train.offload_activations",
+        ),
         lighter=_lighter_activations,
         shown=_shown_activations,
         effect=SAME,

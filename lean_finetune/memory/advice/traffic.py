@@ -89,7 +89,7 @@ def _exchanged_bytes(run: Run) -> int:
     heads: int = max(layer_settings(run.config, "num_attention_heads"))
     key_heads = max(found or heads for found in layer_settings(run.config, "num_key_value_heads"))
     values = 2 * (heads + key_heads * key_copies(heads, key_heads, parts)) * largest_head_size(run.config)
-    passes = 2 + (1 / train.recomputed_every if train.grad_ckpt else 0)
+    passes = 2 + train.recomputed_share(layers)
     element_bytes = (autocast_dtype(train) or base_dtype(train)).itemsize
     return round(run.tokens_per_step * layers * values * element_bytes * passes * (parts - 1) / parts)
 

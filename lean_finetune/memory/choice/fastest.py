@@ -9,11 +9,13 @@ the highest of many instants, each linear in them. So two traced sizes bound all
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lean_finetune.memory.advice.fewest_layers import fewer_recomputed
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import FASTER, REFUSED, Tracer
+from lean_finetune.memory.advice.search import FASTER
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
+from lean_finetune.memory.advice.tracer import REFUSED, Tracer
 from lean_finetune.memory.advice.verdict import confirmed_run
 from lean_finetune.memory.choice.plain_run import Start
 from lean_finetune.memory.predict.peak import Prediction
@@ -142,10 +144,14 @@ class FastestSets(Tracer):
         return all(self.bound(one) < MUCH_LESS * choice.prediction.peak.bytes for choice in covered)
 
     def _choose(self, one: Candidate) -> None:
-        found = confirmed_run(self.start.run, one, self.peak_bytes(one))
-        if found is None:  # Reserved memory, the host or a later stage.
+        """Add a set, or a faster one that recomputes fewer layers, if its own verdict accepts it."""
+        fewer = [(other, 0) for other in fewer_recomputed(self, one) if self._allowed(other.flags)]
+        for other, traced_bytes in (*fewer, (one, self.peak_bytes(one))):
+            if (found := confirmed_run(self.run, other, traced_bytes)) is not None:
+                break
+        else:  # Reserved memory, the host or a later stage.
             return
-        run, prediction, memory = found
+        one, (run, prediction, memory) = other, found
         flags = dict(text.split("=", 1) for text in (*self.start.flags, *one.flags))
         self.choices.append(Choice(candidate=one, run=run, prediction=prediction, memory=memory, flags=flags))
         self._last = min(self._last, self._count + TRACES_BEYOND)

@@ -70,6 +70,8 @@ def find_repetition(
     everything = "the only layer" if count == 1 else f"all {count} layers"
     if all_layers_reason is not None:
         return None, f"{everything}: {all_layers_reason}"
+    if train.grad_ckpt and train.grad_ckpt_layers is not None:
+        return None, f"{everything}: the first {train.grad_ckpt_layers} alone are recomputed"
     if any("." in target for target in train.lora.targets) and train.method != "full":
         return None, f"{everything}: train.lora.targets names layers by path"
     if not Repetition(layers=count, period=1).pays:

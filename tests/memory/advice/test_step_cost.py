@@ -1,6 +1,9 @@
 """The cost model: it ranks switches as they are known to rank, and its parts have known closed forms."""
 
+import json
+import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,7 @@ from lean_finetune.memory.advice.step_cost import (
 )
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
+from tests.conftest import ROOT
 from tests.memory.common import LLAMA_3_1_8B
 from tests.memory.workloads import H100, PARAMS, workload
 
@@ -100,6 +104,26 @@ def test_published_speeds_are_within_the_range(method: str, published: int):
     run = of_8b(method=method, grad_ckpt=True, tokens_per_step=4096)
     found = tokens_per_second(replace(run, device=resolve_gpu("RTX-4090")[0]))
     assert found is not None and found[0] < published < found[1]
+
+
+CHECKPOINTED = {"grad_ckpt": True, "optimizer": "adamw_8bit"}
+MEASURED: dict[str, dict[str, Any]] = {
+    "LoRA, 1 x 4096": {"method": "lora", "longest": 4096},
+    "QLoRA, 2 x 2048": {"method": "qlora", **CHECKPOINTED},
+    "full bf16, 2 x 2048": {"method": "full", **CHECKPOINTED},
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_speeds_measured_on_an_h100_are_within_the_range(name: str):
+    """A range that our own measurements leave, or that says no more than for a GPU that nobody measured."""
+    rows = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())["rows"]
+    [measured_s] = [statistics.median(row["seconds"]) for row in rows if row["name"] == name]
+    run = replace(of_8b(tokens_per_step=4096, **MEASURED[name]), device=H100)
+    found = tokens_per_second(run)
+    assert found is not None and found[0] < 4096 / measured_s < found[1] < 2.01 * found[0]
+    offloaded = tokens_per_second(replace(run, setting=run.setting.with_train(offload="optimizer")))
+    assert offloaded is not None and offloaded[1] > 3.9 * offloaded[0]
 
 
 def test_a_duration_says_what_it_is_from():

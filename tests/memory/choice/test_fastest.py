@@ -11,6 +11,7 @@ from cuda_memory.units import MIB
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.data.images.families import Size
 from lean_finetune.memory.choice import choose as choose_module
+from lean_finetune.memory.choice import fastest
 from lean_finetune.memory.choice.choose import Chosen, choose, faster_with_bf16_updates, lighter_that_fits
 from lean_finetune.memory.choice.fastest import MOST_CHOICES
 from lean_finetune.memory.predict.assumed_images import AssumedImages
@@ -70,6 +71,28 @@ def test_each_method_is_searched_for_as_many_sets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choose_module, "least_needed", lambda sets: (2**40, 2**30))
     assert not chosen_on(71, "full", "lora").choices
     assert asked == [MOST_CHOICES] * 3  # Both on the device, and the lighter one with offload.
+
+
+def test_only_as_many_layers_are_recomputed_as_the_gpu_needs(monkeypatch: pytest.MonkeyPatch):
+    """All layers recomputed where the GPU has room for the activations of some: time for memory that stays unused."""
+    mib, layers = 112, 8  # Recomputing none of the layers takes 161 MiB, and all of them 71 MiB.
+    device = dataclasses.replace(GPU, memory_bytes=GPU.context.max_bytes + 2 * mib * MIB)
+    headroom = f"estimate.headroom_percent={100 * (1 - mib * MIB / device.memory_bytes)}"
+    p = with_flags(PARAMS, [headroom, "data.max_length=2048", "bucket.max_tokens=2048", "train.loss_chunk=128"])
+    config = llama(256, 704, layers=layers, heads=4, kv_heads=4, vocabulary=4096)
+    sized = {"bucket.max_tokens", "train.loss_chunk", "bucket.mode"}
+    best = choose(p, config, device, ("lora",), sized, None, most=1).choices[0]
+    train, most_bytes = best.run.setting.train, best.run.fitting_bytes
+    assert train.grad_ckpt_policy == "first_n" and train.grad_ckpt_layers is not None
+    assert 2 < train.grad_ckpt_layers < layers
+    assert best.prediction.peak.bytes <= most_bytes
+    two_fewer = best.run.setting.with_train(grad_ckpt_layers=train.grad_ckpt_layers - 2)
+    assert dataclasses.replace(best.run, setting=two_fewer).predict().peak.bytes > most_bytes
+    monkeypatch.setattr(fastest, "fewer_recomputed", lambda tracer, one: ())
+    plain = choose(p, config, device, ("lora",), sized, None, most=1).choices[0]
+    assert plain.run.setting.train.grad_ckpt_policy != "first_n" and best.slowdown < plain.slowdown
+    fixed = choose(p, config, device, ("lora",), {*sized, "train.grad_ckpt_policy"}, None, most=1).choices[0]
+    assert fixed.run.setting.train.grad_ckpt_policy == "full"
 
 
 def test_what_the_user_set_stays():

@@ -88,17 +88,18 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.slow
 def test_policies_lie_between_keeping_everything_and_keeping_nothing(method: str):
     """A policy that costs time and saves nothing."""
-    saved, every_4th, every_2nd, selective, full = (
+    saved, every_4th, every_2nd, first_16, selective, full = (
         predicted(method=method, **changes).peak.bytes
         for changes in (
             {},
             {"grad_ckpt": True, "grad_ckpt_policy": "every_n", "grad_ckpt_every": 4},
             {"grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+            {"grad_ckpt": True, "grad_ckpt_policy": "first_n", "grad_ckpt_layers": 16},
             {"grad_ckpt": True, "grad_ckpt_policy": "selective"},
             {"grad_ckpt": True},
         )
     )
-    assert saved > every_4th > every_2nd > full
+    assert saved > every_4th > every_2nd >= first_16 > full
     assert saved > selective > full
     assert saved - every_2nd == pytest.approx((saved - full) / 2, rel=0.1)
 

@@ -61,6 +61,10 @@ PADDED: list[dict[str, Any]] = [
 PADDED_SLOW: list[dict[str, Any]] = [
     {"method": "lora", "grad_ckpt": True, "lora_dropout": 0.1},
     {"method": "lora", "grad_ckpt": True, "grad_ckpt_policy": "every_n"},
+    *(
+        {"method": method, "grad_ckpt": True, "grad_ckpt_policy": "first_n", "grad_ckpt_layers": 1}
+        for method in ("full", "qlora", "int8_lora")
+    ),
     {"method": "full", "grad_ckpt": True, "grad_ckpt_policy": "selective"},
     {"method": "lora", "lora_dora": True},
     {"method": "lora", "loss_chunk": None},
