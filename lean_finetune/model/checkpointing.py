@@ -1,9 +1,9 @@
 """Which activations layers save and which they recompute (train.grad_ckpt, train.sequence_tiles)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401 (registers an operation named below)
@@ -81,7 +81,7 @@ def enable_checkpointing(model: PreTrainedModel, train: Train) -> None:
             layer.gradient_checkpointing = False
 
 
-def _layers_after(model: PreTrainedModel, first: int) -> nn.ModuleList:
+def _layers_after(model: PreTrainedModel, first: int) -> Iterable[GradientCheckpointingLayer]:
     """The decoder's layers after the `first` ones; raises UserError if there are none."""
     layers, name = decoder_layers(model), model.config.model_type
     if layers is None:
@@ -93,7 +93,7 @@ def _layers_after(model: PreTrainedModel, first: int) -> nn.ModuleList:
             f"train.grad_ckpt_layers: must be below the {len(layers)} layers of the model; got {first}; lower it, or "
             "use train.grad_ckpt_policy=full"
         )
-    return layers[first:]
+    return cast(Iterable[GradientCheckpointingLayer], layers[first:])
 
 
 def recompute_layers(model: PreTrainedModel, options: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 from cuda_memory.units import COLUMNS, counted, labelled, readable_size, readable_times, round_up, significant
 from lean_finetune.commands.choose.sampled_rows import SampledRows
 from lean_finetune.memory.advice.run import Run
+from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import SAME
-from lean_finetune.memory.advice.tracer import REFUSED
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets

@@ -9,13 +9,11 @@ the highest of many instants, each linear in them. So two traced sizes bound all
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lean_finetune.memory.advice.fewest_layers import fewer_recomputed
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import FASTER
+from lean_finetune.memory.advice.search import FASTER, REFUSED, Tracer, fewer_recomputed
 from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.tracer import REFUSED, Tracer
 from lean_finetune.memory.advice.verdict import confirmed_run
 from lean_finetune.memory.choice.plain_run import Start
 from lean_finetune.memory.predict.peak import Prediction
