@@ -141,12 +141,13 @@ def test_large_batch_is_refused_with_measured_memory_and_changes_that_fit(runs: 
     first, *lines = refused.errors.strip().splitlines()
     assert refused.status == 3 and "Traceback" not in refused.errors
     where = (
-        r"error: ulimit -v: this machine ran out of memory allocating .+ in (forward|backward) of optimizer step 0, "
+        r"error: ulimit -v: this machine ran out of memory (allocating .+ )?in (forward|backward) of optimizer step 0, "
     )
     where += r"micro-batch 0 of \d+ \(32 x 256 tokens\): .+, or bucket\.max_tokens: lower it$"
     assert re.match(where, first), first
     assert any(line.startswith("  measured: ") and "weights 4.505 MiB" in line for line in lines)
-    assert "  allocator: RuntimeError: " in refused.errors and "DefaultCPUAllocator" in refused.errors
+    # PyTorch's allocation fails, or one of oneDNN's, whose error has no size.
+    assert re.search(r"  allocator: (RuntimeError: .*DefaultCPUAllocator|MemoryError: std::bad_alloc)", refused.errors)
     assert [line for line in lines if "would fit: " in line] == [
         "  would fit: dvc exp run -S train.grad_ckpt=true (50 MiB)",
         "  would fit: dvc exp run -S bucket.max_tokens=4096 (40 MiB)",
