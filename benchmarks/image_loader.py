@@ -23,6 +23,7 @@ from benchmarks.chat_file import SEED
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
 from benchmarks.processes import SCRATCH, run_stage
 from data.synth import vision_model
+from lean_finetune.images.attachment import images_of
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.batch_stream import load
@@ -101,9 +102,10 @@ def train(directory: Path, threads: int) -> Row:
     """One epoch; how long it took, how long it waited for batches, and what memory the process took."""
     config = read_config(directory / "model", images=True)
     tokens, plan = TokenRows(directory / "data/tokens", "train"), read_plan(directory / "data/batches/plan.arrow")
-    assert tokens.images is not None, "every row has an image"
-    images = int(tokens.images.bounds[-1])
-    tokens.image_inputs = read_image_inputs(directory / "model", config, tokens.images)
+    shown = images_of(tokens.attached)
+    assert shown is not None, "every row has an image"
+    images = int(shown.bounds[-1])
+    tokens.image_inputs = read_image_inputs(directory / "model", config, shown)
     model: Any = AutoModelForMultimodalLM.from_pretrained(directory / "model", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     memory, waited, process = [], 0.0, psutil.Process()

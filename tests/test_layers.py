@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 PACKAGE = "lean_finetune"
 PACKAGES = """
 core objectives config pinning
-data/read data/format data/images data/chat data/encode data/shards
+data/read data/format data/images data/chat data/encode data/shards rows images islands
 plan model/attention model/experts model/images model/files model/recurrent model/kernels
 model/joined_adapters model/norms model step/offload step/update step distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice

@@ -16,10 +16,11 @@ from cuda_memory.user_paths import user_path
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.pinning.config_file import json_object, vision_patch
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
-from lean_finetune.plan.row_images import RowImages
+from lean_finetune.rows.attachment import Attachment
 
 if TYPE_CHECKING:
     from lean_finetune.data.read.row_block import RowBlock
@@ -163,12 +164,12 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = unwatched_lock(OPTION, data)
     found = lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
-    if found.images is not None and found.images.patches.any():
+    if not all(one.is_empty for one in found.attached):
         raise UserError(
             f"{OPTION}: {path} has rows with images, whose sizes count too; name the size by `fit --image`, or run "
             f"`lean-finetune plan --data {path}`"
         )
-    return replace(found, images=None)
+    return replace(found, attached=())
 
 
 def lengths_of(
@@ -211,16 +212,17 @@ def lengths_of(
             sizes += sizes_of_rows.to_pylist()
             patches += patches_of_rows.to_pylist()
     found = index_of(np.concatenate(lengths), np.concatenate(supervised))
-    images = None
+    attached: tuple[Attachment, ...] = ()
     if job.settings.images:
-        images = RowImages(
+        images = ImageAttachment(
             sizes=np.array([edge for row in sizes for edge in row], np.int32).reshape(-1, 2),
             bounds=np.append(0, np.cumsum([len(row) // 2 for row in sizes], dtype=np.int64)),
             patches=np.array(patches, np.int32),
             max_pixels=data.image_max_pixels,
             min_pixels=data.image_min_pixels,
         )
-    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), images=images)
+        attached = (images,)
+    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), attached=attached)
 
 
 def own_data(data: Data, path: Path, max_length: int) -> Data:

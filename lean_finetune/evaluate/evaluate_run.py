@@ -35,6 +35,7 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_
 from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
 from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
 from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pair_metrics, pair_scores
+from lean_finetune.images.attachment import images_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
@@ -156,8 +157,8 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     """Choose held-out rows and prompts."""
     rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
     max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
-    if rows.images is not None:
-        rows.image_inputs = read_image_inputs(base, read_config(base, images=True), rows.images)
+    if (images := images_of(rows.attached)) is not None:
+        rows.image_inputs = read_image_inputs(base, read_config(base, images=True), images)
     if p.train.goal.compares:  # The worse answers are no examples: loss and prompts are of the better ones.
         rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
     loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)

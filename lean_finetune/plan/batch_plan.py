@@ -13,7 +13,7 @@ import pyarrow as pa
 from lean_finetune.core.arrow_files import ArrowWriter, StoredBatch, damaged, open_batches
 from lean_finetune.core.errors import UserError
 from lean_finetune.objectives.row_kind import RowKind
-from lean_finetune.plan.row_images import RowImages, Sizes
+from lean_finetune.rows.attachment import AttachedShape, Attachment, measures_of, sums_between
 
 
 def kind_of(path: Path, batches: list[StoredBatch]) -> RowKind:
@@ -76,10 +76,8 @@ class MicroBatch:
     """Whether the rows are packed into one sequence, each attending to itself."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are: the trained rows of tokens of such rows."""
-    images: tuple[Sizes, ...] = ()
-    """The sizes of the images of each row; empty if no row has one."""
-    beside_images: bool = False
-    """Whether its GPU runs the tower for no row of its own: see `Plan.towers_together`."""
+    attached: tuple[AttachedShape, ...] = ()
+    """What its rows carry besides tokens."""
 
     @property
     def padded_tokens(self) -> int:
@@ -111,14 +109,10 @@ class Plan:
     """Whether each micro-batch is one sequence of packed rows."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
-    images: RowImages | None = None
-    """Of all training rows; None if they are text alone. Not part of the file."""
-    towers_together: bool = False
-    """Whether GPUs without images run the vision tower while others do (`Train.runs_towers_together`). Not part of
-    the file."""
-    beside: np.ndarray | None = None
-    """`beside_images` of the plan of one GPU of several, bool; None: it follows from the plan. Not part of the
-    file."""
+    attached: tuple[Attachment, ...] = ()
+    """What all training rows carry besides tokens. Not part of the file."""
+    beside_others: tuple[np.ndarray, ...] = ()
+    """`beside` of the plan of one GPU of several; empty: it follows from the plan. Not part of the file."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -174,24 +168,22 @@ class Plan:
         return np.searchsorted(self.step, np.arange(self.step[0], self.step[-1] + 2))
 
     @cached_property
-    def beside_images(self) -> np.ndarray:
-        """Whether a micro-batch is without images and another GPU's of the same turn is not, bool."""
-        if self.beside is not None:
-            return self.beside
-        if self.images is None or not self.towers_together:
-            return np.zeros(len(self), bool)
-        shows = sums_between(self.images.patches[self.rows] > 0, self.bounds) > 0
-        in_turn = np.logical_or.reduceat(shows, np.arange(0, len(self), self.ranks))
-        return np.repeat(in_turn, self.ranks)[: len(self)] & ~shows
+    def beside(self) -> tuple[np.ndarray, ...]:
+        """Of each attachment, whether a micro-batch runs parts of the model beside other GPUs (`Attachment.beside`)."""
+        if self.beside_others:
+            return self.beside_others
+        return tuple(one.beside(self.rows, self.bounds, self.ranks) for one in self.attached)
 
     @property
     def steps(self) -> "StepViews":
         """The optimizer steps as a lazy sequence of lists of micro-batches."""
         return StepViews(self)
 
-    def most_patches(self, images: RowImages | None) -> int | None:
-        """Patches of the micro-batch that has most; None without images. `images` are those of all training rows."""
-        return None if images is None else int(sums_between(images.patches[self.rows], self.bounds).max())
+    @property
+    def most(self) -> dict[str, int]:
+        """By limit: of each measure of what rows carry, that of the micro-batch which has most."""
+        measures = measures_of(self.attached)
+        return {one.limit: int(sums_between(one.values[self.rows], self.bounds).max()) for one in measures}
 
     def of_rank(self, rank: int) -> "Plan":
         """The plan of one GPU. GPU 0 has rows in every step, and the largest micro-batches."""
@@ -206,26 +198,22 @@ class Plan:
             ranks=1,
             flat=self.flat,
             kind=self.kind,
-            images=self.images,
-            beside=self.beside_images[own],
+            attached=self.attached,
+            beside_others=tuple(beside[own] for beside in self.beside),
         )
 
     def micro_batch(self, number: int) -> MicroBatch:
         """Micro-batch `number` of the run; its rows are a view."""
         rows = self.rows[self.bounds[number] : self.bounds[number + 1]]
+        pairs = zip(self.attached, self.beside, strict=True)
+        shapes = (one.shape_of(rows, beside=bool(beside[number])) for one, beside in pairs)
         return MicroBatch(
             **{name: int(getattr(self, name)[number]) for name in SCALARS},
             rows=rows,
             flat=self.flat,
             kind=self.kind,
-            images=() if self.images is None else self.images.of_rows(rows),
-            beside_images=bool(self.beside_images[number]),
+            attached=tuple(one for one in shapes if one is not None),
         )
-
-
-def sums_between(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 for empty ranges, unlike np.add.reduceat."""
-    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
 
 
 class StepViews(Sequence[list[MicroBatch]]):
@@ -346,8 +334,8 @@ def _check(path: Path, plan: Plan) -> None:
 # Memory grows with these figures of a micro-batch: padded tokens (activations, all logits), supervised tokens (logits
 # of a loss chunk), on GPUs the tokens in full tiles of fused attention (accumulators of its backward), under a sliding
 # window the length (its mask is length × length), with layers that work in chunks of a row (Mamba 2, the delta rule)
-# rows and length, since each row is padded to full chunks: packed rows are, too, the patches of images, and their
-# pixels with padding. So the candidates are micro-batches that no other exceeds in all figures.
+# rows and length, since each row is padded to full chunks: packed rows are, too, and the figures of what rows carry
+# besides tokens. So the candidates are micro-batches that no other exceeds in all figures.
 #
 # Position matters too: gradients appear during the first backward of a step and exist throughout the later ones. So
 # the first micro-batches of steps (one on every GPU) are compared apart from the later ones. Nothing else differs
@@ -358,7 +346,7 @@ ATTENTION_TILE_TOKENS = 128
 
 
 def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bool, chunk: int = 0) -> np.ndarray:
-    """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), rows, patches.
+    """The figures of each micro-batch that memory grows with: tokens (padded, supervised, tiled), rows, attachments.
 
     `lengths` are the tokens of every training row. With `tiled`, attention works in tiles, as on GPUs: each packed row,
     rows of padding included, needs up to a tile more. With `windowed`, the model makes masks, though never for joined
@@ -376,11 +364,8 @@ def memory_figures(plan: Plan, lengths: np.ndarray, *, tiled: bool, windowed: bo
         figures.append(plan.sizes)
     if chunk and padding is not None:
         figures.append((sums_between(-(-lengths[plan.rows] // chunk), plan.bounds) + -(-padding // chunk)) * chunk)
-    if plan.images is not None:
-        if plan.images.frames is not None:
-            figures.append(plan.images.padded_pixels(plan.rows, plan.bounds))
-        patches = sums_between(plan.images.patches[plan.rows], plan.bounds)
-        figures.append(np.maximum(patches, plan.beside_images))  # A blank image has the fewest patches of all.
+    for one, beside in zip(plan.attached, plan.beside, strict=True):
+        figures += one.memory_figures(plan.rows, plan.bounds, beside)
     return np.stack(figures, axis=1)
 
 

@@ -1,18 +1,21 @@
 """Split optimizer steps into micro-batches: this decides memory, padding and speed, never what is learnt."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from cuda_memory.units import round_up
+from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.attachments import LIMITED_ROWS
 from lean_finetune.objectives.row_kind import RowKind
-from lean_finetune.plan.batch_plan import Plan, sums_between
+from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.plan.bucketed import cheapest_splits, even_splits, fill_first, pack_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, Steps
+from lean_finetune.rows.attachment import limited, sums_between
 
 ROWS_PER_BLOCK = 1 << 20
 """Rows split at once: enough to make numpy efficient, few enough for the cache."""
@@ -36,8 +39,9 @@ class MicroBatchSettings:
     """Mode fixed: rows of a micro-batch."""
     ranks: int
     """GPUs that share a step; each gets the same number of micro-batches."""
-    max_patches: int | None = None
-    """Most patches of images in a micro-batch; None: no limit."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Most that a micro-batch may have of the measures of what rows carry besides tokens, by their key of section
+    bucket."""
     kind: RowKind = RowKind.ANSWER
     """What a planned row is. The other figures are those of planned rows."""
 
@@ -63,8 +67,19 @@ class MicroBatchSettings:
     def deciding(self) -> dict[str, Any]:
         """The settings that decide the division of rows, without the number of GPUs and what they stand for."""
         by_mode = {"bucketed": ["max_tokens"], "packed": ["max_tokens", "constant_shape"], "fixed": ["fixed_rows"]}
-        names = ["mode", "pad_multiple", *by_mode[self.mode], *(["max_patches"] if self.max_patches else [])]
-        return {name: getattr(self, name) for name in names}
+        names = [
+            "mode",
+            "pad_multiple",
+            *by_mode[self.mode],
+        ]
+        return {name: getattr(self, name) for name in names} | dict(self.limits)
+
+
+def limits_of(bucket: Bucket) -> dict[str, int]:
+    """Those keys of the section that limit what rows carry besides tokens, and have a value."""
+    own = {one.name for one in fields(MicroBatchSettings)}
+    values = {name: getattr(bucket, name) for name in Bucket.model_fields if name not in own}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSettings) -> Iterator[Plan]:
@@ -77,7 +92,7 @@ def split_steps(steps: Iterable[Steps], index: RowIndex, settings: MicroBatchSet
     `max_tokens`.
     """
     _check_fits(index.lengths, settings)
-    _check_patches(index, settings)
+    _check_attached(index, settings)
     steps, number = iter(steps), 0
     sample = list(islice(steps, 2))
     first_tokens = None if settings.mode == "fixed" else settings.max_tokens
@@ -106,40 +121,40 @@ def _check_fits(lengths: np.ndarray, settings: MicroBatchSettings) -> None:
         )
 
 
-def _check_patches(index: RowIndex, settings: MicroBatchSettings) -> None:
-    """Check that the mode can have images, and that each row fits in bucket.max_patches."""
-    if index.images is None:
-        if (most := settings.max_patches) is not None:
-            raise UserError(f"bucket.max_patches: has an effect only on rows with images; got {most}; leave it blank")
-        return
-    if settings.flat:
+def _check_attached(index: RowIndex, settings: MicroBatchSettings) -> None:
+    """Check that the mode can have what rows carry besides tokens, and that each row fits in its limits."""
+    for key in settings.limits.keys() - {measure.limit for measure, _ in limited(index.attached, settings.limits)}:
         raise UserError(
-            "bucket.mode: rows with images cannot be packed: vision towers of their families do not know packed rows; "
-            "got packed; use bucketed"
+            f"bucket.{key}: has an effect only on {LIMITED_ROWS[key]}; got {settings.limits[key]}; leave it blank"
         )
-    row = int(index.images.patches.argmax())
-    most = int(index.images.patches[row])
-    if settings.max_patches is not None and most > settings.max_patches:
-        raise UserError(
-            f"bucket.max_patches: the images of every row must fit in a micro-batch; train row {row} has {most} "
-            f"patches; got {settings.max_patches}; raise it or lower data.image_max_pixels"
-        )
+    for one in index.attached:
+        if settings.flat and one.unpackable:
+            raise UserError(
+                f"bucket.mode: {one.rows_text} cannot be packed: {one.unpackable}; got packed; use bucketed"
+            )
+        for measure, most in limited([one], settings.limits):
+            row = int(measure.values.argmax())
+            if measure.values[row] > most:
+                raise UserError(
+                    f"bucket.{measure.limit}: the {one.name} of every row must fit in a micro-batch; train row {row} "
+                    f"has {measure.values[row]} {measure.name}; got {most}; raise it or {measure.remedy}"
+                )
 
 
-def _within_patches(groups: np.ndarray, bounds: np.ndarray, patches: np.ndarray, most: int) -> np.ndarray:
-    """Groups divided so that none has more than `most` patches; `patches` are those of each row.
+def _within(groups: np.ndarray, bounds: np.ndarray, values: np.ndarray, most: int) -> np.ndarray:
+    """Groups divided so that of none the sum of `values`, one of each row, is above `most`.
 
     Groups are numbered from 0 within each step, whose rows start at `bounds`; rows keep their order within a group.
     """
     divided = np.empty_like(groups)
     for start, end in pairwise(bounds.tolist()):
-        parts: dict[int, tuple[int, int]] = {}  # By group: the part that is being filled, and its patches.
+        parts: dict[int, tuple[int, int]] = {}  # By group: the part that is being filled, and its sum.
         count = 0
         for row in range(start, end):
             part, filled = parts.get(int(groups[row]), (-1, most))
-            if part < 0 or filled + int(patches[row]) > most:
+            if part < 0 or filled + int(values[row]) > most:
                 part, filled, count = count, 0, count + 1
-            parts[int(groups[row])] = part, filled + int(patches[row])
+            parts[int(groups[row])] = part, filled + int(values[row])
             divided[row] = part
     return divided
 
@@ -185,8 +200,8 @@ def _block_plan(
         groups = _groups(lengths, block.bounds, settings)
     else:
         groups = _first_groups(lengths, settings, first_tokens)
-    if index.images is not None and settings.max_patches is not None:
-        groups = _within_patches(groups, block.bounds, index.images.patches[rows], settings.max_patches)
+    for measure, most in limited(index.attached, settings.limits):
+        groups = _within(groups, block.bounds, measure.values[rows], most)
     return _distribute(rows, lengths, groups, block, index, settings, first_step=first_step)
 
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from lean_finetune.core.arrow_files import damaged, open_batches, read_column
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_files import FRAMES, IMAGE_SIZES, LIMITS, PATCHES
+from lean_finetune.islands.attachments import read_attached
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
-from lean_finetune.plan.row_images import IMAGE_TYPES, RowImages
+from lean_finetune.rows.attachment import Attachment, measures_of
 
 if TYPE_CHECKING:
     from lean_finetune.config.data_schema import Source
@@ -44,8 +44,8 @@ class RowIndex:
     """Mean number of uses of a row per epoch, by source."""
     tokens: np.ndarray | None = None
     """Tokens that count towards a step, int32; None: `lengths`."""
-    images: RowImages | None = None
-    """The images of the rows; None if they are text alone."""
+    attached: tuple[Attachment, ...] = ()
+    """What the rows carry besides tokens."""
 
     @property
     def step_tokens(self) -> np.ndarray:
@@ -77,10 +77,10 @@ class RowIndex:
     def shortened(self, max_length: int) -> "RowIndex":
         """The rows, cut to `max_length` tokens; as many supervised tokens as possible remain.
 
-        Raises UserError if a longer row has images, which are not cut.
+        Raises UserError if a longer row carries what is not cut, such as images.
         """
-        if self.images is not None and (self.lengths[self.images.patches > 0] > max_length).any():
-            raise UserError(f"data.max_length: would cut images of rows; got {max_length}; raise it")
+        for one in self.attached:
+            one.refuse_cut(self.lengths, max_length)
         lengths = np.minimum(self.lengths, max_length)
         return replace(self, lengths=lengths, supervised=np.minimum(self.supervised, lengths - 1))
 
@@ -107,7 +107,7 @@ def read_index(path: Path, weights: Sequence[float], kind: RowKind | None = None
         sources=sources,
         dropped=dropped,
         weights=tuple(weights),
-        images=read_images(path),
+        attached=read_attached(path),
     )
     if index.dropped.all():
         raise UserError(f"{path}: has no training row; delete it, check data.source and run `dvc repro`")
@@ -123,32 +123,6 @@ def read_index(path: Path, weights: Sequence[float], kind: RowKind | None = None
             "run `dvc repro`"
         )
     return index
-
-
-def read_images(index: Path) -> RowImages | None:
-    """The images of an index of rows; None if its rows are text alone. Raises UserError if it is damaged."""
-    batches = open_batches(index, {})
-    if not batches or PATCHES not in batches[0].schema.names:
-        return None
-    batches = open_batches(index, IMAGE_TYPES)
-    metadata = batches[0].schema.metadata or {}
-    limits = (metadata.get(name.encode(), b"").decode() for name in LIMITS)
-    max_pixels, min_pixels = (int(limit) if limit else None for limit in limits)
-    lists = [batch.column(IMAGE_SIZES) for batch in batches]
-    counts = np.concatenate([np.diff(one.offsets.to_numpy()) for one in lists]) // 2
-    if not counts.any():
-        return None
-    frames = np.zeros((len(counts), 2), np.int32)
-    padded = np.concatenate([np.diff(batch.column(FRAMES).offsets.to_numpy()) > 0 for batch in batches])
-    frames[padded] = np.concatenate([batch.column(FRAMES).flatten().to_numpy() for batch in batches]).reshape(-1, 2)
-    return RowImages(
-        frames=frames if padded.any() else None,
-        sizes=np.concatenate([one.flatten().to_numpy() for one in lists]).reshape(-1, 2),
-        bounds=np.append(0, np.cumsum(counts, dtype=np.int64)),
-        patches=read_column(batches, PATCHES, np.int32),
-        max_pixels=max_pixels,
-        min_pixels=min_pixels,
-    )
 
 
 # The rows of each optimizer step: a function of seed, epoch, tokens per step, row lengths and weights alone.
@@ -182,14 +156,14 @@ def run_steps(index: RowIndex, *, seed: int, epochs: int, tokens_per_step: int) 
 
     Each epoch is shuffled and split into steps, so steps are independent random draws. The first step with a row of
     the greatest length moves to the front of the run: memory then peaks in step 0, and a run that does not fit fails
-    there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it. Of
-    rows with images, the step of that epoch with the row of most patches follows.
+    there. With weights, that row may be absent from epoch 0; the step then comes from the first epoch that has it.
+    Where rows carry more than tokens, the step of that epoch with the row of most follows, of each measure.
 
     Raises UserError if the weights leave no row in any epoch.
     """
     front_epoch = _epoch_of_longest(index, seed, epochs)
     steps = _epoch_steps(index, seed, front_epoch, tokens_per_step)
-    sizes = [index.lengths, *([] if index.images is None else [index.images.patches])]
+    sizes = [index.lengths, *(measure.values for measure in measures_of(index.attached))]
     largest = (np.maximum.reduceat(values[steps.rows], steps.bounds[:-1]) for values in sizes)
     front = list(dict.fromkeys(int(values.argmax()) for values in largest))
     yield from (steps.part(number, number + 1) for number in front)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from cuda_memory.units import counted
-from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.config.schema import Params
 from lean_finetune.objectives.row_kind import RowKind
-from lean_finetune.plan.batch_plan import Plan, sums_between
-from lean_finetune.plan.micro_batches import MicroBatchSettings, split_steps
+from lean_finetune.plan.batch_plan import Plan
+from lean_finetune.plan.micro_batches import MicroBatchSettings, limits_of, split_steps
 from lean_finetune.plan.optimizer_steps import RowIndex, run_steps, source_weights
+from lean_finetune.rows.attachment import sums_between
 
 
 def pad_multiple(p: Params) -> int:
@@ -40,9 +41,16 @@ class PlanSettings:
 
         `tokens_per_step` is what train.tokens_per_step means; None if it is a number.
         """
-        bucket = {name: getattr(p.bucket, name) for name in Bucket.model_fields}
         return cls(
-            micro_batches=MicroBatchSettings(**bucket | {"pad_multiple": pad_multiple(p)}, ranks=p.layout.data),
+            micro_batches=MicroBatchSettings(
+                mode=p.bucket.mode,
+                max_tokens=p.bucket.max_tokens,
+                pad_multiple=pad_multiple(p),
+                constant_shape=p.bucket.constant_shape,
+                fixed_rows=p.bucket.fixed_rows,
+                limits=limits_of(p.bucket),
+                ranks=p.layout.data,
+            ),
             seed=p.seed,
             epochs=p.train.epochs,
             tokens_per_step=p.train.step_tokens if tokens_per_step is None else tokens_per_step,
@@ -58,7 +66,7 @@ class PlanSettings:
 
     def plan(self, index: RowIndex) -> Plan:
         """The complete plan; raises as `parts`."""
-        return replace(Plan.joined(list(self.parts(index))), images=index.images)
+        return replace(Plan.joined(list(self.parts(index))), attached=index.attached)
 
 
 # Summarise a plan: padding, time that GPUs wait for each other, evenness and randomness of its steps.

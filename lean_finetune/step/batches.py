@@ -9,10 +9,11 @@ import torch
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
+from lean_finetune.images.attachment import ImageShape
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
-from lean_finetune.plan.row_images import Sizes
+from lean_finetune.rows.attachment import AttachedShape
 from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.token_rows import TokenRows
 
@@ -144,10 +145,8 @@ class BatchShape:
     """Tokens of each packed row, padding included; None if rows are padded one by one."""
     kind: RowKind = RowKind.ANSWER
     """What its rows are."""
-    images: tuple[Sizes, ...] = ()
-    """Height and width in pixels of each image of each row; empty if no row has one."""
-    beside_images: bool = False
-    """Whether the vision tower runs for no row, as other processes' do."""
+    attached: tuple[AttachedShape, ...] = ()
+    """What its rows carry besides tokens."""
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -159,8 +158,7 @@ class BatchShape:
             supervised=micro_batch.supervised,
             packed_lengths=joined,
             kind=micro_batch.kind,
-            images=micro_batch.images,
-            beside_images=micro_batch.beside_images,
+            attached=micro_batch.attached,
         )
 
 
@@ -299,7 +297,8 @@ def read_batch(
         UserError: the plan was made for other tokens.
     """
     rows = micro_batch.rows
-    blank = blank_image(tokens, pin_memory=pin_memory) if micro_batch.beside_images else None
+    beside = any(isinstance(one, ImageShape) and one.beside for one in micro_batch.attached)
+    blank = blank_image(tokens, pin_memory=pin_memory) if beside else None
     if not len(rows):
         return replace(idle_batch(pad_id, part), blank=blank)
     fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
@@ -325,7 +324,7 @@ def with_images(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory
     Raises:
         UserError: an image is missing or damaged.
     """
-    if tokens.images is None or not any(hashes := [tokens.image_hashes(row) for row in rows.tolist()]):
+    if not any(hashes := [tokens.image_hashes(row) for row in rows.tolist()]):
         return batch
     assert tokens.image_inputs is not None, "the model takes no images"
     images = [[tokens.image_files.open(one) for one in of_row] for of_row in hashes]

@@ -16,8 +16,8 @@ from transformers import AutoModel, PretrainedConfig
 
 from lean_finetune.data.images.families import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.model.images.image_config import SEE_EACH_OTHER
-from lean_finetune.plan.row_images import RowImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,7 +114,7 @@ class _Functions:
         return MethodType(value, self) if isfunction(value) else value
 
 
-def read_image_inputs(directory: Path, config: PretrainedConfig, images: RowImages | None) -> ImageInputs | None:
+def read_image_inputs(directory: Path, config: PretrainedConfig, images: ImageAttachment | None) -> ImageInputs | None:
     """What makes the arguments of images, from a model's directory; None for rows of text.
 
     Raises:

@@ -12,9 +12,9 @@ from cuda_memory.units import counted
 from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import IMAGE_HASHES, ImageFiles
+from lean_finetune.islands.attachments import read_attached
 from lean_finetune.objectives.row_kind import LABEL, RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
-from lean_finetune.plan.optimizer_steps import read_images
 
 if TYPE_CHECKING:
     from lean_finetune.step.image_inputs import ImageInputs
@@ -67,8 +67,8 @@ class TokenRows:
         """Tokens of every row that are predicted and count in the loss, int32."""
         self.dropped = read_column(index, "dropped", np.bool_)
         """Whether a row repeats an earlier one, so that it is never used, bool."""
-        self.images = read_images(index_path)
-        """The sizes of the images of every row; None if no row has one."""
+        self.attached = read_attached(index_path)
+        """What rows carry besides tokens."""
         self.image_files = ImageFiles(directory)
         """The images themselves."""
         self.image_inputs: ImageInputs | None = None
@@ -134,7 +134,7 @@ class TokenRows:
 
     def image_hashes(self, row: int) -> list[bytes]:
         """The sha256 of each image of a row, by which `image_files` opens it."""
-        if self.images is None:
+        if not self.attached:
             return []
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         hashes: list[bytes] = self._batches[number].column(IMAGE_HASHES)[row - int(self._starts[number])].as_py()

@@ -1,10 +1,11 @@
 """Compute the held-out loss during training, on a fixed set of rows in batches no larger than training's."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from cuda_memory.units import round_up
 from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.rows.attachment import limited
 from lean_finetune.step.batches import (
     Batch,
     TokenPart,
@@ -51,12 +53,13 @@ class HeldoutLosses:
     def __init__(self, job: TrainJob, total_steps: int):
         """Batches have at most as many tokens as the first step's micro-batches, which are the largest by plan.
 
-        They have at most as many patches as the micro-batch that has most, so bucket.max_patches holds for them too.
+        Of each measure of what rows carry, they have at most as much as the micro-batch that has most. So the limits of
+        section bucket hold for them too.
         """
         self._job, self._total_steps = job, total_steps
         self._every = heldout_steps(job.train, total_steps)
         self._max_tokens = max(micro_batch.padded_tokens for micro_batch in job.plan.steps[0])
-        self._max_patches = job.plan.most_patches(job.rows.images)
+        self._limits = job.plan.most
 
     def is_due(self, step: int) -> bool:
         """Whether one is computed after this optimizer step."""
@@ -73,7 +76,7 @@ class HeldoutLosses:
             count,
             self._max_tokens,
             job.pad_id,
-            max_patches=self._max_patches,
+            limits=self._limits,
             pin_memory=job.device.type == "cuda",
             part=job.part,
             kind=job.train.row_kind,
@@ -122,23 +125,23 @@ def heldout_batches(
     max_tokens: int,
     pad_id: int,
     *,
-    max_patches: int | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
     pin_memory: bool = False,
     part: TokenPart | None = None,
     kind: RowKind = RowKind.ANSWER,
     trained: bool = True,
 ) -> Iterator[Batch]:
-    """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens and `max_patches`.
+    """Yield `heldout_units`, sorted by length, in batches of at most `max_tokens` padded tokens.
 
-    A row that has more is a batch by itself. With a `part`, batches have that part of their tokens. Rows
-    that stay together count with the longest one's length.
+    `limits` of measures of what rows carry hold too, as of `Plan.most`. A row that has more is a batch by itself. With
+    a `part`, batches have that part of their tokens. Rows that stay together count with the longest one's length.
     """
     units = heldout_units(rows, count, kind, trained=trained)
     lengths = rows.lengths[units].max(1)
     order = np.lexsort((units[:, 0], lengths))
     units, lengths = units[order], lengths[order].tolist()
-    patches = None if rows.images is None or max_patches is None else rows.images.patches[units].sum(1).tolist()
-    for start, end in batch_bounds(lengths, max_tokens // units.shape[1], patches, max_patches or 0):
+    measured = [(measure.values[units].sum(1).tolist(), most) for measure, most in limited(rows.attached, limits)]
+    for start, end in batch_bounds(lengths, max_tokens // units.shape[1], measured):
         chosen, longest = units[start:end].ravel(), lengths[end - 1]
         batch = rows.gather(chosen)
         if part is None:
@@ -150,19 +153,21 @@ def heldout_batches(
 
 
 def batch_bounds(
-    lengths: Sequence[int], max_tokens: int, patches: Sequence[int] | None = None, max_patches: int = 0
+    lengths: Sequence[int], max_tokens: int, measured: Sequence[tuple[Sequence[int], int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Divide rows of ascending `lengths` into batches within both limits, each (first row, row after its last one).
+    """Divide rows of ascending `lengths` into batches within all limits, each (first row, row after its last one).
 
-    A row above a limit is a batch by itself. Without `patches`, tokens alone are limited.
+    `measured` are other figures of rows, each with the most that a batch may have. A row above a limit is a batch by
+    itself.
     """
-    start, filled = 0, 0
+    start, filled = 0, [0] * len(measured)
     for row, length in enumerate(lengths):
-        own = 0 if patches is None else patches[row]
-        if row > start and ((row - start + 1) * length > max_tokens or filled + own > max_patches):
+        own = [values[row] for values, _ in measured]
+        over = any(sums + one > most for sums, one, (_, most) in zip(filled, own, measured, strict=True))
+        if row > start and ((row - start + 1) * length > max_tokens or over):
             yield start, row
-            start, filled = row, 0
-        filled += own
+            start, filled = row, [0] * len(measured)
+        filled = [sums + one for sums, one in zip(filled, own, strict=True)]
     if lengths:
         yield start, len(lengths)
 

@@ -22,6 +22,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import division
+from lean_finetune.images.attachment import images_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
@@ -293,7 +294,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
     plan, rows = _read_plan(params, paths)
-    config = read_config(directory, scores=train.scores, images=rows.images is not None)
+    config = read_config(directory, scores=train.scores, images=images_of(rows.attached) is not None)
     train = with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:
@@ -306,7 +307,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
             base_files = verify_files(directory, lock["files"])
             adapter_files = verify_adapter(lock, adapter)
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
-    rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, rows.images)
+    rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, images_of(rows.attached))
     if train.goal.has_reference:
         of = identity(paths.tokens, lock, train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
@@ -394,4 +395,4 @@ def _read_plan(params: Params, paths: Paths) -> tuple[Plan, TokenRows]:
     rows = TokenRows(paths.tokens, "train", params.train.row_kind)
     refuse_other_tokens(plan, rows.lengths)
     refuse_other_objective(plan, params.train.row_kind)
-    return replace(plan, images=rows.images, towers_together=params.train.runs_towers_together), rows
+    return replace(plan, attached=tuple(one.trained_by(params.train) for one in rows.attached)), rows

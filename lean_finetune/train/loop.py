@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lean_finetune.distributed.sharding_modes import load_parallel
+from lean_finetune.images.attachment import images_of
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.batch_stream import BatchStream
 from lean_finetune.step.batches import Batch
@@ -210,7 +211,7 @@ class Trainer:
         """Stop before an update that would break the weights, or if an adapter would never train."""
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
-            refuse_dead_adapters(parallel, images=any(one.images for one in micro_batches))
+            refuse_dead_adapters(parallel, images=any(shape.of_rows for one in micro_batches for shape in one.attached))
 
     def load(self) -> tuple[TrainingRun, HostPeak]:
         """Load the model and create its optimizer with all its state; then seed dropout."""
@@ -223,7 +224,7 @@ class Trainer:
                 job.world,
                 job.device,
                 adapter=job.adapter,
-                images=job.rows.images is not None,
+                images=images_of(job.rows.attached) is not None,
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )

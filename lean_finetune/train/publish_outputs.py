@@ -159,7 +159,7 @@ def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: P
         directory=job.model_directory,
         tokenizer_files=list(tokenizer_files),
         chat_template=job.chat_template,
-        images=job.rows.images,
+        attached=job.rows.attached,
         read=read,
     )
     if job.train.scores and (config := causal_lm(result.model).config).pad_token_id is None:

@@ -18,7 +18,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.processor import write_limits
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.empty_model import stored_left_out
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
@@ -29,7 +28,7 @@ from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
 from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
 from lean_finetune.pinning.model_files import WEIGHTS
-from lean_finetune.plan.row_images import RowImages
+from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.parallel_model import ParallelModel
 
 
@@ -47,19 +46,19 @@ class Base:
     """Names of the tokenizer's files in `directory`."""
     chat_template: Path | None
     """Chat template used in training; None = the tokenizer's."""
-    images: RowImages | None = None
-    """The images of the training rows, with the limits of their pixels."""
+    attached: tuple[Attachment, ...] = ()
+    """What the training rows carry besides tokens."""
     read: FileVersions = NO_FILES
     """Files in `directory` that saving reads, which must not change before it ends."""
 
     def copy_tokenizer(self, out: Path) -> None:
-        """Copy the tokenizer to `out`, with the chat template and the limits of images used in training."""
+        """Copy the tokenizer to `out`, with the chat template and what attachments need."""
         for name in self.tokenizer_files:
             shutil.copyfile(self.directory / name, out / name)
         if self.chat_template is not None:
             shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
-        if self.images is not None and (self.images.max_pixels or self.images.min_pixels):
-            write_limits(self.directory, out, max_pixels=self.images.max_pixels, min_pixels=self.images.min_pixels)
+        for one in self.attached:
+            one.save(self.directory, out)
 
 
 def save_full(

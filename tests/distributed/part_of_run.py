@@ -79,7 +79,7 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
         full = [*step, *[idle] * (-len(step) % ranks)]
         dealt += [replace(one, rank=number % ranks) for number, one in enumerate(full)]
     plan, layers = Plan.of(dealt, ranks=ranks), LAYERS.get(part.mode)
-    plan = replace(plan, images=job.plan.images, towers_together=train.runs_towers_together)
+    plan = replace(plan, attached=tuple(one.trained_by(train) for one in job.plan.attached))
     return replace(job, plan=plan, train=train, world=world, stage_layers=layers)
 
 

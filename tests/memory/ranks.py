@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import make_parallel
+from lean_finetune.images.attachment import ImageShape, sizes_of
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.setting import Setting
@@ -129,8 +130,10 @@ def with_images(batch: Batch, shape: BatchShape, inputs: ImageInputs | None) -> 
     """The batch with black images, as many as the shape has; the meter counts them."""
     if inputs is None:
         return batch
-    made = inputs.of_shapes(batch.input_ids_BT, shape.images) if shape.images else None
-    return replace(batch, images=made, blank=inputs.blank if shape.beside_images else None).to(CPU)
+    sizes = sizes_of(shape.attached)
+    made = inputs.of_shapes(batch.input_ids_BT, sizes) if sizes else None
+    beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
+    return replace(batch, images=made, blank=inputs.blank if beside else None).to(CPU)
 
 
 IN_FLIGHT: TracedSteps = (

@@ -12,9 +12,9 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor, image_family
+from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
-from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import collate
 from lean_finetune.step.image_inputs import ImageInputs, read_image_inputs
 from lean_finetune.step.loss import summed_loss
@@ -191,7 +191,7 @@ def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
     """Transformers fails at it in the first forward pass."""
     config = read_config(model, images=True)
     none = np.zeros((0, 2), np.int32)
-    images = RowImages(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
+    images = ImageAttachment(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
     assert read_image_inputs(model, config, images) is not None
     right, config.image_token_id = config.image_token_id, 7
     message = f"^model.name: image_token_id in config.json must be the tokenizer's id of .*, {right}; got 7; download"

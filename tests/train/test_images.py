@@ -17,6 +17,7 @@ from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.attachment import images_of
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward
@@ -244,14 +245,15 @@ def test_the_limits_of_training_are_those_of_the_result(workspace, tmp_path, own
     file = base / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
     rows = TokenRows(workspace / "data/tokens", "train")
-    assert rows.images is not None
+    shown = images_of(rows.attached)
+    assert shown is not None
     tuned = Base(
         address="base",
         revision=None,
         directory=base,
         tokenizer_files=[name for name in names if name not in ("config.json", "generation_config.json")],
         chat_template=None,
-        images=replace(rows.images, **limits),
+        attached=(replace(shown, **limits),),
     )
     (tmp_path / "tuned").mkdir()
     tuned.copy_tokenizer(tmp_path / "tuned")

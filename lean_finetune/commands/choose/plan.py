@@ -24,6 +24,7 @@ from lean_finetune.core.file_names import refuse_link_out
 from lean_finetune.core.read_yaml import parse_yaml
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.data.images.families import MODELS
+from lean_finetune.images.attachment import images_of
 from lean_finetune.memory.gpu_names import named_gpu
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.planner import pad_multiple
@@ -223,7 +224,7 @@ def chosen_sets(
     p, flags = asked.params, list(asked.flags)
     device, _ = resolve_gpu(p.hardware.gpu)
     directory, index = find_model(p.model.name, p.model.revision), None if rows is None else rows.index
-    shown = None if index is None else index.images
+    shown = None if index is None else images_of(index.attached)
     config = read_config(directory, scores=p.train.scores, images=shown is not None)
     images = None if shown is None else most_images(shown, config, directory, p.data)
     if "data.max_length" not in asked.fixed:

@@ -82,8 +82,7 @@ def sampled_rows(parameter: str, p: Params) -> SampledRows:
             sample = _joined(sample, most, int(most.lengths.argmax()))
     if not len(sample.lengths):
         raise UserError(f"{parameter}: no row of {data.source} has a trained token; name other rows")
-    if sample.images is not None and not sample.images.patches.any():
-        sample = replace(sample, images=None)
+    sample = replace(sample, attached=tuple(one for one in sample.attached if not one.is_empty))
     return SampledRows(index=sample, tokenized=min(tokenized, total), total=total)
 
 
@@ -109,14 +108,12 @@ def _lines(block: RowBlock) -> Iterator[RowBlock]:
 
 def _joined(sample: RowIndex, more: RowIndex, row: int) -> RowIndex:
     """A sample with one more row."""
-    images = sample.images
-    if images is not None and more.images is not None:
-        images = images.with_row(more.images, row)
+    pairs = zip(sample.attached, more.attached, strict=True)
     return replace(
         sample,
         lengths=np.append(sample.lengths, more.lengths[row]),
         supervised=np.append(sample.supervised, more.supervised[row]),
         sources=np.append(sample.sources, more.sources[row]),
         dropped=np.append(sample.dropped, more.dropped[row]),
-        images=images,
+        attached=tuple(one.with_row(other, row) for one, other in pairs),
     )

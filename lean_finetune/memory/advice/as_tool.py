@@ -95,8 +95,8 @@ def predict_as_tool(run: Run, tool: str, keys: Keys) -> AsTool | str:
         UserError: the step cannot be traced.
     """
     train = run.setting.train
-    if run.images is not None:
-        return f"the training step of {tool} for rows with images is not described here"
+    if run.attached:
+        return f"the training step of {tool} for {run.attached[0].rows_text} is not described here"
     step = step_of(tool, keys, train)
     if step is None:
         of_pairs = f" for objective {train.objective}" if train.goal.compares else ""

@@ -12,6 +12,8 @@ from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, seal_tables, write_csv, write_json, write_sealed
+from lean_finetune.images.attachment import images_of
+from lean_finetune.islands.attachments import read_attached
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
 from lean_finetune.memory.advice.search import ADVICE_COLUMNS
@@ -28,10 +30,10 @@ from lean_finetune.memory.predict.other_phases import (
     heldout_shape,
     loading_note,
     other_phases,
-    prompts_of_images,
+    prompts_carried,
     reference_note,
     reference_shape,
-    shape_of_images,
+    shapes_carried,
 )
 from lean_finetune.memory.predict.peak import TIMELINE_COLUMNS, Prediction
 from lean_finetune.memory.predict.process_memory import as_json, closed_form, disk_state_bytes, on_host
@@ -42,7 +44,6 @@ from lean_finetune.model.model_config import max_positions
 from lean_finetune.model.precision import PRECISION
 from lean_finetune.pinning.locate import adapter_directory
 from lean_finetune.pinning.read_locks import read_model_lock
-from lean_finetune.plan.optimizer_steps import read_images
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import read_lengths, read_supervised
 
@@ -139,17 +140,18 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
     p, plan, model = run.params, run.planned.own_plan, run.model
     limits = EvaluationLimits.from_params(p, read_supervised(heldout_index))
     prompts, in_training = p.evaluate.generate_rows, int(plan.padded_tokens[plan.step == 0].max())
-    lengths, images = read_lengths(heldout_index), read_images(heldout_index)
+    lengths, attached = read_lengths(heldout_index), read_attached(heldout_index) if plan.attached else ()
     longest = max(run.longest, int(lengths.max(initial=0)))
     losses = [[heldout_shape(budget, longest)] for budget in (in_training, limits.max_tokens)]
     generation = generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config))
-    if images is not None and model.images is not None:
-        if plan.images is None or images.patches.max() > plan.images.patches.max():
+    if model.images is not None and (images := images_of(attached)) is not None:
+        trained = images_of(plan.attached)
+        if trained is None or images.patches.max() > trained.patches.max():
             model = replace(model, images=model.images.with_worst(images.worst))
-        losses[0].append(shape_of_images(lengths, images, in_training, run.planned.plan.most_patches(plan.images)))
-        losses[1].append(shape_of_images(lengths, images, limits.max_tokens))
-        if generation:
-            generation += (prompts_of_images(lengths, images, limits),)
+    losses[0] += shapes_carried(lengths, attached, in_training, run.planned.plan.most)
+    losses[1] += shapes_carried(lengths, attached, limits.max_tokens)
+    if generation:
+        generation += tuple(prompts_carried(lengths, attached, limits))
     around = OtherPhases(
         stored_dtype=run.stored,
         in_training=tuple(losses[0]),

@@ -13,6 +13,7 @@ from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import MODELS, Size
+from lean_finetune.images.attachment import ImageShape
 from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.other_phases import stored_dtype
@@ -71,7 +72,7 @@ def _with_images(shape: BatchShape, images: "RowOfImages", max_patches: int | No
             )
         rows = min(rows, max_patches // images.row_patches)
     trained = max(1, shape.length - 1 - images.row_tokens)
-    return replace(shape, rows=rows, supervised=rows * trained, images=(images.sizes,) * rows)
+    return replace(shape, rows=rows, supervised=rows * trained, attached=(ImageShape(sizes=(images.sizes,) * rows),))
 
 
 def largest_steps(shape: BatchShape, *, several: bool, in_flight: int = 1) -> TracedSteps:

@@ -15,6 +15,8 @@ from cuda_memory.gpus import GIGA, Device
 from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.schema import Bucket, Params
+from lean_finetune.images.attachment import images_of
+from lean_finetune.islands.attachments import read_attached
 from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
 from lean_finetune.memory.devices import (
@@ -54,10 +56,12 @@ from lean_finetune.pinning.locate import (
 )
 from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
-from lean_finetune.plan.optimizer_steps import RowIndex, read_images, read_index
+from lean_finetune.plan.micro_batches import limits_of
+from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
+from lean_finetune.rows.attachment import Attachment, measures_of
 from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
@@ -179,20 +183,19 @@ class Run:
         return min(self.setting.layout.pipeline, math.ceil(self.micro_batches_per_step))
 
     @property
-    def patches_of_rows(self) -> np.ndarray | None:
-        """Patches of each row's images; None without images."""
+    def attached(self) -> tuple[Attachment, ...]:
+        """What the rows carry besides tokens."""
         if self.full_row is not None:
-            return np.array([self.full_row.row_patches])
-        images = None if self.planned is None else self.planned.plan.images
-        return None if images is None else images.patches
+            return (self.full_row.attachment,)
+        return () if self.planned is None else self.planned.plan.attached
 
     @property
-    def most_patches(self) -> int:
-        """Patches of the micro-batch that has most; 0 without images."""
-        if self.full_row is not None:
-            return self.full_row.row_patches * max(len(shape.images) for step in self.steps for shape in step)
-        plan = None if self.planned is None else self.planned.plan
-        return 0 if plan is None else plan.most_patches(plan.images) or 0
+    def most(self) -> dict[str, int]:
+        """`Plan.most`."""
+        if self.planned is not None:
+            return self.planned.plan.most
+        rows = max(shape.rows for step in self.steps for shape in step)
+        return {measure.limit: rows * int(measure.values.max()) for measure in measures_of(self.attached)}
 
     @property
     def most_tokens(self) -> int:
@@ -308,8 +311,8 @@ class Run:
         Raises:
             UserError: rows or steps do not suit the model or a switch.
         """
-        together = self.setting.train.runs_towers_together
-        planned = replace(planned, plan=replace(planned.plan, towers_together=together))
+        attached = tuple(one.trained_by(self.setting.train) for one in planned.plan.attached)
+        planned = replace(planned, plan=replace(planned.plan, attached=attached))
         plan, lengths = planned.own_plan, planned.lengths
         setting = replace(self.setting, accumulates_gradients=planned.accumulates_gradients)
         longest, count = longest_row(planned.plan, lengths), len(plan.steps)
@@ -365,7 +368,7 @@ class Run:
             mode=changed.bucket.mode,
             max_tokens=changed.bucket.max_tokens,
             fixed_rows=changed.bucket.fixed_rows,
-            max_patches=changed.bucket.max_patches,
+            limits=limits_of(changed.bucket),
             pad_multiple=math.lcm(settings.micro_batches.pad_multiple, layout.context),
             ranks=layout.data,
         )
@@ -400,10 +403,10 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     # As in train: CPU kernels have buffers per thread.
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, device_reason = resolve_gpu(p.hardware.gpu)
-    plan, lengths, images = read_plan(plan_path), read_lengths(index), read_images(index)
+    plan, lengths, attached = read_plan(plan_path), read_lengths(index), read_attached(index)
     refuse_other_tokens(plan, lengths)
     refuse_other_objective(plan, p.train.row_kind)
-    plan = replace(plan, images=images)
+    plan, images = replace(plan, attached=attached), images_of(attached)
     lock = read_model_lock(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
     inputs = None if images is None else read_image_inputs(tokenizer_directory(lock), config, images)

@@ -201,7 +201,7 @@ def _bounds(other: Candidate, candidate: Candidate) -> bool:
         return switch.other_memory == "same" or weaker <= stronger
 
     # The memory of a tower grows with patches, not with tokens.
-    return other.images == candidate.images and all(map(bounded, SWITCHES))
+    return other.attached == candidate.attached and all(map(bounded, SWITCHES))
 
 
 def _most_saved_bytes(other: Candidate, candidate: Candidate, peak: Peak) -> int:

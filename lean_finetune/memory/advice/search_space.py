@@ -27,6 +27,7 @@ from lean_finetune.memory.advice.switch import (
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
 from lean_finetune.model.model_config import refuse_packed_rows
+from lean_finetune.rows.attachment import measures_of
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_parts
 
@@ -112,9 +113,10 @@ class Candidate:
         return max(shape.rows * shape.length for step in self.run.steps for shape in step)
 
     @property
-    def images(self) -> set[Any]:
-        """The images of its micro-batches."""
-        return {shape.images for step in self.run.steps for shape in step}
+    def attached(self) -> set[Any]:
+        """What the rows of its micro-batches carry besides tokens."""
+        of_shapes = (shape.attached for step in self.run.steps for shape in step)
+        return {tuple(one.of_rows for one in attached if one.of_rows) for attached in of_shapes}
 
     def level(self, switch: str) -> int:
         """The level of the option of one switch."""
@@ -278,9 +280,9 @@ def budgets_of(run: Run) -> Iterator[Option]:
     steps: TracedSteps = run.steps
     bucket, level, parts, fixed = run.bucket, 0, 1, run.bucket.mode == "fixed"
     while (fewer := halved(steps)) is not None:
-        if (patches := _fewer_patches(run, steps, 2 * parts)) is not None:
+        for option in _within_less(run, steps, 2 * parts):
             level += 1
-            yield replace(patches, level=level)
+            yield replace(option, level=level)
         steps, parts = fewer, 2 * parts
         rows, tokens = bucket.fixed_rows // parts, bucket.max_tokens // parts
         if rows < 1 if fixed else tokens < run.longest:
@@ -296,7 +298,7 @@ def budgets_of(run: Run) -> Iterator[Option]:
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
-    if run.images is not None:  # Shorter rows would cut images, and such rows are left out.
+    if run.attached:  # Shorter rows would cut images, and such rows are left out.
         yield from _smaller_images(run, level)
         return
     while length >= SHORTEST_ROW_TOKENS and not fixed:
@@ -307,24 +309,30 @@ def budgets_of(run: Run) -> Iterator[Option]:
         length = length // 2 // ROW_MULTIPLE * ROW_MULTIPLE
 
 
-def _fewer_patches(run: Run, steps: TracedSteps, parts: int) -> Option | None:
-    """Micro-batches with images of a part of the patches; those of text stay. None without several such rows."""
-    of_rows = run.patches_of_rows
-    if of_rows is None or not any(len(shape.images) > 1 for step in steps for shape in step):
-        return None
-    most = max(int(of_rows.max()), run.most_patches // parts)
+def _within_less(run: Run, steps: TracedSteps, parts: int) -> Iterator[Option]:
+    """Micro-batches with a part of what rows carry besides tokens, for each measure of it; those of text stay.
+
+    Nothing without several such rows in one.
+    """
+
+    def carries(shape: BatchShape) -> bool:
+        return any(one.of_rows for one in shape.attached)
 
     def with_fewer(shape: BatchShape) -> BatchShape:
-        found = halved(((shape,),)) if shape.images else None
+        found = halved(((shape,),)) if carries(shape) else None
         return shape if found is None else found[0][0]
 
-    smaller = replace(
-        run,
-        steps=tuple(tuple(map(with_fewer, step)) for step in steps),
-        bucket=run.bucket.model_copy(update={"max_patches": most}),
-        micro_batches_per_step=run.micro_batches_per_step * parts,
-    )
-    return Option(flags=(f"bucket.max_patches={most}",), effect=SAME, ease=0, level=0, run=smaller)
+    if not any(carries(shape) and shape.rows > 1 for step in steps for shape in step):
+        return
+    for measure in measures_of(run.attached):
+        most = max(int(measure.values.max()), run.most[measure.limit] // parts)
+        smaller = replace(
+            run,
+            steps=tuple(tuple(map(with_fewer, step)) for step in steps),
+            bucket=run.bucket.model_copy(update={measure.limit: most}),
+            micro_batches_per_step=run.micro_batches_per_step * parts,
+        )
+        yield Option(flags=(f"bucket.{measure.limit}={most}",), effect=SAME, ease=0, level=0, run=smaller)
 
 
 def _smaller_images(run: Run, level: int) -> Iterator[Option]:

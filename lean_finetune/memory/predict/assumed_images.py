@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from transformers import PretrainedConfig
 
 from lean_finetune.config.data_schema import Data
@@ -11,8 +12,8 @@ from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import TOKENIZER_FILES, published_processor
+from lean_finetune.images.attachment import ImageAttachment, Sizes
 from lean_finetune.memory.trace.known_values import KnownImages
-from lean_finetune.plan.row_images import RowImages, Sizes
 from lean_finetune.step.image_inputs import ImageInputs
 
 
@@ -46,7 +47,7 @@ class AssumedImages:
         return made
 
 
-def most_images(images: RowImages, config: PretrainedConfig, directory: Path, data: Data) -> AssumedImages:
+def most_images(images: ImageAttachment, config: PretrainedConfig, directory: Path, data: Data) -> AssumedImages:
     """Images of one size that have the patches of the row with most, for every row of a run with full rows.
 
     Args:
@@ -104,6 +105,17 @@ class RowOfImages:
     def shortest_row(self) -> int:
         """Tokens of a row with little text: one after each image."""
         return self.row_tokens + self.assumed.count
+
+    @property
+    def attachment(self) -> ImageAttachment:
+        """Those of one row."""
+        return ImageAttachment(
+            sizes=np.array(self.sizes, np.int32),
+            bounds=np.array([0, self.assumed.count]),
+            patches=np.array([self.row_patches], np.int32),
+            max_pixels=None,
+            min_pixels=None,
+        )
 
     @cached_property
     def known(self) -> KnownImages:

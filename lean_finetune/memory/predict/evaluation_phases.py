@@ -33,7 +33,7 @@ from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
-from lean_finetune.plan.row_images import Sizes
+from lean_finetune.rows.attachment import AttachedShape
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import causal_lm
@@ -53,8 +53,8 @@ class GenerationShape:
     prompt_tokens: int
     new_tokens: int
     """Length of the longest answer."""
-    images: Sizes = ()
-    """Height and width of the images of each prompt; empty for those of the row with most patches."""
+    attached: tuple[AttachedShape, ...] = ()
+    """What the prompts carry besides tokens; empty for that of the row with most."""
 
 
 def peak_of_loss(
@@ -149,8 +149,7 @@ def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, ima
     """
     B, T = shape.rows, shape.prompt_tokens
     prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
-    own = (shape.images,) * B if shape.images else ()
-    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, images=own)
+    prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, attached=shape.attached)
     given = None if images is None else images.of_worst(prompts)
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())

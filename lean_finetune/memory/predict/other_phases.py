@@ -1,8 +1,9 @@
 """Peaks of the phases beside the step: loading, held-out losses, answers, saving."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ from lean_finetune.model.files.quantized_checkpoint import (
 from lean_finetune.model.model_config import ties_embedding
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.trained_rows import MEAN_ROWS, token_ids
-from lean_finetune.plan.row_images import RowImages
+from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST, EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -277,32 +278,54 @@ def heldout_shape(max_tokens: int, longest: int) -> BatchShape:
     return BatchShape(rows=rows, length=longest, supervised=rows * longest, packed_lengths=None)
 
 
-def shape_of_images(
-    lengths: np.ndarray, images: RowImages, max_tokens: int, max_patches: int | None = None
-) -> BatchShape:
-    """The batch of held-out rows of `lengths` tokens that can have most patches within a budget of padded tokens.
+def shapes_carried(
+    lengths: np.ndarray,
+    attached: Iterable[Attachment],
+    max_tokens: int,
+    limits: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[BatchShape]:
+    """Batches of held-out rows of `lengths` tokens that can have most of what rows carry, of each measure of it.
 
-    With `max_patches`, other rows may fill a batch up to them where equal ones do not: these have up to a row more.
+    They are within a budget of padded tokens. With `limits`, other rows may fill a batch up to them where equal ones
+    do not: these have up to a row more.
     """
-    at_once = np.maximum(1, max_tokens // lengths)
-    if max_patches is not None:
-        at_once = np.minimum(at_once, -(-max_patches // np.maximum(1, images.patches)))
-    row = images.fullest(at_once)
-    rows, length = at_once.item(row), lengths.item(row)
-    sizes = (images.of(row),) * rows
-    return BatchShape(rows=rows, length=length, supervised=rows * length, packed_lengths=None, images=sizes)
+    for one in attached:
+        for measure in one.measures:
+            at_once = np.maximum(1, max_tokens // lengths)
+            if measure.limit in limits:
+                at_once = np.minimum(at_once, -(-limits[measure.limit] // np.maximum(1, measure.values)))
+            row = _fullest(measure, at_once)
+            rows, length = at_once.item(row), lengths.item(row)
+            shapes = _equal_rows(one, row, rows)
+            yield BatchShape(rows=rows, length=length, supervised=rows * length, packed_lengths=None, attached=shapes)
 
 
-def prompts_of_images(lengths: np.ndarray, images: RowImages, limits: EvaluationLimits) -> GenerationShape:
-    """The batch of prompts of such rows that can have most patches."""
+def prompts_carried(
+    lengths: np.ndarray, attached: Iterable[Attachment], limits: EvaluationLimits
+) -> Iterator[GenerationShape]:
+    """Batches of prompts of such rows that can have most, of each measure."""
     at_once = np.array([limits.prompts_at_once(length) for length in lengths.tolist()])
-    row = images.fullest(at_once)
-    return GenerationShape(
-        rows=at_once.item(row),
-        prompt_tokens=lengths.item(row),
-        new_tokens=limits.max_new_tokens,
-        images=images.of(row),
-    )
+    for one in attached:
+        for measure in one.measures:
+            row = _fullest(measure, at_once)
+            rows = at_once.item(row)
+            yield GenerationShape(
+                rows=rows,
+                prompt_tokens=lengths.item(row),
+                new_tokens=limits.max_new_tokens,
+                attached=_equal_rows(one, row, rows),
+            )
+
+
+def _fullest(measure: Measure, at_once: np.ndarray) -> int:
+    """The row of which a batch has most, where so many rows like it fit in one."""
+    return int((at_once * measure.values).argmax())
+
+
+def _equal_rows(attachment: Attachment, row: int, rows: int) -> tuple[AttachedShape, ...]:
+    """What a batch of so many rows like one has of an attachment."""
+    shape = attachment.shape_of(np.full(rows, row))
+    return () if shape is None else (shape,)
 
 
 def reference_shape(longest: int) -> BatchShape:

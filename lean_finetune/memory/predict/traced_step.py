@@ -25,7 +25,7 @@ from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast_dtype
-from lean_finetune.plan.batch_plan import Plan, Sizes, memory_figures, worst_micro_batches
+from lean_finetune.plan.batch_plan import Plan, memory_figures, worst_micro_batches
 from lean_finetune.step.batches import IDLE_TOKENS, Batch, BatchShape, TokenPart, empty_batch, idle_batch
 from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload
 from lean_finetune.step.parallel_model import ParallelModel
@@ -125,7 +125,7 @@ def halved(steps: TracedSteps) -> TracedSteps | None:
 
 
 def _halved(shape: BatchShape) -> BatchShape:
-    """Half the rows of a micro-batch, rounded up: of packed rows every second, of images the largest."""
+    """Half the rows of a micro-batch, rounded up: of packed rows every second, of attachments the largest."""
     joined = shape.packed_lengths
     if joined is not None:
         joined = tuple(sorted(joined, reverse=True)[::2])
@@ -137,13 +137,8 @@ def _halved(shape: BatchShape) -> BatchShape:
         length=length,
         supervised=min(shape.supervised, rows * length),
         packed_lengths=joined,
-        images=tuple(sorted(shape.images, key=_pixels, reverse=True)[:rows]),
+        attached=tuple(one.largest(rows) for one in shape.attached),
     )
-
-
-def _pixels(images: Sizes) -> int:
-    """Pixels of a row's images."""
-    return sum(height * width for height, width in images)
 
 
 # Run the training step of `lean_finetune.step` on fake tensors under a memory trace.

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_any, tree_iter, tree_map
 
+from lean_finetune.images.attachment import ImageShape, Sizes, sizes_of
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
-from lean_finetune.plan.batch_plan import Sizes
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 from lean_finetune.step.image_inputs import ImageInputs, ImageTensors
 
@@ -140,25 +140,27 @@ class KnownImages:
 
     def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
         """As `of`; rows of a shape without images, which are others than those of the plan, have the worst row's."""
-        if shape.images:
+        if sizes_of(shape.attached) or not self._worst:
             return self.of(shape)
-        return self.of(replace(shape, images=(self._worst,) * shape.rows if self._worst else ()))
+        return self.of(replace(shape, attached=(ImageShape(sizes=(self._worst,) * shape.rows),)))
 
     def of(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without images."""
-        if not any(shape.images):
+        sizes = sizes_of(shape.attached)
+        if not any(sizes):
             return None
 
         def made() -> ImageTensors:
             ids_BT = torch.zeros(shape.rows, shape.length, dtype=torch.int64)
-            return {**self._inputs.of_shapes(ids_BT, shape.images), "": ids_BT}
+            return {**self._inputs.of_shapes(ids_BT, sizes), "": ids_BT}
 
-        tensors = self._fake((shape.rows, shape.length, shape.images), made)
+        tensors = self._fake((shape.rows, shape.length, sizes), made)
         return tensors.pop(""), tensors
 
     def batch(self, shape: BatchShape) -> Batch:
         """A micro-batch of the plan."""
-        blank = self._fake("blank", lambda: self._inputs.blank) if shape.beside_images else None
+        beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
+        blank = self._fake("blank", lambda: self._inputs.blank) if beside else None
         return replace(empty_batch(shape, CPU, given=self.of(shape)), blank=blank)
 
     def _fake(self, key: Hashable, make: Callable[[], ImageTensors]) -> ImageTensors:

@@ -16,6 +16,7 @@ from lean_finetune.commands.row_lengths import row_index
 from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import Size
+from lean_finetune.images.attachment import images_of
 from lean_finetune.memory.predict.assumed_images import most_images
 from lean_finetune.model.model_config import read_config
 from tests.conftest import ROOT
@@ -122,12 +123,13 @@ def test_images_of_the_rows_are_those_of_the_set(drawn: Path):
     """A traceback; or a set that is predicted for text of the same length."""
     p = with_flags(load_params(COMMON_PARAMS), [f"model.name={drawn / 'model'}", f"data.source={drawn}/train.jsonl"])
     index = sampled_rows("--data", p).index
-    assert index.images is not None and len(index.images.patches) == len(index.lengths) == 14
-    assert index.images.patches[-1] == 0 and index.images.worst[0] == (84, 112)
+    shown = images_of(index.attached)
+    assert shown is not None and len(shown.patches) == len(index.lengths) == 14
+    assert shown.patches[-1] == 0 and shown.worst[0] == (84, 112)
     config = read_config(drawn / "model", images=True)
-    assumed = most_images(index.images, config, drawn / "model", p.data)
+    assumed = most_images(shown, config, drawn / "model", p.data)
     assert (assumed.size, assumed.count) == (Size(height=84, width=112), 2)
-    assert assumed.made(config, p.data).row_patches >= index.images.patches.max()
+    assert assumed.made(config, p.data).row_patches >= shown.patches.max()
     with pytest.raises(UserError, match="--lengths: .* has rows with images.* run `lean-finetune plan --data "):
         row_index(str(drawn / "train.jsonl"), p, truncates=True)
 

@@ -14,6 +14,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import PUBLISHED, published_processor
+from lean_finetune.images.attachment import sizes_of
 from lean_finetune.memory.advice.full_rows import fit_run
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.what_fits import largest_image, scaled
@@ -90,7 +91,7 @@ def test_images_are_part_of_the_row_unless_its_length_is_an_assumption(models: P
     assert given.full_row is not None and given.full_row.tokens == 4 * 7 and given.full_row.patches == 4 * 28
     (shape,) = given.steps[0][1:]
     assert (shape.rows, shape.length) == (2, 256)
-    assert shape.supervised == 2 * (255 - 2 * 28) and shape.images == (((112, 196),) * 2,) * 2
+    assert shape.supervised == 2 * (255 - 2 * 28) and sizes_of(shape.attached) == (((112, 196),) * 2,) * 2
     assert assumed.longest == 312 and assumed.steps[0][-1].rows == 1  # 256 + 2 · 28.
 
 
@@ -112,7 +113,7 @@ def test_every_micro_batch_that_plan_chooses_from_has_images(models: Path):
     start = plain_start(run.params, run.config, run.device, "qlora", (), None, run.full_row.assumed)
     runs = [start.run, *(size.run for size in start.sizes)]
     assert [one.steps[-1][-1].rows for one in runs] == [4, 3, 2, 1]
-    assert all(one.steps[-1][-1].images == (((112, 196),) * 2,) * one.steps[-1][-1].rows for one in runs)
+    assert all(sizes_of(one.steps[-1][-1].attached) == (((112, 196),) * 2,) * one.steps[-1][-1].rows for one in runs)
 
 
 @pytest.mark.slow

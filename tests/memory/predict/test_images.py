@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lean_finetune.data.images.processor import ImageProcessor
+from lean_finetune.images.attachment import ImageShape, sizes_of
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_values import KnownImages
@@ -27,11 +28,11 @@ CPU = torch.device("cpu")
 # An image, two images, none; then a step without images, and one with a large one.
 STEPS: TracedSteps = (
     (
-        replace(padded(3, 160, 200), images=(((100, 200),), ((60, 60), (112, 56)), ())),
-        replace(padded(2, 128, 100), images=(((120, 90),), ())),
+        replace(padded(3, 160, 200), attached=(ImageShape(sizes=(((100, 200),), ((60, 60), (112, 56)), ())),)),
+        replace(padded(2, 128, 100), attached=(ImageShape(sizes=(((120, 90),), ())),)),
     ),
     (padded(3, 96, 150),),
-    (replace(padded(1, 200, 60), images=(((280, 280),),)),),
+    (replace(padded(1, 200, 60), attached=(ImageShape(sizes=(((280, 280),),)),)),),
 )
 EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_vl_moe", {"method": "lora", "lora_experts": "all", "vision": "lora"}),
@@ -76,10 +77,10 @@ SLOW += [("smolvlm", {"method": "lora", "vision": "full", "precision": "bf16"})]
 def batch_of(inputs: ImageInputs, shape: BatchShape) -> Batch:
     """A random batch with black images; its tensors are counted by the meter, as those of a trace are."""
     batch = random_batch(shape, 256)
-    if not shape.images:
+    if not (sizes := sizes_of(shape.attached)):
         return batch
     ids_BT = batch.input_ids_BT
-    made = inputs.of_shapes(ids_BT, shape.images)
+    made = inputs.of_shapes(ids_BT, sizes)
     return replace(batch, images={name: value.clone() for name, value in made.items()})
 
 

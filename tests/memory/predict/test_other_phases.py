@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lean_finetune.evaluate.generate import Prompt, batch_rows, greedy_answers
 from lean_finetune.evaluate.reference_run import row_logps
+from lean_finetune.images.attachment import ImageAttachment, sizes_of
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.other_phases import (
     OtherPhases,
@@ -22,7 +23,7 @@ from lean_finetune.memory.predict.other_phases import (
     other_phases,
     reference_note,
     reference_shape,
-    shape_of_images,
+    shapes_carried,
 )
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import Peak
@@ -31,7 +32,6 @@ from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.trained_rows import with_rows
-from lean_finetune.plan.row_images import RowImages
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import summed_loss, token_losses
@@ -74,18 +74,18 @@ def test_no_batch_of_heldout_images_has_more_patches_than_the_predicted_one():
         patches = generator.integers(0, 200, 50).astype(np.int32)
         lengths = (patches // 4 + generator.integers(5, 300, 50)).astype(np.int32)
         sizes = np.stack([np.full(50, 14), 14 * patches], axis=1).astype(np.int32)
-        images = RowImages(sizes=sizes, bounds=np.arange(51), patches=patches, max_pixels=None, min_pixels=None)
-        found = shape_of_images(lengths, images, 600)
-        predicted = sum(width // 14 for ((_, width),) in found.images)
+        images = ImageAttachment(sizes=sizes, bounds=np.arange(51), patches=patches, max_pixels=None, min_pixels=None)
+        [found] = shapes_carried(lengths, [images], 600)
+        predicted = sum(width // 14 for ((_, width),) in sizes_of(found.attached))
         assert max(patches[batch].sum() for batch in batch_rows(lengths, range(50), 600)) <= predicted
         assert found.rows * found.length <= max(600, lengths.max())
         order = np.argsort(lengths)
         sorted_patches = patches[order].tolist()
-        bounds = [*batch_bounds(lengths[order].tolist(), 600, sorted_patches, 250)]
+        bounds = [*batch_bounds(lengths[order].tolist(), 600, [(sorted_patches, 250)])]
         of_batches = [sum(sorted_patches[start:end]) for start, end in bounds]
         assert max(of_batches) <= 250 and sum(end - start for start, end in bounds) == 50
-        limited = shape_of_images(lengths, images, 600, 250)
-        assert max(of_batches) <= sum(width // 14 for ((_, width),) in limited.images) <= 250 + max(patches)
+        [limited] = shapes_carried(lengths, [images], 600, {"max_patches": 250})
+        assert max(of_batches) <= sum(width // 14 for ((_, width),) in sizes_of(limited.attached)) <= 250 + max(patches)
 
 
 @pytest.mark.parametrize("method", ["full", slow("lora"), "qlora", slow("int8_lora")])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lean_finetune.images.attachment import ImageShape
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_values import KnownImages
@@ -23,8 +24,8 @@ from tests.step.common import slow
 
 pytestmark = pytest.mark.multiprocess
 
-SHOWN = replace(shape(3, 160, 200), images=(((100, 200),), ((60, 60), (112, 56)), ()))
-FEW = replace(shape(2, 128, 100), images=(((120, 90),), ()))
+SHOWN = replace(shape(3, 160, 200), attached=(ImageShape(sizes=(((100, 200),), ((60, 60), (112, 56)), ())),))
+FEW = replace(shape(2, 128, 100), attached=(ImageShape(sizes=(((120, 90),), ())),))
 TEXT = shape(3, 96, 150)
 # Turns of both with images, of one of them in each, of none.
 BOTH, FIRST, SECOND, NONE = (SHOWN, FEW), (SHOWN, TEXT), (TEXT, FEW), (TEXT, TEXT)
@@ -34,7 +35,9 @@ def steps_of(rank: int, *, together: bool) -> TracedSteps:
     """The micro-batches of one of two processes."""
     return tuple(
         tuple(
-            replace(turn[rank], beside_images=together and not turn[rank].images and any(turn[1 - rank].images))
+            replace(turn[rank], attached=(ImageShape(beside=True),))
+            if together and not turn[rank].attached and turn[1 - rank].attached
+            else turn[rank]
             for turn in step
         )
         for step in ((FIRST, SECOND), (BOTH,), (NONE,))

@@ -1,0 +1,20 @@
+"""The attachments that rows may have: one class each, in a package of its own."""
+
+from pathlib import Path
+
+from lean_finetune.images.attachment import ImageAttachment
+from lean_finetune.rows.attachment import Attachment
+
+ATTACHMENTS: tuple[type[Attachment], ...] = (ImageAttachment,)
+
+LIMITED_ROWS = {key: kind.rows_text for kind in ATTACHMENTS for key in kind.limits}
+"""Keys of section bucket that limit what rows carry, and how messages call such rows."""
+
+
+def read_attached(index: Path) -> tuple[Attachment, ...]:
+    """What the rows of an index carry besides tokens; nothing if all are text alone.
+
+    Raises UserError if the index is missing or damaged.
+    """
+    found = (kind.read(index) for kind in ATTACHMENTS)
+    return tuple(one for one in found if one is not None)

@@ -1,0 +1,114 @@
+"""What rows carry besides tokens, as a plan sees it: figures of each row that limit micro-batches, and shapes of these.
+
+An attachment is added by a subclass, listed in `lean_finetune/islands/attachments.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lean_finetune.config.schema import Train
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measure:
+    """An integer of each row. Of a micro-batch, the sum of its rows counts."""
+
+    name: str
+    """What it counts, for messages."""
+    values: np.ndarray
+    """int32, shape (rows,)."""
+    limit: str
+    """The key of section bucket with the most that a micro-batch may have."""
+    remedy: str
+    """What makes it less, for messages."""
+
+
+class AttachedShape(ABC):
+    """What a micro-batch has of an attachment, as far as memory depends on it: a frozen dataclass."""
+
+    @property
+    @abstractmethod
+    def of_rows(self) -> Hashable:
+        """What its own rows have; false for nothing."""
+
+    @abstractmethod
+    def largest(self, rows: int) -> Self:
+        """That of so many of its rows: those that need most."""
+
+
+class Attachment(ABC):
+    """What the rows of one split carry besides tokens."""
+
+    name: ClassVar[str]
+    """In messages: the … of every row."""
+    rows_text: ClassVar[str]
+    """How messages call such rows."""
+    limits: ClassVar[tuple[str, ...]] = ()
+    """Keys of section bucket that limit its measures."""
+    unpackable: ClassVar[str] = ""
+    """Why such rows cannot be packed, for messages; empty if they can."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, index: Path) -> Self | None:
+        """That of the rows of an index; None if no row has any. Raises UserError if the index is damaged."""
+
+    @property
+    @abstractmethod
+    def measures(self) -> Sequence[Measure]:
+        """Figures of rows that limit micro-batches."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has any."""
+        return not any(measure.values.any() for measure in self.measures)
+
+    @abstractmethod
+    def shape_of(self, rows: np.ndarray, *, beside: bool = False) -> AttachedShape | None:
+        """What a micro-batch of these rows has; None for nothing. `beside` as of `Plan.beside`."""
+
+    def beside(self, rows: np.ndarray, bounds: np.ndarray, ranks: int) -> np.ndarray:
+        """Whether each micro-batch has none, and runs parts of the model for it as another GPU of its turn does, bool.
+
+        `rows` and `bounds` are those of a plan for so many GPUs.
+        """
+        return np.zeros(len(bounds) - 1, bool)
+
+    def memory_figures(self, rows: np.ndarray, bounds: np.ndarray, beside: np.ndarray) -> list[np.ndarray]:
+        """Figures of each micro-batch of a plan that memory grows with, each of shape (micro-batches,)."""
+        return [sums_between(measure.values[rows], bounds) for measure in self.measures]
+
+    def refuse_cut(self, lengths: np.ndarray, max_length: int) -> None:  # noqa: B027  # The usual one may be cut.
+        """Raise UserError if rows of `lengths` tokens lose a part of it where they are cut to `max_length`."""
+
+    def trained_by(self, train: "Train") -> Self:
+        """As a run with this section of params.yaml has it."""
+        return self
+
+    def save(self, model: Path, out: Path) -> None:  # noqa: B027  # The usual one needs nothing.
+        """Write what a trained model needs to be given the same, from the directory of its base, to its own."""
+
+    @abstractmethod
+    def with_row(self, other: Self, row: int) -> Self:
+        """These rows and one of others."""
+
+
+def measures_of(attached: Iterable[Attachment]) -> list[Measure]:
+    """The measures of all attachments."""
+    return [measure for one in attached for measure in one.measures]
+
+
+def limited(attached: Iterable[Attachment], limits: Mapping[str, int]) -> list[tuple[Measure, int]]:
+    """The measures that `limits` has, each with its limit."""
+    return [(measure, limits[measure.limit]) for measure in measures_of(attached) if measure.limit in limits]
+
+
+def sums_between(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Sums of `values[bounds[k] : bounds[k + 1]]`, int64; 0 for empty ranges, unlike np.add.reduceat."""
+    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
