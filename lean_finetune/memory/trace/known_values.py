@@ -5,7 +5,7 @@ of integers that follow from those sizes keep a real copy beside the fake one, a
 runs on the copies too. Other tensors stay without values.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_any, tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from lean_finetune.images.attachment import ImageShape, Sizes, sizes_of
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
@@ -48,16 +48,15 @@ class KnownValuesMode(CachedFakeMode):
 
     def known_result(self, func: Any, args: Sequence, kwargs: Mapping) -> Any:
         """As of any fake mode, for operations whose results have no values."""
-        if _has_tensor(args, kwargs) and not tree_any(_knows, (args, kwargs)):
-            return super().known_result(func, args, kwargs)
-        return MISSING
+        tensors = _tensors((*args, *kwargs.values()))
+        return MISSING if not tensors or any(map(_knows, tensors)) else super().known_result(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: Mapping | None = None) -> Any:
         """The result of one operation, with values if all tensors that it reads have them."""
         kwargs = kwargs or {}
         if func in REPEATED and hasattr(args[0], ONE):
             return self._repeated(func, types, args, kwargs)
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         known = [each for each in tensors if _is_known(each)]
         if func in INDEXED and not _is_known(args[0]):
             args = (args[0], self._as_numbers(args[1]), *args[2:])
@@ -85,15 +84,13 @@ class KnownValuesMode(CachedFakeMode):
         out = None
         if not _depends_on_values(func):
             out = super().__torch_dispatch__(func, types, args, kwargs)
-            if any(made.nbytes > MOST_BYTES for made in tree_iter(out) if isinstance(made, torch.Tensor)):
+            if any(made.nbytes > MOST_BYTES for made in _tensors((out,))):
                 return out  # A mask of long rows, which nothing reads, would take as much memory here.
-        copies = {id(each): _value(each) for each in tree_iter((args, kwargs)) if _is_known(each)}
         with unset_fake_temporarily():
-            real_args, real_kwargs = tree_map(lambda each: copies.get(id(each), each), (args, kwargs))
-            real = func(*real_args, **real_kwargs)
+            real = func(*_real(args), **dict(zip(kwargs, _real(kwargs.values()), strict=True)))
         if out is None:
             return tree_map(lambda each: self.known(each) if isinstance(each, torch.Tensor) else each, real)
-        for made, value in zip(tree_iter(out), tree_iter(real), strict=True):
+        for made, value in zip(_tensors((out,)), _tensors((real,)), strict=True):
             if type(made) is FakeTensor and value.dtype in EXACT:
                 setattr(made, KNOWN_VALUE, value)
         return out
@@ -201,9 +198,22 @@ def _value(value: Any) -> torch.Tensor | None:
     return value if is_real else None
 
 
-def _has_tensor(args: Sequence, kwargs: Mapping) -> bool:
-    """Whether an argument is a tensor."""
-    return bool(tree_any(lambda each: isinstance(each, torch.Tensor), (args, kwargs)))
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among values and in their lists. Operations have no other nesting, and a tree walk takes longer."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _real(values: Iterable[Any]) -> list[Any]:
+    """Arguments with the values of tensors in the place of fake tensors."""
+    return [
+        _real(each) if type(each) in (list, tuple) else each if (v := _value(each)) is None else v for each in values
+    ]
 
 
 def _is_deterministic(func: Any) -> bool:

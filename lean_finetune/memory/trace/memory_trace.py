@@ -333,7 +333,7 @@ class MemoryTrace(TorchDispatchMode):
         if func in IN_PLACE and self._phase == "backward":
             func = in_place_version(func, args)
         below = _get_current_dispatch_mode()
-        out = below.known_result(func, args, kwargs) if type(below) is CachedFakeMode else MISSING
+        out = below.known_result(func, args, kwargs) if isinstance(below, CachedFakeMode) else MISSING
         first = self._workspace_blocks(self._rules.workspaces_first, func, args, kwargs)
         if out is MISSING:
             out = func(*args, **kwargs)
