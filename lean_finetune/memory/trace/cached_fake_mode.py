@@ -186,8 +186,8 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.lay
 """Arguments that are part of the cache key by type and value; calls with other arguments are not cached."""
 Recipe = Callable[["CachedFakeMode", Sequence[FakeTensor]], Any]
 """Recreates an operation's result for a mode, from the tensors among its arguments."""
-
-
+UNDECLARED_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.lift.default)
+"""Operations whose result shares memory with an argument, though their schema does not say so."""
 MISSING = object()
 """Stands for a result that the cache does not have."""
 
@@ -249,9 +249,18 @@ class CachedFakeMode(FakeTensorMode):
         try:
             if func._schema.is_mutable and _changes_more(func, cache_key(self, func, args, kwargs)[0] != key):
                 return None
+            if _makes_new_memory(func) and _storages(tensors) & _storages(
+                out if isinstance(out, list | tuple) else (out,)
+            ):
+                return None  # Another view that its schema does not declare.
             return recipe_of(out, tensors)
         except NotCacheable:
             return None
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    """The memory of the tensors among values."""
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
 def _without_split_size(tensor: torch.Tensor, size: int, dim: int = 0) -> tuple[OpOverload, tuple]:
@@ -280,11 +289,24 @@ def cache_key(mode: FakeTensorMode, func: Any, args: Sequence, kwargs: Mapping) 
     if kwargs:
         key += kwargs
         _extend_key(mode, kwargs.values(), key, tensors)
+    if not _makes_new_memory(func):
+        key += [tensor.storage_offset() for tensor in tensors]
     return tuple(key), tensors
 
 
+@cache
+def _makes_new_memory(func: OpOverload) -> bool:
+    """Whether a result has memory of its own: then it is the same wherever the arguments begin in theirs.
+
+    A tower calls attention for each of a thousand images, on parts of the same tensors.
+    """
+    schema = func._schema
+    aliases = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    return func.namespace == "aten" and not aliases and func not in UNDECLARED_VIEWS
+
+
 def _extend_key(mode: FakeTensorMode, values: Any, key: list[Any], tensors: list[FakeTensor]) -> None:
-    """Append arguments to a key."""
+    """Append arguments to a key, without where tensors begin in their memory."""
     key.append(len(values))
     for value in values:
         kind = type(value)
@@ -301,7 +323,7 @@ def _extend_key(mode: FakeTensorMode, values: Any, key: list[Any], tensors: list
 
 
 def _metadata(mode: FakeTensorMode, tensor: FakeTensor) -> tuple:
-    """What shape functions see of a tensor.
+    """What shape functions see of a tensor, without its offset.
 
     Raises:
         NotCacheable: the tensor is not a plain strided one, or has a value.
@@ -310,7 +332,7 @@ def _metadata(mode: FakeTensorMode, tensor: FakeTensor) -> tuple:
         raise NotCacheable
     if tensor.dtype.is_complex or tensor.is_neg():
         raise NotCacheable
-    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.fake_device)
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.fake_device)
 
 
 def recipe_of(out: Any, tensors: Sequence[FakeTensor]) -> Recipe:
@@ -321,9 +343,8 @@ def recipe_of(out: Any, tensors: Sequence[FakeTensor]) -> Recipe:
     """
     if isinstance(out, list | tuple):
         parts = [recipe_of(part, tensors) for part in out]
-        storages = [part.untyped_storage()._cdata for part in out if isinstance(part, torch.Tensor)]
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [storage for storage in storages if storage not in given]  # Views share the storage of an argument.
+        given = _storages(tensors)  # Views share the storage of an argument.
+        made = [found for part in out for found in _storages((part,)) if found not in given]
         if type(out) not in (list, tuple) or len(set(made)) < len(made):
             raise NotCacheable
         kind = type(out)
@@ -342,7 +363,7 @@ def _tensor_recipe(out: torch.Tensor, tensors: Sequence[FakeTensor]) -> Recipe:
     """How to recreate a tensor that is none of the arguments."""
     if type(out) is not FakeTensor or out.requires_grad:
         raise NotCacheable
-    dtype, shape, strides, offset, device = _metadata(out.fake_mode, out)
+    (dtype, shape, strides, device), offset = _metadata(out.fake_mode, out), out.storage_offset()
     attributes = {name: value for name, value in vars(out).items() if name != "fake_mode"}
     storage = out.untyped_storage()
     base = next((place for place, each in enumerate(tensors) if each.untyped_storage()._cdata == storage._cdata), None)

@@ -75,3 +75,20 @@ def test_the_parts_of_a_tensor_come_from_the_cache(monkeypatch):
     expected = shapes()
     monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", slow)
     assert shapes() == expected
+
+
+def test_results_for_other_parts_of_a_tensor_come_from_the_cache(monkeypatch):
+    """One slow attention for each of a thousand images: they differ only in where they begin."""
+    dispatch, slow = FakeTensorMode.__torch_dispatch__, []
+
+    def counted(mode, func, *args):
+        slow.append(func)
+        return dispatch(mode, func, *args)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counted)
+    with CachedFakeMode():
+        for start in (2, 4, 6):
+            part = torch.empty(8, 4)[start : start + 2]
+            assert part.atanh().storage_offset() == 0
+            assert torch.ops.aten._unsafe_view(part, (8,)).storage_offset() == 4 * start  # A view begins there too.
+    assert slow.count(torch.ops.aten.atanh.default) == 1
