@@ -20,8 +20,7 @@ from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.evaluate.closed_answers import closed_answers, is_exact_match
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
-from lean_finetune.evaluate.label_figures import HeldoutLabels
-from lean_finetune.evaluate.pair_figures import HeldoutPairs
+from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.images.image_config import are_of_images
@@ -55,17 +54,8 @@ class EvaluationRows:
     """Ids of special tokens."""
     eos_id: int | None
     pad_id: int
-    pairs: HeldoutPairs | None = None
-    """Preference pairs, whose chosen answers are `loss_rows`."""
-    labels: HeldoutLabels | None = None
-    """Labelled answers, whose desirable ones are `loss_rows`."""
-
-    @property
-    def other_rows(self) -> list[int]:
-        """Rows whose losses are computed too, for figures of preferences."""
-        if self.pairs is not None:
-            return self.pairs.rejected.tolist()
-        return [] if self.labels is None else self.labels.others
+    compared: HeldoutAnswers = HeldoutAnswers()
+    """For figures of the objective; the better answers are `loss_rows`."""
 
     @property
     def images(self) -> bool:
@@ -82,11 +72,6 @@ class EvaluationRows:
         images = [[self.rows.image_files.open(one) for one in of_row] for of_row in hashes]
         return self.rows.image_inputs.for_generation(ids_BT, images)
 
-    @property
-    def scored(self) -> bool:
-        """Whether the models are reward models. What is called a loss is then less the score of an answer."""
-        return self.pairs is not None and self.pairs.objective.scored
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutputs:
@@ -97,7 +82,7 @@ class ModelOutputs:
     answers: list[list[int]]
     """Generated tokens for each of `EvaluationRows.prompts`."""
     other_losses: np.ndarray = field(default_factory=partial(np.zeros, 0))
-    """The same of each of `EvaluationRows.other_rows`."""
+    """The same of each of `EvaluationRows.compared.others`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What `score_tasks` returns."""
 
@@ -124,7 +109,7 @@ def evaluate_models(
     Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
     """
     outputs: dict[str, ModelOutputs] = {}
-    summed = [*evaluated.loss_rows, *evaluated.other_rows]
+    summed = [*evaluated.loss_rows, *evaluated.compared.others]
     if not summed and tasks is None:
         return {name: ModelOutputs(row_losses=np.zeros(0), answers=[]) for name in MODELS}
     shared: dict[str, Any] = {"limits": limits, "pad_id": evaluated.pad_id, "device": device}
@@ -132,12 +117,12 @@ def evaluate_models(
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
         of_images = has_adapter and are_of_images(adapter_tensors(tuned))
-        parts = {"scores": evaluated.scored, "seed": seed, "images": evaluated.images or of_images}
+        parts = {"scores": evaluated.compared.scored, "seed": seed, "images": evaluated.images or of_images}
         for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
-            of_tokens = negative_scores if evaluated.scored else token_losses
+            of_tokens = negative_scores if evaluated.compared.scored else token_losses
             shared_rows = {**shared, "progress": loss_title, "of_tokens": of_tokens, "complete": evaluated.complete}
             losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared_rows)
             decoding = {**shared, "stops": stops, "progress": answers_title, "show": evaluated.show}
@@ -264,7 +249,7 @@ def evaluate_metrics(
 ) -> dict[str, Any]:
     """Return loss (nats per trained token) and perplexity in total and by row length; exact match also by family."""
     rows, loss_rows = evaluated.rows, evaluated.loss_rows
-    if evaluated.scored:  # A reward model has no loss of tokens.
+    if evaluated.compared.scored:  # A reward model has no loss of tokens.
         loss_rows, answers = [], dict.fromkeys(answers, ModelOutputs(row_losses=np.zeros(0), answers=[]))
     tokens = rows.supervised[loss_rows]
     lengths = rows.lengths[loss_rows]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from cuda_memory.terminal import echo
 from lean_finetune.config.declared_params import declared_part, read_params
-from lean_finetune.config.schema import BaseWeights, Params
+from lean_finetune.config.schema import BaseWeights, Params, Train
 from lean_finetune.core.atomic_files import (
     FIGURES,
     atomic_directory,
@@ -32,9 +32,9 @@ from lean_finetune.evaluate.base_and_tuned import (
 )
 from lean_finetune.evaluate.generate import choose_prompts, special_ids, spread_rows
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_figures
-from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
-from lean_finetune.evaluate.pair_figures import RESULTS as PAIR_RESULTS
-from lean_finetune.evaluate.pair_figures import HeldoutPairs, changed_pairs, pair_metrics, pair_scores
+from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
+from lean_finetune.evaluate.label_figures import HeldoutLabels
+from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.images.attachment import images_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
@@ -96,22 +96,16 @@ def run_stage(
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
     figures = {**evaluate_metrics(evaluated, outputs, lines), "max_new_tokens": limits.max_new_tokens, **scores}
-    results: tuple[str, ...] = RESULTS
-    pair_lines = None
     losses = {name: (one.row_losses, one.other_losses) for name, one in outputs.items()}
-    if (labels := evaluated.labels) is not None:
-        figures |= label_metrics(labels, losses)
-        results = (*RESULTS, *PAIR_RESULTS)
-    if (pairs := evaluated.pairs) is not None:
-        of_pairs = pair_scores(pairs, losses)
-        figures |= pair_metrics(pairs, of_pairs)
-        results, pair_lines = (*RESULTS, *PAIR_RESULTS), changed_pairs(pairs, of_pairs, tokenizer)
+    figures |= evaluated.compared.metrics(losses)
+    compared_lines = evaluated.compared.lines(losses, tokenizer)
     with atomic_directory(out) as directory:
         write_text(directory / "generations.jsonl", _json_lines(lines))
-        if pair_lines is not None:
-            write_text(directory / "pairs.jsonl", _json_lines(pair_lines))
+        if compared_lines is not None:
+            write_text(directory / "pairs.jsonl", _json_lines(compared_lines))
         write_sealed(directory / FIGURES, figures)
         seal_tables(directory)
+    results = (*RESULTS, *evaluated.compared.results)
     write_json(metrics, {**{name: figures[name] for name in results}, **scores}, sort_keys=False)
 
 
@@ -155,17 +149,17 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
     """Choose held-out rows and prompts."""
-    rows, undesirable = TokenRows(tokens, "heldout", p.train.row_kind), list[int]()
+    kind = p.train.row_kind
+    rows = TokenRows(tokens, "heldout", kind)
     max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
     if (images := images_of(rows.attached)) is not None:
         rows.image_inputs = read_image_inputs(base, read_config(base, images=True), images)
-    if p.train.goal.compares:  # The worse answers are no examples: loss and prompts are of the better ones.
-        rows.dropped = rows.dropped | (np.arange(len(rows)) % 2 == 1)
-    loss_rows = spread_rows(rows.used, p.evaluate.loss_rows)
-    if rows.desirable is not None:
-        is_better = rows.desirable[loss_rows]
-        loss_rows, undesirable = (np.array(loss_rows, np.int64)[one].tolist() for one in (is_better, ~is_better))
-        rows.dropped = rows.dropped | ~rows.desirable
+    numbers = np.arange(len(rows))
+    is_better = kind.is_better(numbers, rows.desirable)
+    rows.dropped = rows.dropped | (numbers % kind.token_rows > 0)
+    chosen = np.array(spread_rows(rows.used, p.evaluate.loss_rows), np.int64)
+    better, worse = chosen[is_better[chosen]], chosen[~is_better[chosen]]
+    rows.dropped = rows.dropped | ~is_better  # The worse answers are no examples.
     meta = read_sealed(tokens / "meta.json")
     special = special_ids(tokenizer)
     positions = max_positions(read_config(base))
@@ -178,23 +172,24 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         max_new_tokens=max_new_tokens,
         special=special,
     )
-    pairs = labels = None
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.
-    objective, chosen, values = p.train.goal, np.array(loss_rows, np.int64), p.train.preference_values
-    if objective.kind.labels:
-        assert isinstance(objective, AnswerObjective)
-        worse = np.array(undesirable, np.int64)
-        labels = HeldoutLabels(rows=rows, desirable=chosen, undesirable=worse, objective=objective, values=values)
-    if isinstance(objective, PairObjective):
-        pairs = HeldoutPairs(rows=rows, chosen=chosen, rejected=chosen + 1, objective=objective, values=values)
     return EvaluationRows(
         rows=rows,
-        loss_rows=loss_rows,
+        loss_rows=better.tolist(),
         prompts=prompts,
         unanswerable_rows=unanswerable_rows,
         special=special,
         eos_id=meta["eos_id"],
         pad_id=meta["pad_id"],
-        pairs=pairs,
-        labels=labels,
+        compared=_compared(p.train, rows, better, worse),
     )
+
+
+def _compared(train: Train, rows: TokenRows, better: np.ndarray, worse: np.ndarray) -> HeldoutAnswers:
+    """The held-out answers for figures of the objective, by row numbers of trained rows of tokens."""
+    objective, values = train.goal, train.preference_values
+    if isinstance(objective, PairObjective):
+        return HeldoutPairs(rows=rows, chosen=better, rejected=better + 1, objective=objective, values=values)
+    if isinstance(objective, AnswerObjective):
+        return HeldoutLabels(rows=rows, desirable=better, undesirable=worse, objective=objective, values=values)
+    return HeldoutAnswers()

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
 from lean_finetune.evaluate.pair_figures import BASE, RESULTS
 from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
 from lean_finetune.step.token_rows import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldoutLabels:
+class HeldoutLabels(HeldoutAnswers):
     """Held-out answers with labels, and the objective that rewards them."""
 
     rows: TokenRows
@@ -24,10 +25,15 @@ class HeldoutLabels:
     objective: AnswerObjective
     values: Mapping[str, float]
     """Of the objective's parameters."""
+    results = RESULTS
+
+    def metrics(self, losses: Losses) -> dict[str, Any]:
+        """See the base class."""
+        return label_metrics(self, losses)
 
     @property
     def others(self) -> list[int]:
-        """Rows whose losses are needed besides those of the desirable answers: undesirable and mismatched ones."""
+        """See the base class: undesirable and mismatched answers."""
         return [*self.undesirable.tolist(), *(self.labelled + 1).tolist()]
 
     @property
@@ -72,7 +78,7 @@ class HeldoutLabels:
         }
 
 
-def label_metrics(labels: HeldoutLabels, losses: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+def label_metrics(labels: HeldoutLabels, losses: Losses) -> dict[str, Any]:
     """The figures of pairs for labelled answers: chosen are the desirable ones, and right those that are judged right.
 
     `losses` are those of the desirable answers and of `HeldoutLabels.others`, by model.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
 from lean_finetune.objectives.objective import PairObjective, PairSums
 from lean_finetune.step.token_rows import TokenRows
 
@@ -30,7 +31,7 @@ MOST_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldoutPairs:
+class HeldoutPairs(HeldoutAnswers):
     """Held-out pairs, P of them, and the objective that rewards them."""
 
     rows: TokenRows
@@ -41,6 +42,25 @@ class HeldoutPairs:
     objective: PairObjective
     values: Mapping[str, float]
     """Of the objective's parameters."""
+    results = RESULTS
+
+    @property
+    def others(self) -> list[int]:
+        """See the base class: the rejected answers."""
+        return self.rejected.tolist()
+
+    @property
+    def scored(self) -> bool:
+        """See the base class."""
+        return self.objective.scored
+
+    def metrics(self, losses: Losses) -> dict[str, Any]:
+        """See the base class."""
+        return pair_metrics(self, pair_scores(self, losses))
+
+    def lines(self, losses: Losses, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        """See the base class."""
+        return changed_pairs(self, pair_scores(self, losses), tokenizer)
 
     def rewards(self, chosen_logps: np.ndarray, rejected_logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rewards of both answers of each pair (P,), from the log-probabilities of their tokens, summed (P,)."""
@@ -80,7 +100,7 @@ class PairScores:
         return {name: round(float(columns[name].mean()), 6) for name in FIGURES}
 
 
-def pair_scores(pairs: HeldoutPairs, losses: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, PairScores]:
+def pair_scores(pairs: HeldoutPairs, losses: Losses) -> dict[str, PairScores]:
     """The scores of each model, from the summed cross-entropy of chosen and rejected answers.
 
     The reference is the model before training. So its rewards are those of its own log-probabilities, exactly 0 in

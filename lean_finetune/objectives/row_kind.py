@@ -84,7 +84,7 @@ class RowKind:
 
         By the `labels` of all rows of tokens, bool, if the kind has them; else it is the first answer of each row.
         """
-        if not self.labels:
+        if not self.labels or not len(rows):
             return rows % self.token_rows == 0
         assert labels is not None, "the tokens have no labels"
         return labels[rows]

@@ -10,7 +10,7 @@ from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes
-from lean_finetune.report.pairs import better_name, has_pairs, order_name, shares_in_order
+from lean_finetune.report.pairs import has_pairs, shares_in_order, words_of
 from lean_finetune.report.report_inputs import Inputs, in_order, shortened
 
 # Compute the report's figures: error of the prediction, and changes by training.
@@ -90,7 +90,7 @@ def summary(inputs: Inputs) -> str:
     if inputs.evaluate["compared_rows"]:
         matches = (f"{inputs.evaluate[f'{model}_exact_match_percent']:.1f} %" for model in ("base", "tuned"))
         text += f"; exact match {' → '.join(matches)}"
-    return f"{text}; {order_name(inputs)} {shares_in_order(inputs)}" if has_pairs(inputs) else text
+    return f"{text}; {words_of(inputs).right} {shares_in_order(inputs)}" if has_pairs(inputs) else text
 
 
 def memory_records(inputs: Inputs) -> Iterator[dict[str, float]]:
@@ -159,11 +159,11 @@ def results(inputs: Inputs, metrics: Mapping[str, Any]) -> list[Result]:
     if paired:
         margins = " → ".join(figure(evaluate[f"{model}_reward_margin"]) for model in ("base", "tuned"))
         note = f"before → after; mean margin {margins}"
-        found.append(Result(f"Held-out {order_name(inputs)}", shares_in_order(inputs), note))
+        found.append(Result(f"Held-out {words_of(inputs).right}", shares_in_order(inputs), note))
     if evaluate["evaluated_rows"]:
         perplexities = " → ".join(figure(evaluate[f"{model}_perplexity"]) for model in ("base", "tuned"))
         loss = f"{evaluate['base_loss']:.4f} → {evaluate['tuned_loss']:.4f}"
-        answers = f" of the {better_name(inputs)} answers" if paired else ""
+        answers = f" of the {words_of(inputs).better} answers" if paired else ""
         found.append(Result(f"Held-out loss{answers}", loss, f"before → after; perplexity {perplexities}"))
     elif not paired:
         found.append(Result("Held-out loss", NONE, NOT_EVALUATED))

@@ -82,7 +82,7 @@ def _pairs(inputs: Inputs, parameters: Mapping[str, Any]) -> list[str]:
         return []
     changed = [part for title, table in pairs.changed_pairs_tables(inputs) for part in (f"### {title}", _table(table))]
     note = _text(pairs.pairs_note(inputs, parameters))
-    return [f"## {pairs.title(inputs)}", _table(pairs.pairs_table(inputs)), note, *changed]
+    return [f"## {pairs.words_of(inputs).title}", _table(pairs.pairs_table(inputs)), note, *changed]
 
 
 def _answers(inputs: Inputs) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 from cuda_memory.page.html import Table
 from cuda_memory.units import counted
 from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.row_kind import KindWords, RowKind
 from lean_finetune.report.formats import figure, percent
 from lean_finetune.report.report_inputs import Inputs, shortened
 
@@ -15,29 +16,15 @@ PAIR_CHARACTERS = 300
 """Most characters of a text of a pair."""
 
 
+def words_of(inputs: Inputs) -> KindWords:
+    """How the compared answers that were evaluated are called; those of the usual kind if none were."""
+    kinds = (kind.words for kind in RowKind.ALL.values())
+    return next((words for words in kinds if words.evaluated(inputs.evaluate)), RowKind.ANSWER.words)
+
+
 def has_pairs(inputs: Inputs) -> bool:
     """Whether preference pairs, or labelled answers, were evaluated."""
-    return bool(inputs.evaluate.get("evaluated_pairs")) or _labelled(inputs) > 0
-
-
-def _labelled(inputs: Inputs) -> int:
-    """Number of labelled answers that were evaluated."""
-    return sum(inputs.evaluate.get(f"evaluated_{side}", 0) for side in ("desirable", "undesirable"))
-
-
-def title(inputs: Inputs) -> str:
-    """Title of the section."""
-    return "Labelled answers" if _labelled(inputs) else "Preference pairs"
-
-
-def order_name(inputs: Inputs) -> str:
-    """What the accuracy is a share of."""
-    return "answers judged right" if _labelled(inputs) else "pairs in the right order"
-
-
-def better_name(inputs: Inputs) -> str:
-    """What the better answers are called."""
-    return "desirable" if _labelled(inputs) else "chosen"
+    return words_of(inputs).evaluated(inputs.evaluate) > 0
 
 
 def shares_in_order(inputs: Inputs) -> str:
@@ -47,9 +34,10 @@ def shares_in_order(inputs: Inputs) -> str:
 
 def pairs_table(inputs: Inputs) -> Table:
     """Order, rewards and log-probabilities of the held-out pairs, before and after training."""
-    evaluate, better, worse = inputs.evaluate, *_sides(inputs)
+    evaluate, words = inputs.evaluate, words_of(inputs)
+    better, worse = words.better, words.worse
     rows = {
-        order_name(inputs): ("reward_accuracy", percent),
+        words.right: ("reward_accuracy", percent),
         "mean margin between the rewards": ("reward_margin", figure),
         f"mean reward of the {better} answers": ("reward_chosen", figure),
         f"mean reward of the {worse} answers": ("reward_rejected", figure),
@@ -60,21 +48,17 @@ def pairs_table(inputs: Inputs) -> Table:
         (title, *(shown(evaluate[f"{model}_{name}"]) for model in ("base", "tuned")))
         for title, (name, shown) in rows.items()
     ]
-    count, of = (labelled, "answer") if (labelled := _labelled(inputs)) else (evaluate["evaluated_pairs"], "pair")
-    return Table((counted(count, f"held-out {of}"), "before", "after"), cells)
-
-
-def _sides(inputs: Inputs) -> tuple[str, str]:
-    return (better_name(inputs), "undesirable" if _labelled(inputs) else "rejected")
+    count = counted(words.evaluated(evaluate), f"held-out {words.one}")
+    return Table((count, "before", "after"), cells)
 
 
 def pairs_note(inputs: Inputs, parameters: Mapping[str, Any]) -> str:
     """What the figures of the pairs mean."""
     evaluate, objective = inputs.evaluate, OBJECTIVES[parameters["train.objective"]]
-    better, worse = _sides(inputs)
+    words = words_of(inputs)
     lengths = " and ".join(figure(evaluate[f"{side}_tokens"]) for side in ("chosen", "rejected"))
     text = f"Rewards are those of train.objective={parameters['train.objective']}. "
-    text += f"{better.capitalize()} and {worse} answers have {lengths} trained tokens on average. "
+    text += f"{words.better.capitalize()} and {words.worse} answers have {lengths} trained tokens on average. "
     if objective.has_reference:
         text += "Rewards are changes from the model before training, whose own are all 0; equal rewards count half. "
     if evaluate["tuned_logp_chosen"] is None:

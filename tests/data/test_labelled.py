@@ -11,6 +11,7 @@ from lean_finetune.config.load import load_params
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.shards.mismatches import other_rows
 from lean_finetune.evaluate.evaluate_run import _choose_rows
+from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
@@ -103,8 +104,8 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
         run(source, data__heldout_fraction=0.5, evaluate__loss_rows=5, evaluate__generate_rows=2, **KTO).exit_code == 0
     )
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
-    labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).labels
-    assert labels is not None and len(labels.desirable) + len(labels.undesirable) == 5
+    labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).compared
+    assert isinstance(labels, HeldoutLabels) and len(labels.desirable) + len(labels.undesirable) == 5
     assert labels.rows.desirable is not None
     assert labels.rows.desirable[labels.desirable].all() and not labels.rows.desirable[labels.undesirable].any()
 
