@@ -59,6 +59,8 @@ class RowKind:
     """Whether the objective compares answers. Then batches have the length of each, and no images."""
     labels: tuple[str, ...] = ()
     """Columns of the data, of which each row has one: true if its answer is desirable."""
+    balance: str = ""
+    """What the number of desirable and undesirable rows, {good} and {bad}, should be, where `is_balanced` is false."""
     number_labels: tuple[str, ...] = ()
     """Those of `labels` in which 0 and 1 are labels in any rows; elsewhere a number may be a class."""
     words: KindWords = KindWords()
@@ -78,6 +80,10 @@ class RowKind:
         import numpy as np
 
         return self.token_rows * numbers[:, None] + np.arange(self.unit, dtype=numbers.dtype)
+
+    def is_balanced(self, good: int, bad: int) -> bool:
+        """Whether rows with labels are as many desirable and undesirable ones as their usual objective wants."""
+        return not self.labels or bad <= good <= 4 / 3 * bad
 
     def is_better(self, rows: "np.ndarray", labels: "np.ndarray | None") -> "np.ndarray":
         """Of trained rows of tokens, whether the objective makes the answer more likely, bool.
@@ -118,6 +124,8 @@ RowKind.LABELLED = RowKind(
     compared=True,
     labels=("label", "kto_tag"),  # TRL and ms-swift, LLaMA-Factory.
     number_labels=("kto_tag",),
+    balance="KTO's authors advise {good} x desirable_weight = 1 to 1.33 x {bad} x undesirable_weight "
+    "(train.preference; arXiv 2402.01306, eq. 8)",
     words=KindWords(
         title="Labelled answers",
         one="answer",

@@ -11,7 +11,7 @@ from lean_finetune.commands.convert.objectives import PRETRAINING
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.format import pair_formats, row_formats  # noqa: F401 - registers the formats
 from lean_finetune.data.format.format_base import FORMATS, LABELS
-from lean_finetune.objectives.registry import SFT
+from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import NotAnObject, read_object
 
 FILE = "dataset_info.json"
@@ -45,10 +45,11 @@ REFUSED = {
     "folder": "a folder of a hub repository cannot be named here; download it and name it in file_name",
 }
 MEDIA_COLUMNS = ("videos", "audios")
-PREFERENCE_COLUMNS = ("chosen", "rejected", "kto_tag")
+LABEL = "kto_tag"
+"""Its column of labels."""
+PREFERENCE_COLUMNS = ("chosen", "rejected", LABEL)
 TEXT = (SFT, PRETRAINING)
 """Objectives without preferences: LLaMA-Factory's stages of supervised fine-tuning and of plain text."""
-KTO = "kto"
 
 
 def check_kind(name: str, file: Path, objective: str) -> None:
@@ -71,8 +72,9 @@ def _wrong_kind(entry: Mapping[str, Any], objective: str) -> list[str]:
         preferences = ["ranking"] if entry.get("ranking") else []
         preferences += [f"columns.{key}" for key in PREFERENCE_COLUMNS if columns.get(key)]
         reasons = [f"{key}: preferences need a stage that trains them (dpo, kto or rm)" for key in preferences]
-    elif objective == KTO:
-        reasons = [] if columns.get("kto_tag") else ["columns.kto_tag: must name the column of the labels, for kto"]
+    elif OBJECTIVES[objective].kind.labels:
+        needed = f"columns.{LABEL}: must name the column of the labels, for {objective}"
+        reasons = [] if columns.get(LABEL) else [needed]
     else:
         reasons = [] if entry.get("ranking") else [f"ranking: must be true, for pairs of {objective}"]
     media = [key for key in (*MEDIA_COLUMNS, *(() if objective == SFT else ("images",))) if columns.get(key)]
@@ -167,10 +169,10 @@ def _columns(columns: Mapping[str, str], formatting: str, objective: str, where:
     """Our format, and the column of each of its keys."""
     if objective not in TEXT:
         keys = {**OUR_KEYS[formatting], **SHARED_KEYS, "chosen": "chosen", "rejected": "rejected"}
-        named = {keys[name]: column for name, column in columns.items() if column and name != "kto_tag"}
-        label = columns.get("kto_tag", "label")
+        named = {keys[name]: column for name, column in columns.items() if column and name != LABEL}
+        label = columns.get(LABEL, "label")
         named |= {} if label in LABELS else {"label": label}
-        suffix = "" if objective == KTO else "_preference"
+        suffix = "" if OBJECTIVES[objective].kind.labels else "_preference"
         return f"{NAMED_FORMATS.get(formatting, formatting)}{suffix}", named or DEFAULT_COLUMNS[formatting]
     if objective == PRETRAINING or (formatting == "alpaca" and columns and "response" not in columns):
         if formatting != "alpaca" or "response" in columns or not columns:

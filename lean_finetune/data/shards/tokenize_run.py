@@ -290,11 +290,9 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
     train, heldout = totals.side("train"), totals.side("heldout")
     good = totals.desirable.get("train", 0)
     bad = train.rows - good
-    if job.settings.kind.labels and not bad <= good <= 4 / 3 * bad:
-        lines.append(
-            f"{good} training rows are desirable and {bad} are not; KTO's authors advise {good} x desirable_weight = 1 "
-            f"to 1.33 x {bad} x undesirable_weight (train.preference; arXiv 2402.01306, eq. 8)"
-        )
+    if not job.settings.kind.is_balanced(good, bad):
+        advice = job.settings.kind.balance.format(good=good, bad=bad)
+        lines.append(f"{good} training rows are desirable and {bad} are not; {advice}")
     if duplicates := (train.duplicates + heldout.duplicates) // job.settings.kind.unit:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
         compared = duplicates + (train.rows + heldout.rows) // job.settings.kind.unit
