@@ -187,10 +187,29 @@ _QWEN3_VISION: dict[str, Any] = {
 }
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 def _qwen3_vl_moe(words: Any, text: dict[str, Any]) -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    text = {**experts, "tie_word_embeddings": True, **text}
+    text = {**_EXPERTS, "decoder_sparse_step": 1, "tie_word_embeddings": True, **text}
     return _qwen("Qwen3VLMoeConfig", "qwen3_vl_moe_text", _QWEN3_VISION)(words, text)
+
+
+def _qwen3_5(name: str, **more: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    """Layers of linear attention and one of full attention; a tower without features of earlier layers."""
+    vision = {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+
+    def config(words: Any, text: dict[str, Any]) -> Any:
+        kinds = ["linear_attention", "full_attention", "linear_attention"][: text["num_hidden_layers"]]
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        hybrid = {**heads, "linear_value_head_dim": 16, "layer_types": kinds, "rope_parameters": rope}
+        return _qwen(f"{name}Config", f"{_MODEL_TYPES[name]}_text", vision)(words, {**hybrid, **more, **text})
+
+    return config
+
+
+_MODEL_TYPES = {"Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe"}
 
 
 FAMILIES: dict[str, SmallFamily] = {
@@ -213,6 +232,10 @@ FAMILIES: dict[str, SmallFamily] = {
     ),
     "qwen3_vl": _qwen_family(_qwen("Qwen3VLConfig", "qwen3_vl_text", _QWEN3_VISION), patch=16),
     "qwen3_vl_moe": _qwen_family(_qwen3_vl_moe, patch=16),
+    "qwen3_5": _qwen_family(_qwen3_5("Qwen3_5"), patch=16),
+    "qwen3_5_moe": _qwen_family(
+        _qwen3_5("Qwen3_5Moe", **_EXPERTS, shared_expert_intermediate_size=32, tie_word_embeddings=True), patch=16
+    ),
     "gemma3": SmallFamily(
         config=_gemma3,
         images=Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),

@@ -243,10 +243,10 @@ def test_a_longest_edge_that_transformers_counts_wrongly_is_refused(tmp_path):
 
 
 def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
-    """Qwen3.5 names the processor of Qwen3-VL."""
+    """A family that nobody tried, with files like those of Qwen3-VL."""
     directory = vision_model(tmp_path, "qwen3_vl")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_5"}))
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_omni_moe"}))
     assert image_family(directory) is None
     with pytest.raises(UserError, match="model.name: .* has no processor of images that is supported"):
         ImageProcessor(directory)

@@ -94,7 +94,10 @@ OF_STAGES: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
-@pytest.mark.parametrize(("family", "vision"), [("qwen3_vl_moe", "lora"), ("gemma3", "full"), ("smolvlm", "lora")])
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [("qwen3_vl_moe", "lora"), ("qwen3_5", "lora"), ("qwen3_5_moe", "full"), ("gemma3", "full"), ("smolvlm", "lora")],
+)
 def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family, vision):
     """A plan, a prediction or an answer that no job of a test asks for."""
     root = image_workspace(tmp_path, family, **{**OF_STAGES, "train__vision": vision})

@@ -177,9 +177,9 @@ class Qwen25VL(QwenFamily):
 
 
 class Qwen3VL(QwenFamily):
-    """Qwen3-VL, and its mixtures of experts."""
+    """Qwen3-VL and Qwen3.5 (so 3.6 and 3.8 too), and their mixtures of experts."""
 
-    processor_class, models = "Qwen3VLProcessor", ("qwen3_vl", "qwen3_vl_moe")
+    processor_class, models = "Qwen3VLProcessor", ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 class Llava(ImageFamily):

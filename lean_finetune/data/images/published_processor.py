@@ -159,6 +159,8 @@ PUBLISHED: dict[str, Published] = {
     "qwen2_5_vl": _qwen(14, 56 * 56),
     "qwen3_vl": _qwen(16, 256 * 256),
     "qwen3_vl_moe": _qwen(16, 256 * 256),
+    "qwen3_5": _qwen(16, 256 * 256),
+    "qwen3_5_moe": _qwen(16, 256 * 256),
     "gemma3": _gemma3(),
     "llava": _llava("LlavaProcessor", "CLIPImageProcessor"),
     "llava_next": _llava("LlavaNextProcessor", "LlavaNextImageProcessor", "image_grid_pinpoints"),
