@@ -97,7 +97,7 @@ ASSEMBLY: Mapping[str, Set[str]] = {
     "precision": {"precision_on", "precision_of", "resolved", "base_weights_from"},
     "adapter": {"adapter_directory", "find_adapter", "load_adapter", "verify_adapter", "read_adapter"},
     "trained tokens": {"with_rows", "with_token_ids", "add_rows", "trained_ids"},
-    "images": {"read_image_inputs", "with_images"},
+    "images": {"for_model", "with_images"},
 }
 """Parts of a run, and the functions that make them."""
 ASSEMBLED_PARTS = 4

@@ -27,7 +27,6 @@ from lean_finetune.images.attachment import images_of
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.batch_stream import load
-from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import TokenRows
 from tests.kit.write_params import write_params
 
@@ -105,7 +104,7 @@ def train(directory: Path, threads: int) -> Row:
     shown = images_of(tokens.attached)
     assert shown is not None, "every row has an image"
     images = int(shown.bounds[-1])
-    tokens.image_inputs = read_image_inputs(directory / "model", config, shown)
+    tokens.attached = (shown.for_model(directory / "model", config),)
     model: Any = AutoModelForMultimodalLM.from_pretrained(directory / "model", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     memory, waited, process = [], 0.0, psutil.Process()
@@ -118,7 +117,8 @@ def train(directory: Path, threads: int) -> Row:
             waited += time.perf_counter() - asked
             if batch is None:
                 break
-            logits_BTV = model(input_ids=batch.input_ids_BT, **(batch.images or {})).logits
+            arguments = {name: value for part in batch.parts for name, value in part.arguments.items()}
+            logits_BTV = model(input_ids=batch.input_ids_BT, **arguments).logits
             cross_entropy(logits_BTV[:, :-1].flatten(0, 1), batch.input_ids_BT[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -21,6 +21,8 @@ from lean_finetune.evaluate.closed_answers import closed_answers, is_exact_match
 from lean_finetune.evaluate.generate import NO_FAMILY, Prompt, greedy_answers, row_sums, stop_ids
 from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
+from lean_finetune.images.attachment import images_of
+from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.images.image_config import are_of_images
@@ -30,9 +32,8 @@ from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
-from lean_finetune.step.batches import Batch, with_images
+from lean_finetune.step.batches import Batch, with_parts
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import negative_scores, token_losses
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.monitor.out_of_memory import is_out_of_memory
@@ -60,17 +61,17 @@ class EvaluationRows:
     @property
     def images(self) -> bool:
         """Whether rows have images."""
-        return self.rows.image_inputs is not None
+        return images_of(self.rows.attached) is not None
 
     def complete(self, batch: Batch, rows: np.ndarray) -> Batch:
-        """A batch of these rows with their images."""
-        return with_images(batch, self.rows, rows)
+        """A batch of these rows with what they carry for the model."""
+        return with_parts(batch, self.rows, rows)
 
     def show(self, ids_BT: torch.Tensor, hashes: Sequence[Sequence[bytes]]) -> ImageTensors:
         """The model's arguments in generation for padded tokens and the images of each row."""
-        assert self.rows.image_inputs is not None, "the model takes no images"
-        images = [[self.rows.image_files.open(one) for one in of_row] for of_row in hashes]
-        return self.rows.image_inputs.for_generation(ids_BT, images)
+        images = images_of(self.rows.attached)
+        assert images is not None, "the rows have no images"
+        return images.known_inputs.for_generation(ids_BT, images.opened(hashes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,6 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks, task_
 from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.evaluate.pair_figures import HeldoutPairs
-from lean_finetune.images.attachment import images_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
@@ -43,7 +42,6 @@ from lean_finetune.objectives.objective import AnswerObjective, PairObjective
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 
@@ -152,8 +150,9 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     kind = p.train.row_kind
     rows = TokenRows(tokens, "heldout", kind)
     max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
-    if (images := images_of(rows.attached)) is not None:
-        rows.image_inputs = read_image_inputs(base, read_config(base, images=True), images)
+    if rows.attached:
+        config = read_config(base, images=True)
+        rows.attached = tuple(one.for_model(base, config) for one in rows.attached)
     numbers = np.arange(len(rows))
     is_better = kind.is_better(numbers, rows.desirable)
     rows.dropped = rows.dropped | (numbers % kind.token_rows > 0)

@@ -16,10 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.progress import progress_bar
+from lean_finetune.images.attachment import hashes_of
+from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import Batch, RowTokens, collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import causal_lm, token_losses
 from lean_finetune.step.token_rows import TokenRows
 
@@ -137,7 +138,7 @@ def choose_prompts(
         if max_prompt_tokens is not None and start > max_prompt_tokens:
             too_long += 1
             continue
-        shown = b"".join(rows.image_hashes(row))  # The same question about another image is another prompt.
+        shown = b"".join(hashes_of(rows, row))  # The same question about another image is another prompt.
         digest = hashlib.sha256(ids[:start].astype("<i4").tobytes() + shown).digest()
         families.setdefault(rows.family(row) or NO_FAMILY, {}).setdefault(digest, row)
     rounds = zip_longest(
@@ -149,7 +150,7 @@ def choose_prompts(
         ids = rows.ids(row).tolist()
         start, end = rows.spans(row)[-1].tolist()
         can_match = end < max_length and end - start - (ids[end - 1] in special) <= max_new_tokens
-        images = tuple(rows.image_hashes(row))
+        images = tuple(hashes_of(rows, row))
         prompts.append(
             Prompt(family=family, ids=ids[:start], answer_ids=ids[start:end], images=images, can_match=can_match)
         )

@@ -10,12 +10,18 @@ import pyarrow as pa
 
 from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_files import FRAMES, IMAGE_SIZES, LIMITS, PATCHES
-from lean_finetune.data.images.processor import write_limits
+from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES, ImageFiles
+from lean_finetune.data.images.processor import ImageProcessor, write_limits
 from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure, sums_between
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
     from lean_finetune.config.schema import Train
+    from lean_finetune.images.image_inputs import ImageInputs, ImagePart
+    from lean_finetune.rows.attachment import StoredRows
 
 IMAGE_TYPES = {IMAGE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),), FRAMES: (pa.list_(pa.int32()),)}
 
@@ -36,6 +42,11 @@ class ImageShape(AttachedShape):
     def of_rows(self) -> tuple[Sizes, ...]:
         """See the base class."""
         return self.sizes
+
+    @property
+    def attachment(self) -> "type[ImageAttachment]":
+        """See the base class."""
+        return ImageAttachment
 
     def largest(self, rows: int) -> "ImageShape":
         """See the base class."""
@@ -68,6 +79,10 @@ class ImageAttachment(Attachment):
     """data.image_max_pixels of the tokens."""
     min_pixels: int | None
     """data.image_min_pixels of the tokens."""
+    files: ImageFiles | None = None
+    """The images themselves; None for rows without files."""
+    inputs: "ImageInputs | None" = None
+    """Makes the model's arguments; None until a model that takes images is known."""
     together: bool = False
     """Whether GPUs without images run the vision tower while others do (`Train.runs_towers_together`)."""
 
@@ -95,6 +110,7 @@ class ImageAttachment(Attachment):
             patches=read_column(batches, PATCHES, np.int32),
             max_pixels=max_pixels,
             min_pixels=min_pixels,
+            files=ImageFiles(index.parent),
         )
 
     @property
@@ -138,6 +154,40 @@ class ImageAttachment(Attachment):
         if self.max_pixels or self.min_pixels:
             write_limits(model, out, max_pixels=self.max_pixels, min_pixels=self.min_pixels)
 
+    def for_model(self, directory: Path, config: "PretrainedConfig") -> Self:
+        """See the base class: its processor cannot be read, or `config` does not belong to its tokenizer."""
+        from lean_finetune.images.image_inputs import ImageInputs  # Here: plans need no PyTorch.
+
+        processor = ImageProcessor(directory, max_pixels=self.max_pixels, min_pixels=self.min_pixels)
+        processor.check_image_token(config.image_token_id)
+        return replace(self, inputs=ImageInputs(processor, config))
+
+    def part(self, tokens: "StoredRows", rows: np.ndarray, ids_BT: "Tensor") -> "ImagePart | None":
+        """See the base class."""
+        from lean_finetune.images.image_inputs import ImagePart
+
+        hashes = [hashes_of(tokens, row) for row in rows.tolist()]
+        if not any(hashes):
+            return None
+        return ImagePart(shown=self.known_inputs.tensors(ids_BT, self.opened(hashes)))
+
+    def blank(self) -> "ImagePart":
+        """See the base class."""
+        from lean_finetune.images.image_inputs import ImagePart
+
+        return ImagePart(blank=self.known_inputs.blank)
+
+    @property
+    def known_inputs(self) -> "ImageInputs":
+        """`inputs` once a model is known."""
+        assert self.inputs is not None, "the model takes no images"
+        return self.inputs
+
+    def opened(self, hashes: Sequence[Sequence[bytes]]) -> "list[list[Image]]":
+        """Images in RGB, from their hashes. Raises UserError if one is missing or damaged."""
+        assert self.files is not None, "the rows have no files"
+        return [[self.files.open(one) for one in of_row] for of_row in hashes]
+
     def with_row(self, other: Self, row: int) -> Self:
         """See the base class."""
         sizes = np.array(other.of(row), np.int32).reshape(-1, 2)
@@ -172,6 +222,14 @@ class ImageAttachment(Attachment):
     def worst(self) -> Sizes:
         """The sizes of the images of the row with most patches."""
         return self.of(int(self.patches.argmax()))
+
+
+def hashes_of(tokens: "StoredRows", row: int) -> list[bytes]:
+    """The sha256 of each image of a row."""
+    if images_of(tokens.attached) is None:
+        return []
+    hashes: list[bytes] = tokens.value(IMAGE_HASHES, row)
+    return hashes
 
 
 def images_of(attached: Iterable[Attachment]) -> ImageAttachment | None:

@@ -15,6 +15,7 @@ from lean_finetune.core.atomic_files import FIGURES, check_tables, read_sealed
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.images.image_files import ImageFiles
+from lean_finetune.images.attachment import hashes_of
 from lean_finetune.pinning.read_locks import read_data_lock, read_model_lock
 from lean_finetune.step.token_rows import TokenRows
 
@@ -46,7 +47,7 @@ def row_samples(tokens: Path, tokenizer_file: Path) -> list[RowSample]:
     used = rows.used
     chosen = used[np.linspace(0, len(used) - 1, min(SAMPLED_ROWS, len(used)), dtype=int)]
     return [
-        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), rows.image_hashes(row))
+        RowSample(_segments(tokenizer, rows.ids(row).tolist(), rows.spans(row).tolist()), hashes_of(rows, row))
         for row in chosen.tolist()
     ]
 

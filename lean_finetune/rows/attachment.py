@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
     from lean_finetune.config.schema import Train
+    from lean_finetune.rows.batch_part import BatchPart
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,13 +33,32 @@ class Measure:
     """What makes it less, for messages."""
 
 
+class StoredRows(Protocol):
+    """Rows of tokens in files."""
+
+    attached: "tuple[Attachment, ...]"
+
+    def value(self, column: str, row: int) -> Any:
+        """What a row has in a column of the shards."""
+
+
 class AttachedShape(ABC):
     """What a micro-batch has of an attachment, as far as memory depends on it: a frozen dataclass."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether parts of the model run for no row of its own, as other processes' do."""
+        return False
 
     @property
     @abstractmethod
     def of_rows(self) -> Hashable:
         """What its own rows have; false for nothing."""
+
+    @property
+    @abstractmethod
+    def attachment(self) -> "type[Attachment]":
+        """The class whose it is."""
 
     @abstractmethod
     def largest(self, rows: int) -> Self:
@@ -93,6 +116,31 @@ class Attachment(ABC):
 
     def save(self, model: Path, out: Path) -> None:  # noqa: B027  # The usual one needs nothing.
         """Write what a trained model needs to be given the same, from the directory of its base, to its own."""
+
+    def for_model(self, directory: Path, config: "PretrainedConfig") -> Self:
+        """As a model in a directory takes it.
+
+        Raises:
+            UserError: the model's files do not make its arguments.
+        """
+        return self
+
+    @abstractmethod
+    def part(self, tokens: "StoredRows", rows: np.ndarray, ids_BT: "Tensor") -> "BatchPart | None":
+        """What a batch of these rows has of it; None for nothing. `ids_BT` are the padded tokens of the rows.
+
+        Raises:
+            UserError: a file is missing or damaged.
+        """
+
+    @property
+    def together(self) -> bool:
+        """Whether a process without it runs parts of the model for it while others do."""
+        return False
+
+    def blank(self) -> "BatchPart":
+        """What a batch of no such row has where it runs parts of the model beside others."""
+        raise NotImplementedError(f"{self.name} need no part of the model")
 
     @abstractmethod
     def with_row(self, other: Self, row: int) -> Self:

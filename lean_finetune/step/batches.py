@@ -1,6 +1,6 @@
 """Micro-batches as tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -9,12 +9,11 @@ import torch
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
-from lean_finetune.images.attachment import ImageShape
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
 from lean_finetune.rows.attachment import AttachedShape
-from lean_finetune.step.image_inputs import ImageTensors
+from lean_finetune.rows.batch_part import BatchPart
 from lean_finetune.step.token_rows import TokenRows
 
 # Shape legend: B rows of the micro-batch (1 if they are packed), T padded length in tokens, N supervised positions.
@@ -84,10 +83,8 @@ class Batch:
     """Padding for a process without work."""
     answers: Answers = NO_ANSWERS
     """What objectives that compare answers need; none for others."""
-    images: ImageTensors | None = None
-    """The model's arguments for the images of the rows; None if no row has one."""
-    blank: ImageTensors | None = None
-    """The arguments of the vision tower for an image of no row, if it runs beside the towers of other processes."""
+    parts: tuple[BatchPart, ...] = ()
+    """What the rows carry besides tokens."""
 
     @property
     def device_type(self) -> str:
@@ -105,17 +102,8 @@ class Batch:
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
             answers=self.answers.to(device, non_blocking=pinned),
-            images=_moved(self.images, device),
-            blank=_moved(self.blank, device),
+            parts=tuple(part.to(device) for part in self.parts),
         )
-
-
-def _moved(images: ImageTensors | None, device: torch.device | str) -> ImageTensors | None:
-    """Images on the device: on a CPU too new tensors, since its memory meter must count the pixels."""
-    if images is None:
-        return None
-    moved = {name: value.to(device, non_blocking=value.is_pinned()) for name, value in images.items()}
-    return {name: value.clone() if value is images[name] else value for name, value in moved.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,10 +285,9 @@ def read_batch(
         UserError: the plan was made for other tokens.
     """
     rows = micro_batch.rows
-    beside = any(isinstance(one, ImageShape) and one.beside for one in micro_batch.attached)
-    blank = blank_image(tokens, pin_memory=pin_memory) if beside else None
     if not len(rows):
-        return replace(idle_batch(pad_id, part), blank=blank)
+        beside = blank_parts(tokens, micro_batch.attached, pin_memory=pin_memory)
+        return replace(idle_batch(pad_id, part), parts=beside)
     fits = rows.min() >= 0 and rows.max() < len(tokens) and not tokens.dropped[rows].any()
     if fits:
         needed = tokens.lengths[rows].sum() if micro_batch.flat else tokens.lengths[rows].max()
@@ -314,33 +301,33 @@ def read_batch(
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
     answers = read_answers(tokens, rows, micro_batch.kind, pin_memory=pin_memory)
-    batch = replace(with_images(batch, tokens, rows, pin_memory=pin_memory), blank=blank, answers=answers)
+    beside = blank_parts(tokens, micro_batch.attached, pin_memory=pin_memory)
+    batch = with_parts(replace(batch, answers=answers, parts=beside), tokens, rows, pin_memory=pin_memory)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
-def with_images(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
-    """A batch of these rows with the model's arguments for their images, if they have any.
+def with_parts(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
+    """A batch of these rows with what they carry besides tokens.
 
     Raises:
-        UserError: an image is missing or damaged.
+        UserError: a file is missing or damaged.
     """
-    if not any(hashes := [tokens.image_hashes(row) for row in rows.tolist()]):
-        return batch
-    assert tokens.image_inputs is not None, "the model takes no images"
-    images = [[tokens.image_files.open(one) for one in of_row] for of_row in hashes]
-    made = tokens.image_inputs.tensors(batch.input_ids_BT, images)
-    return replace(batch, images=_pinned(made) if pin_memory else made)
+    found = (one.part(tokens, rows, batch.input_ids_BT) for one in tokens.attached)
+    return replace(batch, parts=(*batch.parts, *_made(found, pin_memory)))
 
 
-def blank_image(tokens: TokenRows, *, pin_memory: bool = False) -> ImageTensors:
-    """The arguments of the vision tower for an image of no row."""
-    assert tokens.image_inputs is not None, "the model takes no images"
-    made = tokens.image_inputs.blank
-    return _pinned(made) if pin_memory else made
+def blank_parts(
+    tokens: TokenRows, shapes: Sequence[AttachedShape], *, pin_memory: bool = False
+) -> tuple[BatchPart, ...]:
+    """What a micro-batch of these shapes runs beside those of other processes, for no row of its own."""
+    beside = {one.attachment for one in shapes if one.beside}
+    return _made((one.blank() for one in tokens.attached if type(one) in beside), pin_memory)
 
 
-def _pinned(images: ImageTensors) -> ImageTensors:
-    return {name: value.pin_memory() for name, value in images.items()}
+def _made(parts: Iterable[BatchPart | None], pin_memory: bool) -> tuple[BatchPart, ...]:
+    """Those that there are, in page-locked memory if that is asked for."""
+    found = (part for part in parts if part is not None)
+    return tuple(part.pinned() if pin_memory else part for part in found)
 
 
 def read_answers(tokens: TokenRows, rows: np.ndarray, kind: RowKind, *, pin_memory: bool = False) -> Answers:
@@ -365,12 +352,13 @@ def empty_batch(
     shape: BatchShape,
     device: torch.device | str,
     parts: int = 1,
-    given: tuple[torch.Tensor, ImageTensors] | None = None,
+    given: torch.Tensor | None = None,
+    attached: tuple[BatchPart, ...] = (),
 ) -> Batch:
     """Uninitialised tensors with the shapes of a micro-batch, for tracing under FakeTensorMode.
 
     With several `parts`, the batch of a process that has one part of the tokens, with as many trained ones as possible.
-    `given` are token ids, and the model's arguments for images.
+    `given` are token ids, and `attached` what the rows carry besides tokens.
     """
     length = -(-shape.length // parts)
 
@@ -385,13 +373,13 @@ def empty_batch(
     elif parts > 1:
         positions_BT = empty(1, length)
     return Batch(
-        input_ids_BT=empty(shape.rows, length) if given is None else given[0],
+        input_ids_BT=empty(shape.rows, length) if given is None else given,
         targets_BT=empty(shape.rows, length),
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
         answers=empty_answers(shape, device),
-        images=None if given is None else given[1],
+        parts=attached,
     )
 
 

@@ -4,28 +4,27 @@ Shapes: B rows, T padded tokens, D hidden size, V vocabulary, N trained tokens.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from peft import PeftModel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows, TokenExchange, maskless_forward, rows_reached_attention
 from lean_finetune.model.empty_model import left_out
 from lean_finetune.model.experts.experts_forward import balancing_loss
-from lean_finetune.model.images.image_config import SEE_EACH_OTHER
 from lean_finetune.model.model_config import (
     UNPACKED,
     has_attention,
     rows_see_each_other,
     tokens_seen_outside_attention,
 )
-from lean_finetune.step.batches import IGNORED, Batch, ImageTensors, pack_rows
+from lean_finetune.rows.batch_part import BatchPart
+from lean_finetune.step.batches import IGNORED, Batch, pack_rows
 from lean_finetune.step.head_loss import Head, TokenRule, summed_head_loss, used_layer
 from lean_finetune.step.offload.activation_offload import KEPT, KeptActivations
 from lean_finetune.step.parallel_model import OtherStage
@@ -53,13 +52,13 @@ def decoder_hidden(
     packed_rows: PackedRows | None = None,
     positions_BT: torch.Tensor | None = None,
     exchange: TokenExchange | None = None,
-    images: ImageTensors | None = None,
+    parts: Sequence[BatchPart] = (),
 ) -> torch.Tensor:
     """The last hidden states (B, T, D), computed without a mask and without a KV cache.
 
     With an `exchange`, for this process's part of the rows' tokens, which are at `positions_BT`.
     """
-    return _decoder_output(lm, input_ids_BT, packed_rows, positions_BT, exchange, images).last_hidden_state
+    return _decoder_output(lm, input_ids_BT, packed_rows, positions_BT, exchange, parts).last_hidden_state
 
 
 def _decoder_output(
@@ -68,20 +67,20 @@ def _decoder_output(
     packed_rows: PackedRows | None,
     positions_BT: torch.Tensor | None,
     exchange: TokenExchange | None,
-    images: ImageTensors | None,
-    blank: ImageTensors | None = None,
+    parts: Sequence[BatchPart],
     **more: bool,
 ) -> Any:
     """The decoder's output, computed without a mask and without a KV cache; `more` are arguments for it.
 
-    With `images`, of the complete model without its head. With `blank`, after its parts for images have run for
-    this image of no row.
+    `parts` are what the rows carry besides tokens. Where these are arguments of the model, of the complete model
+    without its head.
 
     Raises:
         UserError: the family's code takes no positions, or does not pass the packed rows, or the exchange of divided
             ones, on to its attention.
     """
-    decoder = lm.get_decoder() if images is None else lm.base_model
+    shown = {name: value for part in parts for name, value in part.arguments.items()}
+    decoder = lm.base_model if shown else lm.get_decoder()
     name = lm.config.model_type
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if exchange is not None and not takes_positions:
@@ -89,12 +88,11 @@ def _decoder_output(
     if packed_rows is not None and not takes_positions and has_attention(lm.config):
         raise UserError(f"bucket.mode: packed needs a model that takes position_ids; {name} does not; {UNPACKED}")
     inputs: dict[str, torch.Tensor] = {"input_ids": input_ids_BT}
-    if blank is not None and (beside := _tower_beside_others(lm, blank)).requires_grad:
-        # Backward must reach the tower through the decoder, as for real images: FSDP sums gradients in this order.
-        inputs = {"inputs_embeds": lm.get_input_embeddings()(input_ids_BT) + beside}
-    masked = images is not None and SEE_EACH_OTHER in images
+    for part in parts:
+        inputs = part.inputs(lm, inputs)
+    masked = any(part.masks for part in parts)
     with maskless_forward(packed_rows, positions_BT, exchange, keeps_masks=masked) as arguments:
-        output = decoder(**inputs, use_cache=False, **{**(images or {}), **arguments}, **more)
+        output = decoder(**inputs, use_cache=False, **{**shown, **arguments}, **more)
     if not rows_reached_attention():
         raise rows_see_each_other(name) if exchange is None else tokens_seen_outside_attention(name)
     return output
@@ -132,7 +130,7 @@ def summed_loss(
     more = {"output_router_logits": True} if router_aux_loss else {}
     with offload.saving(lm):
         output = _decoder_output(
-            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.images, batch.blank, **more
+            lm, batch.input_ids_BT, batch.packed_rows, batch.positions_BT, exchange, batch.parts, **more
         )
     router_logits, hidden_BTD = getattr(output, "router_logits", None), output.last_hidden_state
     del output
@@ -145,19 +143,6 @@ def summed_loss(
         weight = router_aux_loss * len(batch.supervised_index_N) / objective.divisor
         loss = weight * balancing_loss(lm, router_logits) + loss
     return loss
-
-
-def _tower_beside_others(lm: PreTrainedModel, blank: ImageTensors) -> torch.Tensor:
-    """Run the vision tower for an image of no row; returns 0, from which backward gives it gradients of 0.
-
-    Sharded weights are gathered, and gradients summed, by all processes that share them or by none.
-    """
-    model: Any = lm.base_model
-    output = model.get_image_features(**blank, return_dict=True)
-    features = tree_iter((output.pooler_output, getattr(output, "deepstack_features", None)))
-    # An empty part of them: a product with 0 would not be 0 for features that are not finite.
-    parts = [each.flatten()[:0].sum().float() for each in features if isinstance(each, torch.Tensor)]
-    return torch.stack(parts).sum()
 
 
 def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -215,7 +200,7 @@ def token_losses(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     For evaluation: the same decoder pass and head as `summed_loss`, at most `chunk` × V logits at a time.
     """
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, images=batch.images).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, parts=batch.parts).flatten(0, 1)
     return Head.of(lm).losses(hidden_MD, batch.supervised_index_N, _trained_tokens(batch), chunk)
 
 
@@ -229,7 +214,7 @@ def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     index_N, T = batch.supervised_index_N, batch.input_ids_BT.shape[1]
     row_N = index_N // T
     is_last_N = torch.cat([row_N[1:] != row_N[:-1], row_N.new_ones(1, dtype=torch.bool)])
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, images=batch.images).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, parts=batch.parts).flatten(0, 1)
     figures_N = torch.zeros(len(index_N), device=hidden_MD.device)
     figures_N[is_last_N] = -_scored(lm, hidden_MD[index_N[is_last_N] + 1])
     return figures_N
@@ -238,7 +223,7 @@ def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
 def trained_logits(model: nn.Module, batch: Batch, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield logits (C, V) and targets (C,) of at most `chunk` trained tokens, in the order of `supervised_index_N`."""
     lm = causal_lm(model)
-    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, images=batch.images).flatten(0, 1)
+    hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, parts=batch.parts).flatten(0, 1)
     hidden_ND = hidden_MD.index_select(0, batch.supervised_index_N)
     for hidden, targets in zip(hidden_ND.split(chunk), _trained_tokens(batch).split(chunk), strict=True):
         yield head_logits(lm, hidden), targets

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +11,9 @@ import pyarrow as pa
 from cuda_memory.units import counted
 from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_files import IMAGE_HASHES, ImageFiles
 from lean_finetune.islands.attachments import read_attached
 from lean_finetune.objectives.row_kind import LABEL, RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
-
-if TYPE_CHECKING:
-    from lean_finetune.step.image_inputs import ImageInputs
 
 Split = Literal["train", "heldout"]
 
@@ -69,10 +65,6 @@ class TokenRows:
         """Whether a row repeats an earlier one, so that it is never used, bool."""
         self.attached = read_attached(index_path)
         """What rows carry besides tokens."""
-        self.image_files = ImageFiles(directory)
-        """The images themselves."""
-        self.image_inputs: ImageInputs | None = None
-        """Makes the model's arguments of images; None until a model that takes them is known."""
         self.reference: np.ndarray | None = None
         """Log-probability of each row's trained tokens under the reference model, float32; None without one."""
         shards = (open_batches(path, SHARD_TYPES, check_values=False) for path in sorted(self.path.glob("*.arrow")))
@@ -129,16 +121,13 @@ class TokenRows:
 
     def family(self, row: int) -> str | None:
         """Task family of a row, None where its source names none."""
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self._batches[number].column("family")[row - int(self._starts[number])].as_py()
+        family: str | None = self.value("family", row)
+        return family
 
-    def image_hashes(self, row: int) -> list[bytes]:
-        """The sha256 of each image of a row, by which `image_files` opens it."""
-        if not self.attached:
-            return []
+    def value(self, column: str, row: int) -> Any:
+        """What a row has in another column of the shards."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        hashes: list[bytes] = self._batches[number].column(IMAGE_HASHES)[row - int(self._starts[number])].as_py()
-        return hashes
+        return self._batches[number].column(column)[row - int(self._starts[number])].as_py()
 
     def _check(self, number: int) -> _RecordBatch:
         """Make the views of a record batch.

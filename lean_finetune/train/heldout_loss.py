@@ -16,17 +16,16 @@ from lean_finetune.config.schema import Train
 from lean_finetune.model.precision import autocast
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.rows.attachment import limited
+from lean_finetune.rows.batch_part import BatchPart
 from lean_finetune.step.batches import (
     Batch,
     TokenPart,
-    blank_image,
     collate,
     idle_batch,
     part_of,
     read_answers,
-    with_images,
+    with_parts,
 )
-from lean_finetune.step.image_inputs import ImageTensors
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_checks import Diverged
@@ -85,7 +84,7 @@ class HeldoutLosses:
         chunk = job.train.loss_chunk or self._max_tokens
         trained = heldout_units(job.heldout, count, job.train.row_kind)
         objective = StepGoal.of(job.train, job.heldout, trained.ravel()).begin(chunk)
-        together = job.heldout.image_inputs is not None and job.train.runs_towers_together
+        attached = (one.trained_by(job.train) for one in job.heldout.attached)
         loss = heldout_loss(
             parallel,
             batches(),
@@ -95,7 +94,7 @@ class HeldoutLosses:
             job.train,
             job.device,
             job.part,
-            blank=blank_image(job.heldout) if together else None,
+            beside=[one.blank() for one in attached if one.together],
         )
         if not math.isfinite(loss):
             raise Diverged(
@@ -147,7 +146,7 @@ def heldout_batches(
         if part is None:
             made = collate(batch, longest, pad_id, pin_memory=pin_memory)
             answers = read_answers(rows, chosen, kind, pin_memory=pin_memory)
-            yield replace(with_images(made, rows, chosen, pin_memory=pin_memory), answers=answers)
+            yield replace(with_parts(made, rows, chosen, pin_memory=pin_memory), answers=answers)
         else:
             yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
 
@@ -177,18 +176,24 @@ def own_batches(
     batches: Iterator[Batch],
     idle: Batch,
     device: torch.device,
-    blank: ImageTensors | None = None,
+    beside: Sequence[BatchPart] = (),
 ) -> Iterator[Batch]:
     """This process's batches on the device: those of its index in dimension `data` of the layout.
 
-    Every process takes all batches, so all make equally many passes: each gathers sharded weights. With `blank`, also
-    those of the vision tower, which processes without images run for this image of no row.
+    Every process takes all batches, so all make equally many passes: each gathers sharded weights. So they do for parts
+    of the model that take what rows carry: a batch without it gets that of `beside` if another process's has it.
     """
     while group := list(islice(batches, parallel.layout.data)):
         own = group[parallel.place.data] if parallel.place.data < len(group) else idle
-        if own.images is None and any(batch.images is not None for batch in group):
-            own = replace(own, blank=blank)
+        for one in beside:
+            if not _has(own, one) and any(_has(batch, one) for batch in group):
+                own = replace(own, parts=(*own.parts, one))
         yield own.to(device)
+
+
+def _has(batch: Batch, like: BatchPart) -> bool:
+    """Whether a batch has a part of the same attachment."""
+    return any(type(part) is type(like) for part in batch.parts)
 
 
 @torch.no_grad()
@@ -201,11 +206,11 @@ def heldout_loss(
     train: Train,
     device: torch.device,
     part: TokenPart | None = None,
-    blank: ImageTensors | None = None,
+    beside: Sequence[BatchPart] = (),
 ) -> float:
     """Return the objective's loss of held-out batches, per trained token or compared answer, without dropout.
 
-    `before` are the batches of rows that are not trained, for `TokenLoss.before`. `blank` as of `own_batches`.
+    `before` are the batches of rows that are not trained, for `TokenLoss.before`. `beside` as of `own_batches`.
     All processes call this with all batches; each computes those of its index in dimension `data` of the layout.
     """
 
@@ -219,7 +224,7 @@ def heldout_loss(
     tokens = 0
     with autocast(train, device.type):
         compute = partial(summed_loss, objective=objective, exchange=parallel.exchange)
-        for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device, blank):
+        for batch in own_batches(parallel, batches, idle_batch(pad_id, part), device, beside):
             loss = parallel.run(partial(compute, batch=batch))
             if parallel.computes_loss:
                 summed += loss

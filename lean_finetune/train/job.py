@@ -50,7 +50,6 @@ from lean_finetune.plan.batch_plan import (
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
 from lean_finetune.step.batches import TokenPart, token_part
-from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel, host_bytes
@@ -307,7 +306,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
             base_files = verify_files(directory, lock["files"])
             adapter_files = verify_adapter(lock, adapter)
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
-    rows.image_inputs = heldout.image_inputs = read_image_inputs(directory, config, images_of(rows.attached))
+    for split in (rows, heldout) if rows.attached else ():
+        split.attached = tuple(one.for_model(directory, config) for one in split.attached)
     if train.goal.has_reference:
         of = identity(paths.tokens, lock, train)
         rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))

@@ -10,9 +10,9 @@ from PIL import Image
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.data.images.processor import ImageProcessor, Size
+from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, collate, idle_batch
-from lean_finetune.step.image_inputs import ImageInputs
 from tests.step.common import rows
 
 SIZES: dict[int, list[tuple[int, int]]] = {0: [(60, 90)], 3: [(56, 56), (84, 120)], 5: [(120, 64)], 7: [(70, 70)]}
@@ -51,13 +51,13 @@ def image_batches(
         batch = collate([(ids, spans) for ids, spans, _ in group], max(len(ids) for ids, _, _ in group), 0)
         images = [one for _, _, one in group]
         made = inputs.tensors(batch.input_ids_BT, images) if any(images) else None
-        found.append(replace(batch, images=made))
+        found.append(batch if made is None else replace(batch, parts=(ImagePart(shown=made),)))
         start += size
     supervised = sum(len(batch.supervised_index_N) for batch in found)
     found += [idle_batch(0)] * (-len(found) % layout.data)
     index, own = layout.coordinates(rank).data, list[Batch]()
     for turn in range(0, len(found), layout.data):
         batch, others = found[turn + index], found[turn : turn + layout.data]
-        beside = together and batch.images is None and any(other.images is not None for other in others)
-        own.append(replace(batch, blank=inputs.blank) if beside else batch)
+        beside = together and not batch.parts and any(other.parts for other in others)
+        own.append(replace(batch, parts=(ImagePart(blank=inputs.blank),)) if beside else batch)
     return own, supervised

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import make_parallel
-from lean_finetune.images.attachment import ImageShape, sizes_of
+from lean_finetune.images.attachment import sizes_of
+from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
-from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -131,9 +131,9 @@ def with_images(batch: Batch, shape: BatchShape, inputs: ImageInputs | None) -> 
     if inputs is None:
         return batch
     sizes = sizes_of(shape.attached)
-    made = inputs.of_shapes(batch.input_ids_BT, sizes) if sizes else None
-    beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
-    return replace(batch, images=made, blank=inputs.blank if beside else None).to(CPU)
+    made = inputs.of_shapes(batch.input_ids_BT, sizes) if sizes else {}
+    beside = any(one.beside for one in shape.attached)
+    return replace(batch, parts=(ImagePart(shown=made, blank=inputs.blank if beside else {}),)).to(CPU)
 
 
 IN_FLIGHT: TracedSteps = (

@@ -1,6 +1,7 @@
 """What a batch gives a model for its images, against transformers' own processor and model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.attachment import ImageAttachment
+from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
-from lean_finetune.step.image_inputs import ImageInputs, read_image_inputs
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
 from tests.small_model import CPU, spec_of
@@ -110,7 +111,7 @@ def test_losses_and_gradients_equal_those_of_transformers_called_directly(model)
     spec = spec_of(method="full", vision="full", projector="full", router=router, loss_chunk=4)
     ours = load_model(model, spec, CPU, images=True)
     embedded = patches_embedded(ours)
-    loss = summed_loss(ours, type(batch)(**{**vars(batch), "images": made}), TokenLoss(4))
+    loss = summed_loss(ours, replace(batch, parts=(ImagePart(shown=made),)), TokenLoss(4))
     loss.backward()
     if model.name not in PADDED:
         every = [Size(image.height, image.width) for shown in images for image in shown]
@@ -192,11 +193,11 @@ def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
     config = read_config(model, images=True)
     none = np.zeros((0, 2), np.int32)
     images = ImageAttachment(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
-    assert read_image_inputs(model, config, images) is not None
+    assert images.for_model(model, config).inputs is not None
     right, config.image_token_id = config.image_token_id, 7
     message = f"^model.name: image_token_id in config.json must be the tokenizer's id of .*, {right}; got 7; download"
     with pytest.raises(UserError, match=message):
-        read_image_inputs(model, config, images)
+        images.for_model(model, config)
 
 
 @pytest.mark.parametrize(

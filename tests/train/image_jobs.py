@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from data.synth import images
-from lean_finetune.images.attachment import images_of
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import Plan
-from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.job import TrainJob
 from stages.pin import main as pin
@@ -60,6 +58,6 @@ def job_of(root: Path, steps: Sequence[Sequence[Sequence[int]]] = STEPS, **chang
     rows, heldout = (TokenRows(root / "data/tokens", side) for side in ("train", "heldout"))
     config = read_config(root / "model", images=True)
     for one in (rows, heldout):
-        one.image_inputs = read_image_inputs(root / "model", config, images_of(rows.attached))
+        one.attached = tuple(each.for_model(root / "model", config) for each in one.attached)
     plan: Plan = replace(plan_of(rows, steps), attached=rows.attached)
     return make_job(root / "model", (rows, heldout), plan, measured_steps=frozenset(range(5)) - {1}, **changes)

@@ -18,6 +18,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.images.attachment import images_of
+from lean_finetune.images.image_inputs import ImageInputs
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward
@@ -25,7 +26,6 @@ from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
-from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.step.unsupported import refuse_parts
 from lean_finetune.train.save_model import Base, save_full

@@ -19,8 +19,8 @@ from lean_finetune.data.images.image_files import IMAGES, ImageFiles
 from lean_finetune.data.images.image_store import ImageStore, StoredImage
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.data.shards.fill_images import RowImages
+from lean_finetune.images.image_inputs import ImageInputs, ImageTensors
 from lean_finetune.memory.trace.known_values import KnownImages
-from lean_finetune.step.image_inputs import ImageInputs, ImageTensors
 
 if TYPE_CHECKING:
     import torch

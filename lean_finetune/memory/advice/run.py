@@ -62,7 +62,6 @@ from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
 from lean_finetune.rows.attachment import Attachment, measures_of
-from lean_finetune.step.image_inputs import read_image_inputs
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -409,7 +408,7 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     plan, images = replace(plan, attached=attached), images_of(attached)
     lock = read_model_lock(model_lock)
     config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
-    inputs = None if images is None else read_image_inputs(tokenizer_directory(lock), config, images)
+    shown = None if images is None else images.for_model(tokenizer_directory(lock), config)
     step_tokens = planned_step_tokens(plan_path, p.train)
     settings = PlanSettings.from_params(p, step_tokens)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=settings)
@@ -432,6 +431,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        images=None if inputs is None or images is None else KnownImages(inputs, images.worst),
+        images=None if shown is None else KnownImages(shown.known_inputs, shown.worst),
     )
     return run.with_plan(planned)

@@ -13,8 +13,8 @@ from lean_finetune.data.images.families import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.images.attachment import ImageAttachment, Sizes
+from lean_finetune.images.image_inputs import ImageInputs
 from lean_finetune.memory.trace.known_values import KnownImages
-from lean_finetune.step.image_inputs import ImageInputs
 
 
 @dataclass(frozen=True, kw_only=True)

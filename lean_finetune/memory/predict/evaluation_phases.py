@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.memory.predict.depth_extrapolation import (
     NotRepeated,
     WindowTrace,
@@ -34,8 +35,7 @@ from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.rows.attachment import AttachedShape
-from lean_finetune.step.batches import Batch, BatchShape, empty_batch
-from lean_finetune.step.image_inputs import ImageTensors
+from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import ParallelModel, local, named_trained
 
@@ -70,7 +70,7 @@ def peak_of_loss(
         with trace.phase("forward"):
             parts, images = parallel.layout.context, model.images
             given = None if images is None else images.of_worst(shape)
-            parallel.run(lambda module: loss(module, empty_batch(shape, CPU, parts, given), parallel.exchange))
+            parallel.run(lambda module: loss(module, KnownImages.shown(shape, given, parts), parallel.exchange))
 
     return _peak_of_use(model, use, adapted=adapted)
 

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from lean_finetune.images.attachment import ImageShape, Sizes, sizes_of
+from lean_finetune.images.image_inputs import ImageInputs, ImagePart, ImageTensors
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
-from lean_finetune.step.image_inputs import ImageInputs, ImageTensors
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -157,8 +157,18 @@ class KnownImages:
     def batch(self, shape: BatchShape) -> Batch:
         """A micro-batch of the plan."""
         beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
-        blank = self._fake("blank", lambda: self._inputs.blank) if beside else None
-        return replace(empty_batch(shape, CPU, given=self.of(shape)), blank=blank)
+        if beside:
+            blank = ImagePart(blank=self._fake("blank", lambda: self._inputs.blank))
+            return replace(empty_batch(shape, CPU), parts=(blank,))
+        return self.shown(shape, self.of(shape))
+
+    @staticmethod
+    def shown(shape: BatchShape, given: tuple[torch.Tensor, ImageTensors] | None, parts: int = 1) -> Batch:
+        """A micro-batch with what `of` gives of it; `parts` as of `empty_batch`."""
+        if given is None:
+            return empty_batch(shape, CPU, parts)
+        ids_BT, tensors = given
+        return empty_batch(shape, CPU, parts, ids_BT, (ImagePart(shown=tensors),))
 
     def _fake(self, key: Hashable, make: Callable[[], ImageTensors]) -> ImageTensors:
         """Fake tensors like those that `make` returns once for a key."""

@@ -11,13 +11,13 @@ import torch
 
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.images.attachment import ImageShape, sizes_of
+from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
-from lean_finetune.step.image_inputs import ImageInputs
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.kit.specs import Trainer, padded, random_batch
 from tests.memory.common import CPU_TARGET, setting_of
@@ -81,7 +81,7 @@ def batch_of(inputs: ImageInputs, shape: BatchShape) -> Batch:
         return batch
     ids_BT = batch.input_ids_BT
     made = inputs.of_shapes(ids_BT, sizes)
-    return replace(batch, images={name: value.clone() for name, value in made.items()})
+    return replace(batch, parts=(ImagePart(shown={name: value.clone() for name, value in made.items()}),))
 
 
 def counted(directory: Path, changes: Mapping[str, Any], inputs: ImageInputs) -> dict[str, int]:

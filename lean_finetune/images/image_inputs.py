@@ -4,20 +4,21 @@ Shape legend: B rows of the micro-batch, T padded length in tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import isfunction, signature
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_iter
 from transformers import AutoModel, PretrainedConfig
 
 from lean_finetune.data.images.families import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.model.images.image_config import SEE_EACH_OTHER
+from lean_finetune.rows.batch_part import BatchPart
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,14 +115,55 @@ class _Functions:
         return MethodType(value, self) if isfunction(value) else value
 
 
-def read_image_inputs(directory: Path, config: PretrainedConfig, images: ImageAttachment | None) -> ImageInputs | None:
-    """What makes the arguments of images, from a model's directory; None for rows of text.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImagePart(BatchPart):
+    """The images of a batch: of its rows, or of no row, if other processes have some."""
 
-    Raises:
-        UserError: the model's processor cannot be read, or `config` does not belong to its tokenizer.
+    shown: ImageTensors = field(default_factory=dict)
+    """The model's arguments for the images of the rows."""
+    blank: ImageTensors = field(default_factory=dict)
+    """The arguments of the vision tower for an image of no row, if it runs beside the towers of other processes."""
+
+    def to(self, device: torch.device | str) -> "ImagePart":
+        """See the base class."""
+        return ImagePart(shown=_moved(self.shown, device), blank=_moved(self.blank, device))
+
+    def pinned(self) -> "ImagePart":
+        """See the base class."""
+        shown, blank = ({name: value.pin_memory() for name, value in one.items()} for one in (self.shown, self.blank))
+        return ImagePart(shown=shown, blank=blank)
+
+    @property
+    def arguments(self) -> ImageTensors:
+        """See the base class."""
+        return self.shown
+
+    @property
+    def masks(self) -> bool:
+        """See the base class."""
+        return SEE_EACH_OTHER in self.shown
+
+    def inputs(self, lm: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        if not self.blank or not (beside := _tower_beside_others(lm, self.blank)).requires_grad:
+            return inputs
+        # Backward must reach the tower through the decoder, as for real images: FSDP sums gradients in this order.
+        return {"inputs_embeds": lm.get_input_embeddings()(inputs["input_ids"]) + beside}
+
+
+def _moved(images: ImageTensors, device: torch.device | str) -> ImageTensors:
+    """Images on the device: on a CPU too new tensors, since its memory meter must count the pixels."""
+    moved = {name: value.to(device, non_blocking=value.is_pinned()) for name, value in images.items()}
+    return {name: value.clone() if value is images[name] else value for name, value in moved.items()}
+
+
+def _tower_beside_others(lm: Any, blank: ImageTensors) -> torch.Tensor:
+    """Run the vision tower for an image of no row; returns 0, from which backward gives it gradients of 0.
+
+    Sharded weights are gathered, and gradients summed, by all processes that share them or by none.
     """
-    if images is None:
-        return None
-    processor = ImageProcessor(directory, max_pixels=images.max_pixels, min_pixels=images.min_pixels)
-    processor.check_image_token(config.image_token_id)
-    return ImageInputs(processor, config)
+    output = lm.base_model.get_image_features(**blank, return_dict=True)
+    features = tree_iter((output.pooler_output, getattr(output, "deepstack_features", None)))
+    # An empty part of them: a product with 0 would not be 0 for features that are not finite.
+    parts = [each.flatten()[:0].sum().float() for each in features if isinstance(each, torch.Tensor)]
+    return torch.stack(parts).sum()

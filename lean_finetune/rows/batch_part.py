@@ -1,0 +1,33 @@
+"""What a batch has of an attachment, as tensors for the model or for the objective."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+
+class BatchPart(ABC):
+    """Tensors of what the rows of a micro-batch carry besides tokens."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device; copies from pinned memory are asynchronous."""
+
+    @abstractmethod
+    def pinned(self) -> Self:
+        """The same in page-locked memory."""
+
+    @property
+    def arguments(self) -> Mapping[str, torch.Tensor]:
+        """Arguments of the complete model without its head; without any in a batch, the decoder alone is called."""
+        return {}
+
+    @property
+    def masks(self) -> bool:
+        """Whether the model's own masks hold for these rows."""
+        return False
+
+    def inputs(self, lm: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The decoder's `inputs`, changed by what passes through other parts of the model."""
+        return inputs
