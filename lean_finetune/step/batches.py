@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.kind_parts import empty_parts, parts_of_kind
 from lean_finetune.model.attention.kernels import PackedRows
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import PADDING_ROW_TOKENS, MicroBatch
@@ -26,39 +27,6 @@ BATCHES_AHEAD = 2
 token."""
 RowTokens = tuple[np.ndarray, np.ndarray]
 """Token ids of shape (tokens,) and trained spans of shape (spans, 2), both integers."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Answers:
-    """The trained tokens of each of R rows (of pairs: chosen, rejected, chosen, …); none for an idle process."""
-
-    counts: tuple[int, ...]
-    """Trained tokens of each row."""
-    tokens_R: torch.Tensor
-    """The same as fp32."""
-    reference_R: torch.Tensor | None
-    """fp32: log-probability of a row's trained tokens under the reference; None for objectives without one."""
-    desirable_R: torch.Tensor | None = None
-    """bool: the labels of rows; None for pairs."""
-
-    def to(self, device: torch.device | str, *, non_blocking: bool) -> "Answers":
-        """The same on another device."""
-        if not self.counts:
-            return self
-
-        def moved(values_R: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_R is None else values_R.to(device, non_blocking=non_blocking)
-
-        return Answers(
-            counts=self.counts,
-            tokens_R=self.tokens_R.to(device, non_blocking=non_blocking),
-            reference_R=moved(self.reference_R),
-            desirable_R=moved(self.desirable_R),
-        )
-
-
-NO_ANSWERS = Answers(counts=(), tokens_R=torch.empty(0), reference_R=None)
-"""Of rows that are not compared, and of padding for a process without work."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,8 +49,6 @@ class Batch:
     """int64 of shape (1, T): positions of a process's tokens under context parallelism; None if rows are complete."""
     idle: bool = False
     """Padding for a process without work."""
-    answers: Answers = NO_ANSWERS
-    """What objectives that compare answers need; none for others."""
     parts: tuple[BatchPart, ...] = ()
     """What the rows carry besides tokens."""
 
@@ -101,7 +67,6 @@ class Batch:
             packed_rows=None if self.packed_rows is None else self.packed_rows.to(device, non_blocking=pinned),
             positions_BT=None if self.positions_BT is None else self.positions_BT.to(device, non_blocking=pinned),
             idle=self.idle,
-            answers=self.answers.to(device, non_blocking=pinned),
             parts=tuple(part.to(device) for part in self.parts),
         )
 
@@ -135,6 +100,11 @@ class BatchShape:
     """What its rows are."""
     attached: tuple[AttachedShape, ...] = ()
     """What its rows carry besides tokens."""
+
+    def kind_parts(self, device: torch.device | str) -> tuple[BatchPart, ...]:
+        """What a batch of it has by the kind of its rows, without values."""
+        rows = self.rows if self.packed_lengths is None else len(self.packed_lengths)
+        return empty_parts(self.kind, rows, min(self.supervised, self.rows * self.length), device)
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -240,7 +210,6 @@ def idle_batch(pad_id: int, part: TokenPart | None = None) -> Batch:
         packed_rows=None,
         positions_BT=None if part is None else torch.arange(first, first + IDLE_TOKENS)[None],
         idle=True,
-        answers=NO_ANSWERS,
     )
 
 
@@ -300,20 +269,22 @@ def read_batch(
     # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
-    answers = read_answers(tokens, rows, micro_batch.kind, pin_memory=pin_memory)
     beside = blank_parts(tokens, micro_batch.attached, pin_memory=pin_memory)
-    batch = with_parts(replace(batch, answers=answers, parts=beside), tokens, rows, pin_memory=pin_memory)
+    batch = with_parts(replace(batch, parts=beside), tokens, rows, micro_batch.kind, pin_memory=pin_memory)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
-def with_parts(batch: Batch, tokens: TokenRows, rows: np.ndarray, *, pin_memory: bool = False) -> Batch:
-    """A batch of these rows with what they carry besides tokens.
+def with_parts(
+    batch: Batch, tokens: TokenRows, rows: np.ndarray, kind: RowKind = RowKind.ANSWER, *, pin_memory: bool = False
+) -> Batch:
+    """A batch of these rows with what they carry besides tokens, and what objectives of rows of this kind need.
 
     Raises:
         UserError: a file is missing or damaged.
     """
     found = (one.part(tokens, rows, batch.input_ids_BT) for one in tokens.attached)
-    return replace(batch, parts=(*batch.parts, *_made(found, pin_memory)))
+    made = _made(chain(found, parts_of_kind(kind, tokens, rows)), pin_memory)
+    return replace(batch, parts=(*batch.parts, *made))
 
 
 def blank_parts(
@@ -328,24 +299,6 @@ def _made(parts: Iterable[BatchPart | None], pin_memory: bool) -> tuple[BatchPar
     """Those that there are, in page-locked memory if that is asked for."""
     found = (part for part in parts if part is not None)
     return tuple(part.pinned() if pin_memory else part for part in found)
-
-
-def read_answers(tokens: TokenRows, rows: np.ndarray, kind: RowKind, *, pin_memory: bool = False) -> Answers:
-    """What objectives of rows of this kind need of them."""
-    if not kind.compared:
-        return NO_ANSWERS
-    counts, reference, desirable = tokens.supervised[rows], tokens.reference, tokens.desirable
-
-    def placed(values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory() if pin_memory else tensor
-
-    return Answers(
-        counts=tuple(counts.tolist()),
-        tokens_R=placed(counts.astype(np.float32)),
-        reference_R=None if reference is None else placed(reference[rows]),
-        desirable_R=None if desirable is None else placed(desirable[rows]),
-    )
 
 
 def empty_batch(
@@ -378,19 +331,5 @@ def empty_batch(
         supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
-        answers=empty_answers(shape, device),
-        parts=attached,
+        parts=(*attached, *shape.kind_parts(device)),
     )
-
-
-def empty_answers(shape: BatchShape, device: torch.device | str) -> Answers:
-    """Answers of equally many trained tokens, with a reference, and with labels if they have them."""
-    if not shape.kind.compared:
-        return NO_ANSWERS
-    unit = shape.kind.unit
-    rows = (shape.rows if shape.packed_lengths is None else len(shape.packed_lengths)) // unit * unit
-    most, more = divmod(min(shape.supervised, shape.rows * shape.length), rows)
-    counts = tuple(most + (number < more) for number in range(rows))
-    tokens_R, reference_R = (torch.empty(rows, device=device) for _ in range(2))
-    desirable_R = torch.empty(rows, dtype=torch.bool, device=device) if shape.kind.labels else None
-    return Answers(counts=counts, tokens_R=tokens_R, reference_R=reference_R, desirable_R=desirable_R)

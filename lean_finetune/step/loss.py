@@ -145,14 +145,7 @@ def summed_loss(
     return loss
 
 
-def row_scores(lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The scores of a reward model's rows, fp32 (R,): the head's output at the last token of each."""
-    # A row ends with a trained token, and the token before it predicts that.
-    last_R = batch.supervised_index_N[batch.answers.tokens_R.cumsum(0).long() - 1] + 1
-    return _scored(lm, hidden_BTD.flatten(0, 1).index_select(0, last_R))
-
-
-def _scored(lm: PreTrainedModel, hidden_RD: torch.Tensor) -> torch.Tensor:
+def head_scores(lm: PreTrainedModel, hidden_RD: torch.Tensor) -> torch.Tensor:
     """The output of a reward model's head, fp32 (R,)."""
     head: Any = used_layer(lm.get_output_embeddings())
     with torch.autocast(hidden_RD.device.type, enabled=False):  # In the type of the head: it is small.
@@ -216,7 +209,7 @@ def negative_scores(model: nn.Module, batch: Batch, chunk: int) -> torch.Tensor:
     is_last_N = torch.cat([row_N[1:] != row_N[:-1], row_N.new_ones(1, dtype=torch.bool)])
     hidden_MD = decoder_hidden(lm, batch.input_ids_BT, batch.packed_rows, parts=batch.parts).flatten(0, 1)
     figures_N = torch.zeros(len(index_N), device=hidden_MD.device)
-    figures_N[is_last_N] = -_scored(lm, hidden_MD[index_N[is_last_N] + 1])
+    figures_N[is_last_N] = -head_scores(lm, hidden_MD[index_N[is_last_N] + 1])
     return figures_N
 
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from lean_finetune.config.schema import Train
 from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
-from lean_finetune.step.batches import Answers, Batch
+from lean_finetune.preferences.answers import Answers, answers_of
+from lean_finetune.step.batches import Batch
 from lean_finetune.step.head_loss import TokenRule
-from lean_finetune.step.loss import cross_entropy, row_scores, token_losses
+from lean_finetune.step.loss import cross_entropy, head_scores, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
 
@@ -110,7 +111,7 @@ class AnswerLoss(TokenLoss):
 
     def rule(self, batch: Batch) -> TokenRule:
         """The loss of a micro-batch, and its derivatives by the cross-entropy of each trained token."""
-        answers = batch.answers
+        answers = answers_of(batch.parts)
 
         def rule(losses_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if not answers.counts:  # Padding for a process without work.
@@ -156,7 +157,11 @@ class ScoreLoss(AnswerLoss):
 
     def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See the base class."""
-        return self.of_rows(row_scores(lm, hidden_BTD, batch), batch.answers)
+        answers = answers_of(batch.parts)
+        # A row ends with a trained token, and the token before it predicts that.
+        last_R = batch.supervised_index_N[answers.tokens_R.cumsum(0).long() - 1] + 1
+        scores_R = head_scores(lm, hidden_BTD.flatten(0, 1).index_select(0, last_R))
+        return self.of_rows(scores_R, answers)
 
 
 class DivergenceLoss(AnswerLoss):
@@ -184,7 +189,7 @@ class DivergenceLoss(AnswerLoss):
     def _add_ratios(self, model: nn.Module, batch: Batch) -> None:
         """Take a micro-batch of mismatched answers."""
         losses_N = token_losses(model, batch, self.chunk or batch.input_ids_BT.numel())
-        answers = batch.answers
+        answers = answers_of(batch.parts)
         if not answers.counts:  # Padding for a process without work.
             self.ratios.append(losses_N.sum())
             return

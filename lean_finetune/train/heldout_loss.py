@@ -23,7 +23,6 @@ from lean_finetune.step.batches import (
     collate,
     idle_batch,
     part_of,
-    read_answers,
     with_parts,
 )
 from lean_finetune.step.loss import summed_loss
@@ -145,8 +144,7 @@ def heldout_batches(
         batch = rows.gather(chosen)
         if part is None:
             made = collate(batch, longest, pad_id, pin_memory=pin_memory)
-            answers = read_answers(rows, chosen, kind, pin_memory=pin_memory)
-            yield replace(with_parts(made, rows, chosen, pin_memory=pin_memory), answers=answers)
+            yield with_parts(made, rows, chosen, kind, pin_memory=pin_memory)
         else:
             yield part_of(collate(batch, round_up(longest, part.parts), pad_id), part, pin_memory=pin_memory)
 

@@ -16,7 +16,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.objectives.objective import StepTotals
-from lean_finetune.step.batches import Answers, Batch, collate, idle_batch, part_of, token_part
+from lean_finetune.preferences.answers import Answers
+from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
 from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload, DiskStore
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_optimizer import build_optimizer
@@ -152,7 +153,7 @@ def with_answers(case: Case, layout: ParallelLayout, rank: int, turned: int = 0)
             desirable_R=torch.from_numpy(DESIRABLE[numbers]),
         )
         batch = collate(group, sum(lengths) if case.flat else max(lengths), 0, flat=case.flat)
-        found.append(replace(batch, answers=answers))
+        found.append(replace(batch, parts=(answers,)))
         start += size
     found += [idle_batch(0)] * (-len(found) % layout.data)
     return found[layout.coordinates(rank).data :: layout.data]

@@ -14,7 +14,8 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention.kernels import PackedRows
-from lean_finetune.step.batches import IGNORED, Batch, BatchShape, empty_answers, pack_rows
+from lean_finetune.preferences.answers import Answers
+from lean_finetune.step.batches import IGNORED, Batch, BatchShape, pack_rows
 from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_checks import refuse_non_finite
@@ -98,17 +99,18 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     rows = None if shape.packed_lengths is None else pack_rows(shape.packed_lengths, shape.length)
     if rows is not None:  # Copies, since memory meters do not count numpy's memory on a CPU.
         rows = PackedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    answers = empty_answers(shape, "cpu")
-    for values_R in (answers.reference_R, answers.desirable_R):
-        if values_R is not None:
-            values_R.fill_(1)
-    answers.tokens_R.copy_(torch.tensor(answers.counts))
+    parts = shape.kind_parts("cpu")
+    for answers in (part for part in parts if isinstance(part, Answers)):
+        for values_R in (answers.reference_R, answers.desirable_R):
+            if values_R is not None:
+                values_R.fill_(1)
+        answers.tokens_R.copy_(torch.tensor(answers.counts))
     batch = Batch(
         input_ids_BT=input_ids_BT,
         targets_BT=targets_BT,
         supervised_index_N=index_N,
         packed_rows=rows,
-        answers=answers,
+        parts=parts,
     )
     return batch if device is None else batch.to(device)
 

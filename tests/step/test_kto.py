@@ -11,7 +11,8 @@ from lean_finetune.config.schema import Train
 from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Kto
-from lean_finetune.step.batches import Answers, Batch, collate
+from lean_finetune.preferences.answers import Answers
+from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.parallel_model import ParallelModel
@@ -43,7 +44,7 @@ def batch_of(rows: list[np.ndarray], numbers: list[int], reference: np.ndarray, 
         reference_R=torch.from_numpy(reference[numbers]),
         desirable_R=torch.from_numpy(DESIRABLE[numbers]),
     )
-    return replace(collate(chosen, sum(lengths) if flat else max(lengths), 0, flat=flat), answers=answers)
+    return replace(collate(chosen, sum(lengths) if flat else max(lengths), 0, flat=flat), parts=(answers,))
 
 
 def step_of(train: Train) -> StepGoal:

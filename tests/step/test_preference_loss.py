@@ -15,7 +15,8 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Ipo
-from lean_finetune.step.batches import Answers, Batch, collate
+from lean_finetune.preferences.answers import Answers, answers_of
+from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.step_loss import FIGURES, StepGoal, known_figures
@@ -50,7 +51,7 @@ def batch_of(pairs: list[int], *, flat: bool = False) -> Batch:
     answers = Answers(
         counts=counts, tokens_R=torch.tensor(counts).float(), reference_R=torch.from_numpy(REFERENCE[numbers])
     )
-    return replace(collate(rows, sum(lengths) if flat else max(lengths), 0, flat=flat), answers=answers)
+    return replace(collate(rows, sum(lengths) if flat else max(lengths), 0, flat=flat), parts=(answers,))
 
 
 def step_of(train: Train) -> StepGoal:
@@ -95,7 +96,7 @@ def test_losses_and_gradients_are_those_of_the_papers(small_llama, name, method)
     logits = lm.get_output_embeddings()(decoder_hidden(lm, batch.input_ids_BT))
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="none", ignore_index=-100)
     logps = list(-losses.view(batch.targets_BT.shape).sum(1))
-    expected = plain_loss(name, logps, list(batch.answers.counts))
+    expected = plain_loss(name, logps, list(answers_of(batch.parts).counts))
     expected.backward()
     for chunk in (None, 5, 1000):
         model.zero_grad()
