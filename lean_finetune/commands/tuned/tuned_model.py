@@ -29,6 +29,7 @@ from lean_finetune.memory.devices import precision_on, resolve_gpu
 from lean_finetune.memory.predict.evaluation_phases import GenerationShape, peak_of_answers
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.cuda_kernels import target_of
+from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
@@ -148,8 +149,9 @@ class TunedModel:
     def peak_bytes(self, *, rows: int, tokens: int, new_tokens: int, shown: KnownImages | None = None) -> int:
         """Predicted peak of answering `rows` prompts, each with its answer of `tokens` tokens, and `shown` in each."""
         device, _ = resolve_gpu("auto")
+        fakes = TEXT_ALONE if shown is None else shown
         shape = GenerationShape(rows=rows, prompt_tokens=max(1, tokens - new_tokens), new_tokens=new_tokens)
-        return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device), shown), shape).bytes
+        return peak_of_answers(TracedModel(self.config, self._setting(), target_of(device), fakes), shape).bytes
 
     def longest_that_fits(
         self, wanted: int, new_tokens: int, *, least: int = 0, shown: KnownImages | None = None

@@ -12,7 +12,6 @@ from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, seal_tables, write_csv, write_json, write_sealed
-from lean_finetune.images.attachment import images_of
 from lean_finetune.islands.attachments import read_attached
 from lean_finetune.memory.advice.plan_memory import RESERVED_COLUMNS, PlanMemory, replay_steps, tiers_metrics
 from lean_finetune.memory.advice.run import Run, read_run
@@ -144,10 +143,7 @@ def _phases(run: Run, prediction: Prediction, heldout_index: Path, *, continued:
     longest = max(run.longest, int(lengths.max(initial=0)))
     losses = [[heldout_shape(budget, longest)] for budget in (in_training, limits.max_tokens)]
     generation = generation_shapes(limits, prompts=prompts, longest=longest, positions=max_positions(run.config))
-    if model.images is not None and (images := images_of(attached)) is not None:
-        trained = images_of(plan.attached)
-        if trained is None or images.patches.max() > trained.patches.max():
-            model = replace(model, images=model.images.with_worst(images.worst))
+    model = replace(model, fakes=model.fakes.with_rows(attached, plan.attached))
     losses[0] += shapes_carried(lengths, attached, in_training, run.planned.plan.most)
     losses[1] += shapes_carried(lengths, attached, limits.max_tokens)
     if generation:

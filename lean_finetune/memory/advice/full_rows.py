@@ -18,6 +18,7 @@ from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu
 from lean_finetune.memory.predict.other_phases import stored_dtype
 from lean_finetune.memory.predict.traced_step import TracedSteps
+from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.continued_adapter import refuse_other_adapter
@@ -194,7 +195,7 @@ def full_rows_run(
         micro_batches_per_step=micro_batches,
         nodes=p.run.nodes,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        images=None if row is None else row.known,
+        fakes=TEXT_ALONE if row is None else row.known,
         full_row=row,
     )
 

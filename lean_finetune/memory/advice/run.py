@@ -31,6 +31,7 @@ from lean_finetune.memory.predict.peak import Explanation, Prediction, predict, 
 from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_shortage, host_state_bytes
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
+from lean_finetune.memory.trace.fake_batches import TEXT_ALONE, FakeBatches
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
@@ -127,8 +128,8 @@ class Run:
     """run.nodes where a figure may depend on it: no stage tracks that parameter."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why `gpu` and `precision` were chosen."""
-    images: KnownImages | None = None
-    """Makes the model's arguments of images; None for rows of text."""
+    fakes: FakeBatches = TEXT_ALONE
+    """Makes the micro-batches of traces."""
     full_row: "RowOfImages | None" = None
     """The images of each row, if every micro-batch is full of the same rows with images."""
 
@@ -140,7 +141,7 @@ class Run:
     @property
     def model(self) -> TracedModel:
         """What is traced."""
-        return TracedModel(self.config, self.setting, self.target, self.images)
+        return TracedModel(self.config, self.setting, self.target, self.fakes)
 
     @property
     def usable_bytes(self) -> int:
@@ -431,6 +432,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        images=None if shown is None else KnownImages(shown.known_inputs, shown.worst),
+        fakes=TEXT_ALONE if shown is None else KnownImages(shown.known_inputs, shown.worst),
     )
     return run.with_plan(planned)

@@ -14,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.memory.predict.depth_extrapolation import (
     NotRepeated,
     WindowTrace,
@@ -25,9 +24,9 @@ from lean_finetune.memory.predict.depth_extrapolation import (
 )
 from lean_finetune.memory.predict.traced_step import CPU, Trace, TracedModel, new_trace
 from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
-from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE, CachedFakeMode
+from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE
 from lean_finetune.memory.trace.cuda_kernels import without_launches
-from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode
+from lean_finetune.memory.trace.fake_batches import TEXT_ALONE, FakeBatches, Given
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, QUANTISATION_STATE, WEIGHTS, MemoryTrace, Peak
 from lean_finetune.memory.trace.registered_state import shared
 from lean_finetune.model.attention.kernels import TokenExchange
@@ -68,9 +67,8 @@ def peak_of_loss(
 
     def use(parallel: ParallelModel, trace: MemoryTrace) -> None:
         with trace.phase("forward"):
-            parts, images = parallel.layout.context, model.images
-            given = None if images is None else images.of_worst(shape)
-            parallel.run(lambda module: loss(module, KnownImages.shown(shape, given, parts), parallel.exchange))
+            make = partial(model.fakes.like_worst, shape, parallel.layout.context)
+            parallel.run(lambda module: loss(module, make(), parallel.exchange))
 
     return _peak_of_use(model, use, adapted=adapted)
 
@@ -83,7 +81,7 @@ def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
     """
     try:
         return _peak_of_use(
-            model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace, model.images)
+            model, lambda parallel, trace: _answer(causal_lm(parallel.model), shape, trace, model.fakes)
         )
     except UNTRACEABLE as error:
         raise UserError(
@@ -126,7 +124,7 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     """`_traced`; `skip`: without running parts of a loop that are alike."""
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
-        CachedFakeMode() if model.images is None else KnownValuesMode(),
+        model.fakes.mode(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
         shared(fake_model(model.config, setting.train, CPU, adapted=adapted), setting, trace, CPU) as parallel,
@@ -142,15 +140,15 @@ def _traced_in(kind: type[Trace], model: TracedModel, use: Use, adapted: bool, s
     return trace
 
 
-def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, images: KnownImages | None = None) -> None:
+def _answer(lm: PreTrainedModel, shape: GenerationShape, trace: MemoryTrace, fakes: FakeBatches = TEXT_ALONE) -> None:
     """Call the model as `generate` does, for the prompts and for the last token; `generate` itself reads values.
 
-    With `images`, each prompt has those of the shape, or of the worst row.
+    `fakes` give each prompt what the shape carries besides tokens, or the worst row.
     """
     B, T = shape.rows, shape.prompt_tokens
     prompts_BT, mask_BT = (torch.empty((B, T), dtype=torch.int64) for _ in range(2))  # Kept by the caller.
     prompts = BatchShape(rows=B, length=T, supervised=0, packed_lengths=None, attached=shape.attached)
-    given = None if images is None else images.of_worst(prompts)
+    given = fakes.of_worst(prompts)
     with trace.phase("prompts"):
         cache = DynamicCache(config=lm.config.get_text_config())
         scores_BV = _forward(lm, T, T, mask_BT, cache, given)
@@ -174,17 +172,17 @@ def _forward(
     new: int,
     mask_BT: torch.Tensor,
     cache: DynamicCache,
-    given: tuple[torch.Tensor, ImageTensors] | None = None,
+    given: Given | None = None,
 ) -> torch.Tensor:
     """Run the model on the last `new` of `tokens` tokens; returns the scores of the next token, fp32 (B, V).
 
-    `given` are token ids, and the model's arguments for images.
+    `given` are token ids, and the model's other arguments.
     """
     positions_BT = mask_BT.cumsum(-1) - 1
     last_alone = {"logits_to_keep": 1} if lm._supports_logits_to_keep() else {}
-    ids_BT, images = (torch.empty((mask_BT.shape[0], new), dtype=torch.int64), {}) if given is None else given
+    ids_BT, others = (torch.empty((mask_BT.shape[0], new), dtype=torch.int64), {}) if given is None else given
     own_positions = positions_BT if new == tokens else positions_BT[:, -new:].clone()
-    arguments: dict[str, Any] = {"position_ids": own_positions, **images}
+    arguments: dict[str, Any] = {"position_ids": own_positions, **others}
     output = lm(
         input_ids=ids_BT,
         # One prompt has no padding, so transformers creates no mask; it would check the values, which are fake.

@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 from cuda_memory.units import round_up
 from lean_finetune.memory.predict.state_formulas import kept_book_bytes
 from lean_finetune.memory.trace.alike_parts import part_loop, skip_alike_layers, skipping_parts
-from lean_finetune.memory.trace.cached_fake_mode import CachedFakeMode, refuse_untraceable
+from lean_finetune.memory.trace.cached_fake_mode import refuse_untraceable
 from lean_finetune.memory.trace.cuda_kernels import Target, without_launches
+from lean_finetune.memory.trace.fake_batches import TEXT_ALONE, FakeBatches
 from lean_finetune.memory.trace.gradients_alone import first_left_out, leaves_gradients_alone
-from lean_finetune.memory.trace.known_values import KnownImages, KnownValuesMode, known_lists
+from lean_finetune.memory.trace.known_values import known_lists
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, QUANTISATION_STATE, MemoryTrace
 from lean_finetune.memory.trace.origin_trace import OriginTrace
 from lean_finetune.memory.trace.registered_state import register_rng_states, register_state, shared
@@ -42,8 +43,8 @@ class TracedModel:
     config: PretrainedConfig
     setting: Setting
     target: Target
-    images: KnownImages | None = None
-    """Makes the arguments for images; None for rows of text."""
+    fakes: FakeBatches = TEXT_ALONE
+    """Makes its micro-batches."""
 
     def with_setting(self, setting: Setting) -> "TracedModel":
         """The same model on the same device, trained otherwise."""
@@ -177,7 +178,7 @@ def _trace_steps(
     trace, setting, target = new_trace(kind, model), model.setting, model.target
     with (
         refuse_untraceable(model.config),
-        CachedFakeMode() if model.images is None else KnownValuesMode(),
+        model.fakes.mode(),
         known_lists(),
         target.attention(),
         without_launches(setting.train.fused_kernels, target.multiprocessors, target.capability),
@@ -193,7 +194,7 @@ def _run_steps(
     parallel: ParallelModel, trace: MemoryTrace, model: TracedModel, steps: TracedSteps, skip: bool
 ) -> tuple[int, int]:
     """Register the state, run the steps, and return the position of the micro-batch that set the peak."""
-    setting, target, images = model.setting, model.target, model.images
+    setting, target = model.setting, model.target
     # The state depends on the optimizer's name alone, so the numbers of its update are arbitrary.
     train = setting.train.model_copy(update={"lr": 1.0, "weight_decay": 0.0})
     optimizer = build_optimizer(parallel.local_shard, train, on_host=trace.on_host)
@@ -222,7 +223,7 @@ def _run_steps(
         nonlocal highest_bytes, position
         for number, shape in enumerate(steps[step]):
             trace.begin_micro_batch(shape)
-            yield empty_batch(shape, CPU, parts) if images is None else images.batch(shape)
+            yield model.fakes.batch(shape, parts)
             if trace.highest_bytes > highest_bytes:  # The step requests the next batch after backward.
                 highest_bytes, position = trace.highest_bytes, (step, number)
         # Gradients are reduced in a later micro-batch than this one.

@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from lean_finetune.images.attachment import ImageShape, Sizes, sizes_of
+from lean_finetune.images.attachment import ImageShape, Sizes, images_of, sizes_of
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart, ImageTensors
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
+from lean_finetune.memory.trace.fake_batches import CPU, FakeBatches, Given
+from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 
-CPU = torch.device("cpu")
 aten = torch.ops.aten
 ONE = "one_value"
 """Attribute of a fake tensor of other types: the value that it has throughout."""
@@ -123,7 +124,7 @@ def known_lists() -> Iterator[None]:
         yield
 
 
-class KnownImages:
+class KnownImages(FakeBatches):
     """Makes a traced micro-batch's token ids and its arguments for images: integers with values, others without."""
 
     def __init__(self, inputs: ImageInputs, worst: Sizes = ()):
@@ -131,17 +132,24 @@ class KnownImages:
         self._inputs, self._worst = inputs, worst
         self._made: dict[Hashable, dict[str, tuple[torch.Size, torch.dtype, torch.Tensor | None]]] = {}
 
-    def with_worst(self, worst: Sizes) -> "KnownImages":
-        """The same with another worst row."""
-        return KnownImages(self._inputs, worst)
+    def mode(self) -> CachedFakeMode:
+        """See the base class."""
+        return KnownValuesMode()
 
-    def of_worst(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
-        """As `of`; rows of a shape without images, which are others than those of the plan, have the worst row's."""
+    def with_rows(self, attached: Sequence[Attachment], trained: Sequence[Attachment]) -> FakeBatches:
+        """See the base class."""
+        images, known = images_of(attached), images_of(trained)
+        if images is None or (known is not None and images.patches.max() <= known.patches.max()):
+            return self
+        return KnownImages(self._inputs, images.worst)
+
+    def of_worst(self, shape: BatchShape) -> Given | None:
+        """See the base class; rows of a shape without images have the worst row's."""
         if sizes_of(shape.attached) or not self._worst:
             return self.of(shape)
         return self.of(replace(shape, attached=(ImageShape(sizes=(self._worst,) * shape.rows),)))
 
-    def of(self, shape: BatchShape) -> tuple[torch.Tensor, ImageTensors] | None:
+    def of(self, shape: BatchShape) -> Given | None:
         """The fake tensors of a micro-batch, which a KnownValuesMode is active for; None without images."""
         sizes = sizes_of(shape.attached)
         if not any(sizes):
@@ -154,21 +162,17 @@ class KnownImages:
         tensors = self._fake((shape.rows, shape.length, sizes), made)
         return tensors.pop(""), tensors
 
-    def batch(self, shape: BatchShape) -> Batch:
-        """A micro-batch of the plan."""
+    def batch(self, shape: BatchShape, parts: int = 1) -> Batch:
+        """See the base class."""
         beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
         if beside:
             blank = ImagePart(blank=self._fake("blank", lambda: self._inputs.blank))
-            return replace(empty_batch(shape, CPU), parts=(blank,))
-        return self.shown(shape, self.of(shape))
+            return replace(empty_batch(shape, CPU, parts), parts=(blank,))
+        return _shown(shape, self.of(shape), parts)
 
-    @staticmethod
-    def shown(shape: BatchShape, given: tuple[torch.Tensor, ImageTensors] | None, parts: int = 1) -> Batch:
-        """A micro-batch with what `of` gives of it; `parts` as of `empty_batch`."""
-        if given is None:
-            return empty_batch(shape, CPU, parts)
-        ids_BT, tensors = given
-        return empty_batch(shape, CPU, parts, ids_BT, (ImagePart(shown=tensors),))
+    def like_worst(self, shape: BatchShape, parts: int = 1) -> Batch:
+        """See the base class."""
+        return _shown(shape, self.of_worst(shape), parts)
 
     def _fake(self, key: Hashable, make: Callable[[], ImageTensors]) -> ImageTensors:
         """Fake tensors like those that `make` returns once for a key."""
@@ -189,6 +193,14 @@ class KnownImages:
             elif self._inputs.drops_zeros:  # Pixels that are not zero.
                 setattr(tensors[name], ONE, self._one)
         return tensors
+
+
+def _shown(shape: BatchShape, given: Given | None, parts: int) -> Batch:
+    """A micro-batch with what is given of it."""
+    if given is None:
+        return empty_batch(shape, CPU, parts)
+    ids_BT, tensors = given
+    return empty_batch(shape, CPU, parts, ids_BT, (ImagePart(shown=dict(tensors)),))
 
 
 def _is_known(value: Any) -> bool:
