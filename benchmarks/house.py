@@ -72,11 +72,13 @@ CAPABILITIES: Mapping[str, Capability] = {
 ISLANDS: Mapping[str, str] = {
     "commands/convert": "other tools",
     "data/images": "images",
+    "images": "images",
     "memory/tool_step": "other tools",
     "model/attention": "packed rows",
     "model/experts": "experts",
     "model/images": "images",
     "objectives": "preferences",
+    "preferences": "preferences",
     "step/offload": "offload",
 }
 """Packages of lean_finetune that belong to one capability, and that capability."""

@@ -21,6 +21,14 @@ evaluate report stages commands/tuned commands/convert commands/project commands
 page/project page
 """.split()
 MOST_MODULES = 15
+ISLANDS = {"images", "preferences"}
+"""Packages of one capability each. `islands` lists them for all others."""
+NAME_ISLANDS = """
+commands/choose/plan commands/row_lengths commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
+memory/advice/full_rows memory/advice/run memory/predict/assumed_images memory/trace/known_values
+report/report_inputs step/step_loss train/job train/loop
+""".split()
+"""Modules outside of islands that import one. None is added: what they need becomes a method of the attachment."""
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")
 
 
@@ -61,6 +69,17 @@ def test_no_package_imports_one_below_it():
         for path in sorted((ROOT / PACKAGE / package).glob("*.py")):
             wrong += [f"{path.name}: {other}" for other in imported_packages(path) if PACKAGES.index(other) > number]
     assert wrong == []
+
+
+def test_only_the_lists_of_islands_name_one():
+    """A capability that the plan or the step asks for enters every room again."""
+    found = []
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        module = path.relative_to(ROOT / PACKAGE)
+        imported = {name.split(".")[1] for name in imported_names(path) if name.startswith(f"{PACKAGE}.")}
+        if module.parts[0] not in {"islands", *ISLANDS} and imported & ISLANDS:
+            found.append(module.with_suffix("").as_posix())
+    assert found == NAME_ISLANDS
 
 
 def test_every_module_is_in_a_small_package():
