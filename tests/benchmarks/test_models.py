@@ -8,6 +8,7 @@ import transformers
 from benchmarks.harness import RESULTS
 from benchmarks.models.families import outcome
 from benchmarks.models.page import PAGE, page_text
+from benchmarks.models.planned import planned, planned_cases
 from benchmarks.models.published import IMAGE_MODELS, image_models, published_models
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.memory.predict.state_formulas import model_shapes
@@ -65,6 +66,7 @@ def test_the_page_shows_the_results(monkeypatch):
     for row in with_image:
         assert_published(row["parameters"], published[row["model"]])
     assert len({row["family"] for row in rows if row["qlora"].get("gpu")}) >= 45
+    assert [row["options"] for row in read_json(RESULTS / "planned.json")["rows"]] == [*planned_cases()]
 
 
 def assert_published(parameters: int, published: int | str) -> None:
@@ -74,6 +76,14 @@ def assert_published(parameters: int, published: int | str) -> None:
         assert f"{parameters / 1e9:.{digits}f}" == published
     else:
         assert parameters == published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", planned_cases())
+def test_plan_writes_what_the_page_says(options: str):
+    """Switches that are slower than they need to be, or that a change of the predictions made wrong."""
+    rows = {row["options"]: row for row in read_json(RESULTS / "planned.json")["rows"]}
+    assert planned(options) == rows[options], "run `python -m benchmarks.models planned --again all`"
 
 
 @pytest.mark.slow
