@@ -25,8 +25,8 @@ ISLANDS = {"images", "preferences"}
 """Packages of one capability each. `islands` lists them for all others."""
 NAME_ISLANDS = """
 commands/choose/plan commands/row_lengths commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
-memory/advice/full_rows memory/advice/run memory/predict/assumed_images memory/trace/known_values
-report/report_inputs step/step_loss train/job train/loop
+memory/advice/full_rows memory/predict/assumed_images memory/trace/known_values
+report/report_inputs step/step_loss
 """.split()
 """Modules outside of islands that import one. None is added: what they need becomes a method of the attachment."""
 CODE = ("cuda_memory", PACKAGE, "stages", "benchmarks", "tests/kit")

@@ -65,6 +65,7 @@ class ImageAttachment(Attachment):
     name = "images"
     rows_text = "rows with images"
     limits = ("max_patches",)
+    whole_model = True
     unpackable = "vision towers of their families do not know packed rows"
 
     sizes: np.ndarray

@@ -74,6 +74,8 @@ class Attachment(ABC):
     """How messages call such rows."""
     limits: ClassVar[tuple[str, ...]] = ()
     """Keys of section bucket that limit its measures."""
+    whole_model: ClassVar[bool] = False
+    """Whether it needs parts of the model beside its decoder and head."""
     unpackable: ClassVar[str] = ""
     """Why such rows cannot be packed, for messages; empty if they can."""
 
@@ -145,6 +147,11 @@ class Attachment(ABC):
     @abstractmethod
     def with_row(self, other: Self, row: int) -> Self:
         """These rows and one of others."""
+
+
+def need_whole_model(attached: Iterable[Attachment]) -> bool:
+    """Whether rows need parts of the model beside its decoder and head."""
+    return any(one.whole_model for one in attached)
 
 
 def measures_of(attached: Iterable[Attachment]) -> list[Measure]:

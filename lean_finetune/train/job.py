@@ -22,7 +22,6 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import division
-from lean_finetune.images.attachment import images_of
 from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
@@ -49,6 +48,7 @@ from lean_finetune.plan.batch_plan import (
 )
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
+from lean_finetune.rows.attachment import need_whole_model
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
@@ -293,7 +293,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     with remedies_of_node(world):
         directory, adapter = model_directory(lock), adapter_directory(lock)
     plan, rows = _read_plan(params, paths)
-    config = read_config(directory, scores=train.scores, images=images_of(rows.attached) is not None)
+    config = read_config(directory, scores=train.scores, images=need_whole_model(rows.attached))
     train = with_token_ids(train, lock.get("trained_tokens", []))
     check_attention(device, config, train)
     if train.merge:

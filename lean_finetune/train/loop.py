@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from lean_finetune.distributed.sharding_modes import load_parallel
-from lean_finetune.images.attachment import images_of
 from lean_finetune.plan.batch_plan import MicroBatch
+from lean_finetune.rows.attachment import need_whole_model
 from lean_finetune.step.batch_stream import BatchStream
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
@@ -224,7 +224,7 @@ class Trainer:
                 job.world,
                 job.device,
                 adapter=job.adapter,
-                images=images_of(job.rows.attached) is not None,
+                images=need_whole_model(job.rows.attached),
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )

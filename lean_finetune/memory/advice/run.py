@@ -15,7 +15,6 @@ from cuda_memory.gpus import GIGA, Device
 from cuda_memory.units import GIB, MIB, readable_size
 from lean_finetune.config.declared_params import declared_part
 from lean_finetune.config.schema import Bucket, Params
-from lean_finetune.images.attachment import images_of
 from lean_finetune.islands.attachments import read_attached
 from lean_finetune.memory.advice.margins import Margin, margin_of
 from lean_finetune.memory.advice.plan_memory import PlanMemory, replay_plan
@@ -32,7 +31,7 @@ from lean_finetune.memory.predict.process_memory import disk_state_bytes, host_s
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, steps_in_flight, traced_steps
 from lean_finetune.memory.trace.cuda_kernels import Target, target_of
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE, FakeBatches
-from lean_finetune.memory.trace.known_values import KnownImages
+from lean_finetune.memory.trace.known_values import fakes_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
@@ -62,7 +61,7 @@ from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
-from lean_finetune.rows.attachment import Attachment, measures_of
+from lean_finetune.rows.attachment import Attachment, measures_of, need_whole_model
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -406,10 +405,10 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     plan, lengths, attached = read_plan(plan_path), read_lengths(index), read_attached(index)
     refuse_other_tokens(plan, lengths)
     refuse_other_objective(plan, p.train.row_kind)
-    plan, images = replace(plan, attached=attached), images_of(attached)
+    plan = replace(plan, attached=attached)
     lock = read_model_lock(model_lock)
-    config = read_config(config_directory(lock), scores=p.train.scores, images=images is not None)
-    shown = None if images is None else images.for_model(tokenizer_directory(lock), config)
+    config = read_config(config_directory(lock), scores=p.train.scores, images=need_whole_model(attached))
+    fakes = fakes_of(attached, tokenizer_directory(lock), config)
     step_tokens = planned_step_tokens(plan_path, p.train)
     settings = PlanSettings.from_params(p, step_tokens)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=settings)
@@ -432,6 +431,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        fakes=TEXT_ALONE if shown is None else KnownImages(shown.known_inputs, shown.worst),
+        fakes=fakes,
     )
     return run.with_plan(planned)

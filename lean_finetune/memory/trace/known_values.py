@@ -8,6 +8,7 @@ runs on the copies too. Other tensors stay without values.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,12 +16,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
+from transformers import PretrainedConfig
 
 from lean_finetune.images.attachment import ImageShape, Sizes, images_of, sizes_of
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart, ImageTensors
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
-from lean_finetune.memory.trace.fake_batches import CPU, FakeBatches, Given
+from lean_finetune.memory.trace.fake_batches import CPU, TEXT_ALONE, FakeBatches, Given
 from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 
@@ -193,6 +195,18 @@ class KnownImages(FakeBatches):
             elif self._inputs.drops_zeros:  # Pixels that are not zero.
                 setattr(tensors[name], ONE, self._one)
         return tensors
+
+
+def fakes_of(attached: Sequence[Attachment], directory: Path, config: PretrainedConfig) -> FakeBatches:
+    """What makes the micro-batches of rows with these attachments, for a model in a directory.
+
+    Raises:
+        UserError: the model's files do not make its arguments.
+    """
+    images = images_of(attached)
+    if images is None:
+        return TEXT_ALONE
+    return KnownImages(images.for_model(directory, config).known_inputs, images.worst)
 
 
 def _shown(shape: BatchShape, given: Given | None, parts: int) -> Batch:
