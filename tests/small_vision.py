@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -180,6 +181,55 @@ def _gemma3(words: Any, text: dict[str, Any]) -> Any:
     )
 
 
+def _gemma4(**more: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    def config(words: Any, text: dict[str, Any]) -> Any:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"][: text["num_hidden_layers"]]
+        kind = {"model_type": "gemma4_text", "sliding_window": 24, "layer_types": kinds, "global_head_dim": 32}
+        vision = {**_SIZES, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 8, "pooling_kernel_size": 2}
+        ids = {f"{name}_id": words.convert_tokens_to_ids(mark) for name, mark in _GEMMA4.items() if name != "eoa_token"}
+        ids["video_token_id"] = words.convert_tokens_to_ids("<|video|>")
+        sizes = {"vocab_size_per_layer_input": text["vocab_size"], **more, **text}
+        sound = sizes.pop("sound")
+        return transformers.Gemma4Config(
+            text_config={**kind, **sizes},
+            vision_config={**vision, "position_embedding_size": 512},
+            audio_config=sound,
+            **ids,
+        )
+
+    return config
+
+
+_SOUND = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
+    "subsampling_conv_channels": [4, 2],
+}
+_GEMMA4_SMALL = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "sound": _SOUND}
+"""As E2B and E4B: embeddings of each layer, and a tower for sound."""
+_GEMMA4_LARGE = {
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sound": None, "attention_k_eq_v": True},
+    **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+}
+"""As 26B-A4B and 31B: the tokens of an image see each other."""
+
+
+_GEMMA4 = {
+    **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    **{"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+}
+
+
+def _gemma4_family(sizes: dict[str, Any]) -> SmallFamily:
+    return SmallFamily(
+        config=_gemma4(**sizes),
+        images=Gemma4ImageProcessorPil(patch_size=8, max_soft_tokens=70, pooling_kernel_size=2),
+        place="<|image|>",
+        marks=("<|video|>",),
+        named=_GEMMA4,
+        processor={"processor_class": "Gemma4Processor", "image_seq_length": 70},
+    )
+
+
 _GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 _QWEN3_VISION: dict[str, Any] = {
     **{"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
@@ -244,6 +294,8 @@ FAMILIES: dict[str, SmallFamily] = {
         named=_GEMMA,
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
     ),
+    "gemma4": _gemma4_family(_GEMMA4_SMALL),
+    "gemma4_large": _gemma4_family(_GEMMA4_LARGE),
     "llava": SmallFamily(
         config=_two_parts("LlavaConfig", "llama", _CLIP, "<image>", image_seq_length=4),
         images=LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),

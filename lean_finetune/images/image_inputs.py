@@ -17,7 +17,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from lean_finetune.data.images.families import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.model.images.image_config import SEE_EACH_OTHER
+from lean_finetune.model.images.image_config import SEE_EACH_OTHER, mask_argument
 from lean_finetune.rows.batch_part import BatchPart
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class ImageInputs:
         made = self._processor.arguments(images)
         if hasattr(self._model, "get_rope_index"):
             made["position_ids"] = self._positions(ids_BT, made)
-        return {**made, **self._kinds(ids_BT, SEE_EACH_OTHER)}
+        masks = mask_argument(self._config)
+        return {**made, **({} if masks is None else self._kinds(ids_BT, masks))}
 
     @cached_property
     def blank(self) -> ImageTensors:
@@ -63,7 +64,7 @@ class ImageInputs:
     def for_generation(self, ids_BT: torch.Tensor, images: Sequence[Sequence["Image"]]) -> ImageTensors:
         """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
         made: ImageTensors = self._processor.arguments(images)
-        return {**made, **self._kinds(ids_BT, SEE_EACH_OTHER, "mm_token_type_ids")}
+        return {**made, **self._kinds(ids_BT, *SEE_EACH_OTHER.values())}
 
     def _kinds(self, ids_BT: torch.Tensor, *names: str) -> ImageTensors:
         """Which tokens images fill, as those of these arguments that the model has."""
@@ -141,14 +142,19 @@ class ImagePart(BatchPart):
     @property
     def masks(self) -> bool:
         """See the base class."""
-        return SEE_EACH_OTHER in self.shown
+        return any(name in self.shown for name in SEE_EACH_OTHER.values())
 
     def inputs(self, lm: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See the base class."""
         if not self.blank or not (beside := _tower_beside_others(lm, self.blank)).requires_grad:
             return inputs
         # Backward must reach the tower through the decoder, as for real images: FSDP sums gradients in this order.
-        return {"inputs_embeds": lm.get_input_embeddings()(inputs["input_ids"]) + beside}
+        embedded_BTD = lm.get_input_embeddings()(inputs["input_ids"]) + beside
+        if not getattr(lm.config.get_text_config(), "hidden_size_per_layer_input", 0):
+            return {"inputs_embeds": embedded_BTD}
+        # Gemma 4 would look for the tokens of these embeddings.
+        own = lm.get_decoder().get_per_layer_inputs(inputs["input_ids"], embedded_BTD)
+        return {"inputs_embeds": embedded_BTD, "per_layer_inputs": own}
 
 
 def _moved(images: ImageTensors, device: torch.device | str) -> ImageTensors:

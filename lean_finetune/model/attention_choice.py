@@ -103,6 +103,13 @@ def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool
     return choice == "eager" or caps_scores(config) or own
 
 
+def of_parts(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """The attention of a model as transformers takes it: parts for sound, which are left out, know only their own."""
+    if getattr(config, "audio_config", None) is None:
+        return attention
+    return {"": attention, **dict.fromkeys(config.sub_configs, attention), "audio_config": "eager"}
+
+
 def training_attention(config: PretrainedConfig, choice: AttentionName = "auto") -> str:
     """The registered name of a model's attention in training; `choice` is train.attention."""
     if caps_scores(config):

@@ -124,7 +124,7 @@ def left_out_text(model: nn.Module) -> str | None:
     """The parts that a model lacks, for people; None if it is complete."""
     sizes = {name: f"{count:,} parameters" if count else "a model of timm" for name, count in left_out(model).items()}
     parts = ", ".join(f"{name} ({size})" for name, size in sizes.items())
-    return f"{parts}: rows of text do not train them" if parts else None
+    return f"{parts}: the rows do not train them" if parts else None
 
 
 def pattern_of(parts: Iterable[str]) -> str | None:

@@ -22,7 +22,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
-from lean_finetune.model.attention_choice import training_attention
+from lean_finetune.model.attention_choice import of_parts, training_attention
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.continued_adapter import load_start
 from lean_finetune.model.dropout import switch_off_dropout
@@ -143,7 +143,7 @@ def load_base(
                 state_dict=tensors,
                 config=own_config,
                 dtype=base_dtype(weights),
-                attn_implementation=attention or training_attention(config),
+                attn_implementation=of_parts(own_config, attention or training_attention(config)),
                 **EXPERTS_OPTION,
                 device_map={"": device},
                 output_loading_info=True,
@@ -256,7 +256,8 @@ def uninitialized_model(
         UserError: as `fake_model`.
     """
     refuse_other_method(config, train)
-    model = meta_model(config, dtype=base_dtype(train), attn_implementation=training_attention(config, train.attention))
+    attention = of_parts(config, training_attention(config, train.attention))
+    model = meta_model(config, dtype=base_dtype(train), attn_implementation=attention)
     keep_in_fp32(model, base_dtype(train))
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(train) is not None:

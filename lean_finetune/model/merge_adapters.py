@@ -30,7 +30,7 @@ from lean_finetune.model.experts.experts_forward import expert_modules, expert_p
 from lean_finetune.model.files.finite_values import (
     NOT_FINITE,
     finite_tensors,
-    is_finite,
+    is_sound,
     of_adapter,
     refuse_not_finite,
 )
@@ -294,7 +294,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
 def _finite(merged: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
     """A merged tensor. Raises UserError if its values became too large for its type."""
     tensor = merged(name)
-    if not is_finite(tensor):
+    if not is_sound(name, tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
         raise UserError(
             f"train.merge: {name} {NOT_FINITE} as {kind} once the adapter is merged; the adapter is damaged, or of "

@@ -46,7 +46,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "vocab_offset": 256},
         **OTHER_SIZES["gemma3n"],
     },
-    "gemma4": {"text_config": GEMMA_4, **GEMMA_4_TOWERS},
+    "gemma4": {
+        "text_config": GEMMA_4, **GEMMA_4_TOWERS,
+        "audio_config": {
+            "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32,
+            "subsampling_conv_channels": [4, 2],
+        },
+    },
     "gemma4_moe": {
         "model_type": "gemma4",
         "text_config": {

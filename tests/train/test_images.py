@@ -96,7 +96,16 @@ OF_STAGES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Of peft.
 @pytest.mark.parametrize(
     ("family", "vision"),
-    [("qwen3_vl_moe", "lora"), ("qwen3_5", "lora"), ("qwen3_5_moe", "full"), ("gemma3", "full"), ("smolvlm", "lora")],
+    [
+        *(
+            ("qwen3_vl_moe", "lora"),
+            ("qwen3_5", "lora"),
+            ("qwen3_5_moe", "full"),
+            ("gemma3", "full"),
+            ("smolvlm", "lora"),
+        ),
+        *(("gemma4", "lora"), ("gemma4_large", "full")),
+    ],
 )
 def test_a_family_passes_through_the_stages(tmp_path, monkeypatch, family, vision):
     """A plan, a prediction or an answer that no job of a test asks for."""

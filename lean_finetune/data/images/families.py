@@ -349,6 +349,56 @@ class Gemma3(ImageFamily):
         return self.patches_of(self.image_processor.size.height, self.image_processor.size.width)
 
 
+class Gemma4(ImageFamily):
+    """Gemma 4: an image keeps its proportions and has a number of tokens; it is padded to the most patches."""
+
+    processor_class, models = "Gemma4Processor", ("gemma4",)
+    limits = (MOST,)
+
+    @classmethod
+    def processor_kind(cls) -> type:
+        """See the base class. It has no parts for sound and videos, which need other packages."""
+        from transformers.processing_utils import ProcessorMixin
+
+        kind: Any = super().processor_kind()
+
+        class OfImages(ProcessorMixin):
+            # Between the family's class and its base, to which that passes all parts by name.
+            def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None, **others: Any):
+                super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+        def init(
+            self: Any, image_processor: Any, tokenizer: Any, chat_template: str | None = None, **more: Any
+        ) -> None:
+            # transformers reads the names of these arguments.
+            kind.__init__(self, None, image_processor, tokenizer, None, chat_template, **more)
+
+        return type(kind.__name__, (kind, OfImages), {"__module__": kind.__module__, "__init__": init})
+
+    def limit(self, most: int | None, fewest: int | None) -> None:
+        """See the base class. The most pixels become the number of tokens of the processor that has no more."""
+        refuse_limits(None, fewest, f"{self.processor_class} makes every image as large as its tokens allow")
+        assert most is not None
+        known: tuple[int, ...] = sys.modules[type(self.image_processor).__module__]._SUPPORTED_SOFT_TOKENS
+        token = (self.image_processor.patch_size * self.image_processor.pooling_kernel_size) ** 2
+        fitting = [tokens for tokens in known if tokens * token <= most]
+        if not fitting:
+            raise UserError(f"{MOST}: must hold {known[0]} tokens of {token} pixels each; got {most}; raise it")
+        self.image_processor.max_soft_tokens = min(fitting[-1], self.image_processor.max_soft_tokens)
+
+    def described(self, size: Size) -> Mapping[str, Any]:
+        """See the base class."""
+        images: Any = self.image_processor
+        resized: Any = sys.modules[type(images).__module__].get_aspect_ratio_preserving_size
+        height, width = resized(*size, images.patch_size, self.patches(size), images.pooling_kernel_size)
+        edge = images.patch_size * images.pooling_kernel_size
+        return {"num_soft_tokens_per_image": [(height // edge) * (width // edge)]}
+
+    def patches(self, size: Size) -> int:
+        """See the base class. Every image is padded to them."""
+        return int(self.image_processor.max_soft_tokens * self.image_processor.pooling_kernel_size**2)
+
+
 class InternVL(ImageFamily):
     """InternVL: crops of one size, and a small form of the image if it has several."""
 
@@ -461,7 +511,7 @@ def _no_videos(number: int) -> str:
 
 FAMILIES: tuple[type[ImageFamily], ...] = (
     *(Qwen25VL, Qwen2VL, Qwen3VL),
-    *(Llava, LlavaNext, Pixtral, Gemma3, InternVL, SmolVLM, Idefics3),
+    *(Llava, LlavaNext, Pixtral, Gemma3, Gemma4, InternVL, SmolVLM, Idefics3),
 )
 """Families that are trained with images. Of those with the same models, the first is for files that name none."""
 MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))

@@ -364,7 +364,8 @@ class _Search(Tracer):
         """
         faster = () if self._fitting else fewer_recomputed(self, candidate)
         for fewer in (one for one in faster if self._allowed(one.flags)):
-            if (peak_bytes := self._confirmed(fewer, self.known_peak(fewer).bytes)) is not None:
+            traced_bytes = self.known_peak(fewer).bytes if self._confirm is None else 0  # A confirmation traces it.
+            if (peak_bytes := self._confirmed(fewer, traced_bytes)) is not None:
                 self._fitting.append((fewer, peak_bytes))
                 return
         peak_bytes = self._confirmed(candidate, self.peak_bytes(candidate))

@@ -37,6 +37,8 @@ INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 """Operations whose second argument are indices, which may be masks."""
 REPEATED = {aten.view.default, aten._to_copy.default, aten.eq.Scalar}
 """Operations that make a tensor with one value throughout of another."""
+SHARES = {aten._to_copy.default, aten.div.Tensor}
+"""Operations whose results keep values in other types too: a pooling of patches asks which of its weights are 0."""
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -94,7 +96,7 @@ class KnownValuesMode(CachedFakeMode):
         if out is None:
             return tree_map(lambda each: self.known(each) if isinstance(each, torch.Tensor) else each, real)
         for made, value in zip(_tensors((out,)), _tensors((real,)), strict=True):
-            if type(made) is FakeTensor and value.dtype in EXACT:
+            if type(made) is FakeTensor and (value.dtype in EXACT or func in SHARES):
                 setattr(made, KNOWN_VALUE, value)
         return out
 

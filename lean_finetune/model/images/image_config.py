@@ -9,14 +9,17 @@ TAKES_IMAGES = "_takes_images"
 """Attribute of the config of a model that is built with its parts for images."""
 VISION_PARTS = tuple(
     f"model.{name}"
-    for name in ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "image_newline")
+    for name in (
+        *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "image_newline"),
+        "embed_vision",
+    )
 )
 """Names of the parts for images in transformers' classes."""
 
-SEE_EACH_OTHER = "token_type_ids"
-"""Argument of models in which the tokens of an image see each other: which tokens these are."""
-MASKED_FAMILIES = ("gemma3",)
-"""Families with this argument: attention of rows with images has a mask."""
+AUDIO_PARTS = ("model.audio_tower", "model.embed_audio")
+"""Names of the parts for sound, which no row has: a model with images is built without them."""
+SEE_EACH_OTHER = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+"""By model_type: argument of models in which the tokens of an image see each other: which tokens these are."""
 
 
 def with_images(config: PretrainedConfig) -> PretrainedConfig:
@@ -33,7 +36,14 @@ def takes_images(config: PretrainedConfig) -> bool:
 
 def masks_images(config: PretrainedConfig) -> bool:
     """Whether attention of rows with images has a mask, so that the tokens of an image see each other."""
-    return takes_images(config) and config.model_type in MASKED_FAMILIES
+    return takes_images(config) and mask_argument(config) is not None
+
+
+def mask_argument(config: PretrainedConfig) -> str | None:
+    """The argument of `SEE_EACH_OTHER` that a model needs; None where the tokens of images see those before them."""
+    if config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision":
+        return None
+    return SEE_EACH_OTHER.get(config.model_type)
 
 
 def without_images(config: PretrainedConfig) -> PretrainedConfig:

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.model.images.image_config import AUDIO_PARTS, part_of_images
 from lean_finetune.pinning.adapter_files import LORA
 
-PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list)([._]|$)")
+PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list|embed_vision)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
 ImagePart = Literal["vision", "projector", "unread"]
 """The tower, the projector, and layers of the tower that the projector does not read."""
@@ -45,6 +45,10 @@ class WithImages:
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         model: Any = self
+        self.left_out: dict[str, int] = dict(_leave_out_audio(model))
+        """Parameters of the parts for sound, by name."""
+        known = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(part)}" for part in self.left_out)}
         self.vision_parts = tuple(name for _, _, name, _ in parts_beside_text(model))
         """Names of the parts beside decoder and head."""
         self.frozen_parts: tuple[nn.Module, ...] = ()
@@ -55,6 +59,14 @@ class WithImages:
         for part in self.frozen_parts:
             part.eval()
         return self
+
+
+def _leave_out_audio(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Remove the parts for sound; yield their names and numbers of parameters."""
+    for owner, name, full_name, part in list(parts_beside_text(model)):
+        if full_name in AUDIO_PARTS:
+            setattr(owner, name, None)
+            yield full_name, sum(parameter.numel() for parameter in part.parameters())
 
 
 def vision_parts(model: nn.Module) -> tuple[str, ...]:
