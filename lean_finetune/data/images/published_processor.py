@@ -79,6 +79,26 @@ def _gemma3() -> Published:
     )
 
 
+def _gemma4() -> Published:
+    named = {
+        **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        **{"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    }
+
+    def images(config: Any) -> Content:
+        vision = config.vision_config
+        sizes = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size}
+        return {"image_processor_type": "Gemma4ImageProcessor", **sizes}
+
+    return Published(
+        tower="gemma4_vision",
+        images=images,
+        processor=lambda config: {"processor_class": "Gemma4Processor"},
+        tokens=lambda config: tuple(named.values()),
+        named=named,
+    )
+
+
 def _llava(name: str, images: str, *own: str) -> Published:
     """`images`: the class of the image processor. `own`: its values that config.json has under the same name."""
 
@@ -162,6 +182,7 @@ PUBLISHED: dict[str, Published] = {
     "qwen3_5": _qwen(16, 256 * 256),
     "qwen3_5_moe": _qwen(16, 256 * 256),
     "gemma3": _gemma3(),
+    "gemma4": _gemma4(),
     "llava": _llava("LlavaProcessor", "CLIPImageProcessor"),
     "llava_next": _llava("LlavaNextProcessor", "LlavaNextImageProcessor", "image_grid_pinpoints"),
     "pixtral": _pixtral(),
@@ -174,7 +195,8 @@ PUBLISHED: dict[str, Published] = {
 
 Compared with copies of the published files of Qwen2-VL-7B, Qwen2.5-VL-7B, Qwen3-VL-8B, gemma-3-27b-it,
 llava-1.5-7b-hf, llava-v1.6-mistral-7b-hf, Mistral-Small-3.1-24B, SmolVLM2-500M and SmolVLM-Instruct, and with the
-scripts of transformers' repository that wrote those of pixtral-12b, InternVL3 and Idefics3-8B-Llama3.
+scripts of transformers' repository that wrote those of pixtral-12b, InternVL3 and Idefics3-8B-Llama3. Those of Qwen3.5
+are taken to be as Qwen3-VL's, and those of Gemma 4 the defaults of its classes.
 """
 
 
