@@ -141,6 +141,8 @@ def remove_outdated_metrics() -> None:
     with Repo() as repo:
         graph = repo.index.graph  # From each stage to those that it depends on.
         this = next(one for one in graph if Path(one.wdir) == Path.cwd() and getattr(one, "name", None) == stage)
+        if this.always_changed:  # It runs first in every experiment: the stages that run after it decide.
+            return
         later = networkx.ancestors(graph, this)
         outdated: set[Stage] = set()
         for one in reversed(list(networkx.topological_sort(graph.subgraph(later)))):
