@@ -62,9 +62,10 @@ def test_the_page_shows_the_results(monkeypatch):
     assert {row["model"] for row in rows} == {*published_models()}
     with_image = read_json(RESULTS / "published_images.json")["rows"]
     assert [row["model"] for row in with_image] == [*image_models()]
-    published = {model["model"]: model["published_parameters"] for model in read_json(IMAGE_MODELS)}
+    published = {model["model"]: model.get("published_parameters") for model in read_json(IMAGE_MODELS)}
     for row in with_image:
-        assert_published(row["parameters"], published[row["model"]])
+        if not row["model"].endswith("†"):  # Of the sizes of transformers' classes.
+            assert_published(row["parameters"], published[row["model"]])
     assert len({row["family"] for row in rows if row["qlora"].get("gpu")}) >= 45
     assert [row["options"] for row in read_json(RESULTS / "planned.json")["rows"]] == [*planned_cases()]
 
@@ -88,7 +89,7 @@ def test_plan_writes_what_the_page_says(options: str):
 
 @pytest.mark.slow
 def test_configs_of_models_with_images_have_the_published_parameters(tmp_path):
-    for model in read_json(IMAGE_MODELS):
+    for model in (one for one in read_json(IMAGE_MODELS) if not one["model"].endswith("†")):
         write_json(tmp_path / "config.json", model["config"])
         config = read_config(tmp_path, images=True)
         assert_published(model_shapes(config).values, model["published_parameters"])
