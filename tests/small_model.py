@@ -10,29 +10,17 @@ from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.load_model import load_model
 from lean_finetune.train.save_model import Base
+from tests.kit.estimate_cpu import SMALL
 from tests.kit.specs import train_of
 
 CPU = torch.device("cpu")
-VOCABULARY = 256
+VOCABULARY: int = SMALL["vocab_size"]
 
 
 def save_small_llama(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
     """Write a random two-layer Llama, by default with tied embeddings, as safetensors."""
-    values: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**values, **changes}))
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "tie_word_embeddings": True, **changes}))
     model.to(dtype=dtype)  # type: ignore[call-arg]
     model.save_pretrained(directory)
     return directory

@@ -189,25 +189,25 @@ def _gemma4(**more: Any) -> Callable[[Any, dict[str, Any]], Any]:
         ids = {f"{name}_id": words.convert_tokens_to_ids(mark) for name, mark in _GEMMA4.items() if name != "eoa_token"}
         ids["video_token_id"] = words.convert_tokens_to_ids("<|video|>")
         sizes = {"vocab_size_per_layer_input": text["vocab_size"], **more, **text}
-        sound = sizes.pop("sound")
+        audio = sizes.pop("audio")
         return transformers.Gemma4Config(
             text_config={**kind, **sizes},
             vision_config={**vision, "position_embedding_size": 512},
-            audio_config=sound,
+            audio_config=audio,
             **ids,
         )
 
     return config
 
 
-_SOUND = {
+_AUDIO = {
     **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
     "subsampling_conv_channels": [4, 2],
 }
-_GEMMA4_SMALL = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "sound": _SOUND}
-"""As E2B and E4B: embeddings of each layer, and a tower for sound."""
+_GEMMA4_SMALL = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "audio": _AUDIO}
+"""As E2B and E4B: embeddings of each layer, and an audio tower."""
 _GEMMA4_LARGE = {
-    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sound": None, "attention_k_eq_v": True},
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "audio": None, "attention_k_eq_v": True},
     **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
 }
 """As 26B-A4B and 31B: the tokens of an image see each other."""

@@ -172,7 +172,7 @@ class Train(BaseWeights):
     """What to recompute: every layer | the first grad_ckpt_layers | one layer in grad_ckpt_every | all but the outputs
     of matmuls and attention."""
     grad_ckpt_layers: PositiveInt | None
-    """Policy first_n: recompute so many layers of the decoder, the first ones. The others store their activations."""
+    """Policy first_n: recompute so many decoder layers, the first ones. The others store their activations."""
     grad_ckpt_every: Annotated[int, Field(ge=2, le=MOST)]
     """Policy every_n: recompute one layer in this many. The other layers store their activations."""
     offload_activations: OffloadActivations

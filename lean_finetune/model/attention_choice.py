@@ -104,7 +104,7 @@ def materializes_scores(config: PretrainedConfig, choice: AttentionName) -> bool
 
 
 def of_parts(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
-    """The attention of a model as transformers takes it: parts for sound, which are left out, know only their own."""
+    """The `attn_implementation` of a model. Audio towers, which are left out, support eager alone."""
     if getattr(config, "audio_config", None) is None:
         return attention
     return {"": attention, **dict.fromkeys(config.sub_configs, attention), "audio_config": "eager"}

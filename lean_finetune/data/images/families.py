@@ -350,14 +350,14 @@ class Gemma3(ImageFamily):
 
 
 class Gemma4(ImageFamily):
-    """Gemma 4: an image keeps its proportions and has a number of tokens; it is padded to the most patches."""
+    """Gemma 4: an image keeps its proportions, and is padded to the largest number of patches."""
 
     processor_class, models = "Gemma4Processor", ("gemma4",)
     limits = (MOST,)
 
     @classmethod
     def processor_kind(cls) -> type:
-        """See the base class. It has no parts for sound and videos, which need other packages."""
+        """See the base class. Without the parts for audio and video, which need other packages."""
         from transformers.processing_utils import ProcessorMixin
 
         kind: Any = super().processor_kind()

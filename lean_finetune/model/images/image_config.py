@@ -17,7 +17,7 @@ VISION_PARTS = tuple(
 """Names of the parts for images in transformers' classes."""
 
 AUDIO_PARTS = ("model.audio_tower", "model.embed_audio")
-"""Names of the parts for sound, which no row has: a model with images is built without them."""
+"""Names of the audio parts. No row has audio, so a model with images is built without them."""
 SEE_EACH_OTHER = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 """By model_type: argument of models in which the tokens of an image see each other: which tokens these are."""
 

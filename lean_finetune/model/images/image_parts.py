@@ -46,7 +46,7 @@ class WithImages:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         model: Any = self
         self.left_out: dict[str, int] = dict(_leave_out_audio(model))
-        """Parameters of the parts for sound, by name."""
+        """Parameters of the audio parts, by name."""
         known = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(part)}" for part in self.left_out)}
         self.vision_parts = tuple(name for _, _, name, _ in parts_beside_text(model))
@@ -62,7 +62,7 @@ class WithImages:
 
 
 def _leave_out_audio(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Remove the parts for sound; yield their names and numbers of parameters."""
+    """Remove the audio parts; yield their names and numbers of parameters."""
     for owner, name, full_name, part in list(parts_beside_text(model)):
         if full_name in AUDIO_PARTS:
             setattr(owner, name, None)
