@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 TIMEOUT_SECONDS = 480
 """Several times the duration of the suite's longest command on two busy cores."""
 Result = TypeVar("Result")
@@ -79,3 +81,10 @@ def wait_for(condition: Callable[[], Result], process: subprocess.Popen[Any] | N
         assert process is None or process.poll() is None, f"the process ended: {process.returncode}"
         time.sleep(0.01)
     return value
+
+
+def command_words(process: psutil.Process) -> list[str]:
+    """Words of a process's command; none once it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []

@@ -88,18 +88,23 @@ def test_two_nodes_with_the_same_number_are_refused():
 def test_another_program_on_the_port_is_refused(monkeypatch: pytest.MonkeyPatch, greeting: bytes):
     """A hang, or a traceback of PyTorch's store."""
     monkeypatch.setattr(launch, "ANSWER_SECONDS", 1)
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            with suppress(OSError):
+            with ExitStack() as connections, suppress(OSError):
                 while True:
-                    stack.enter_context(server.accept()[0]).sendall(greeting)
+                    connections.enter_context(server.accept()[0]).sendall(greeting)
 
-        Thread(target=answer, daemon=True).start()
-        with pytest.raises(
-            UserError, match="run.rendezvous: must be the address of node 0; another program answers at "
-        ):
-            meet(Node(rank=1, count=2, port=server.getsockname()[1]))
+        answering = Thread(target=answer)
+        answering.start()
+        try:
+            with pytest.raises(
+                UserError, match="run.rendezvous: must be the address of node 0; another program answers at "
+            ):
+                meet(Node(rank=1, count=2, port=server.getsockname()[1]))
+        finally:  # The thread closes what it accepted.
+            server.shutdown(socket.SHUT_RDWR)
+            answering.join()
 
 
 def test_an_address_that_is_not_known_is_refused():

@@ -19,7 +19,7 @@ from lean_finetune.page.jobs import end_commands, environment, run_command
 from lean_finetune.page.limits import HOSTED, LOCAL
 from lean_finetune.page.project.documents import fault_document
 from tests.conftest import ROOT
-from tests.processes import run_bounded
+from tests.processes import command_words, run_bounded
 
 NO_LIMITS = {"seconds": None, "memory_bytes": None, "file_bytes": None, "only_below": None}
 PROGRAM = "from lean_finetune.page.child import set_limits; set_limits({limits}); {then}"
@@ -76,7 +76,7 @@ def test_commands_end_with_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "_ending", threading.Event())
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(run_command, ["fit", "--model=llama-3.1-70b", "--gpu=T4"], tmp_path, LOCAL)
-        while not (started := [child for child in psutil.Process().children() if "fit" in child.cmdline()]):
+        while not (started := [child for child in psutil.Process().children() if "fit" in command_words(child)]):
             assert not ended.done()
         end_commands()
         assert ended.result(10).code == -signal.SIGKILL

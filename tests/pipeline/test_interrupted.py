@@ -12,7 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.pipeline.clone import Clone, commit_all
-from tests.processes import TIMEOUT_SECONDS, kill_group, killed_after, wait_for
+from tests.processes import TIMEOUT_SECONDS, command_words, kill_group, killed_after, wait_for
 from tests.repeatable import repeatable
 
 HERE = ("repro", "--force", "--single-item", "train")
@@ -27,7 +27,7 @@ def checkpoints(clone: Clone) -> set[str]:
 
 def trainers(clone: Clone) -> list[psutil.Process]:
     """Running training processes."""
-    return [one for one in clone.processes() if one.is_running() and one.cmdline()[1:] == ["-m", "stages.train"]]
+    return [one for one in clone.processes() if one.is_running() and command_words(one)[1:] == ["-m", "stages.train"]]
 
 
 def interrupted(

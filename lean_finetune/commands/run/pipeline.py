@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +97,7 @@ def run_pipeline(shown: Shown) -> list[str]:
                 fault.lines = _reported_lines(report)
             raise fault from error
         except Interrupted:
-            _end_stages()
+            end_stages()
             raise
     log.end()
     return log.ran
@@ -177,12 +177,14 @@ def _stage_fault(stage: str, message: str) -> UserError:
     return StageFailed(stage, FIRST_OF_SIGNALS - status if status < 0 else status)
 
 
-def _end_stages() -> None:
+def end_stages() -> None:
     """End the running stage before this process ends, so that its line comes before the shell's prompt."""
     import psutil
 
     def is_stage(process: "Process") -> bool:
-        return any(word.startswith("stages.") for word in process.cmdline())
+        with suppress(psutil.NoSuchProcess):  # Another child may just have ended.
+            return any(word.startswith("stages.") for word in process.cmdline())
+        return False
 
     try:
         children = psutil.Process().children()

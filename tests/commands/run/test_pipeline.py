@@ -4,21 +4,23 @@ import json
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from dvc.repo import Repo
 
-from lean_finetune.commands.run.pipeline import StageFailed, run_pipeline
+from lean_finetune.commands.run.pipeline import StageFailed, end_stages, run_pipeline
 from lean_finetune.commands.run.shown import Shown
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.stage_command import REPORT_FILE
 from tests.json_answers import check_event
-from tests.processes import run_bounded
+from tests.processes import command_words, run_bounded, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Of DVC's libraries.
 PIPELINE = """
@@ -169,3 +171,14 @@ def test_a_lock_of_another_process_is_one_line(home: Path, capfd: pytest.Capture
     (home / "dvc.yaml").write_text(PIPELINE.format(second="cp first.txt second.txt"))
     ran, _, err = run(capfd)
     assert ran == ["second"] and err == "", "DVC says that it removed the lock of a process that had been killed"
+
+
+def test_a_stage_ends_beside_a_process_that_has_ended():
+    """A command of DVC that nobody had waited for yet kept the stage alive."""
+    with (
+        subprocess.Popen(["true"]) as ended,
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "stages.train"]) as stage,
+    ):
+        wait_for(lambda: not command_words(psutil.Process(ended.pid)))
+        end_stages()
+        assert stage.poll() is not None or stage.wait(1) == -signal.SIGTERM
