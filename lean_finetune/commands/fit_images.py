@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cuda_memory.units import counted, labelled
 from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.core.errors import UsageFault
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 
 if TYPE_CHECKING:
     from lean_finetune.memory.advice.run import Run

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_iter
 from transformers import AutoModel, PretrainedConfig
 
-from lean_finetune.data.images.families import Size, blank
+from lean_finetune.data.images.image_family import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.model.images.image_config import SEE_EACH_OTHER, mask_argument
 from lean_finetune.rows.batch_part import BatchPart

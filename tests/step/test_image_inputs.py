@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart

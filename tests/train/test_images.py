@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForMultimodalLM, AutoToken
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.images.attachment import images_of
 from lean_finetune.images.image_inputs import ImageInputs

@@ -10,17 +10,8 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.images.families import (
-    FAMILIES,
-    FEWEST,
-    MOST,
-    Gemma3,
-    Idefics3,
-    ImageFamily,
-    Llava,
-    Pixtral,
-    Size,
-)
+from lean_finetune.data.images.families import FAMILIES, Gemma3, Idefics3, Llava, Pixtral
+from lean_finetune.data.images.image_family import FEWEST, MOST, ImageFamily, Size
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES
 from lean_finetune.data.images.image_store import StoredImage
 

@@ -12,7 +12,8 @@ from cuda_memory.units import round_up
 from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Bucket, Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.families import MODELS, Size
+from lean_finetune.data.images.families import MODELS
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.images.attachment import ImageShape
 from lean_finetune.memory.advice.run import Run, setting_on
 from lean_finetune.memory.devices import resolve_gpu

@@ -13,7 +13,7 @@ from lean_finetune.config.field_types import MAX_PIXELS
 from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.memory.advice.full_rows import full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Allowed

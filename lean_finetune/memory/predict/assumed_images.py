@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.data_schema import Data
 from lean_finetune.core.errors import RowFault, UserError
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import TOKENIZER_FILES, published_processor
 from lean_finetune.images.attachment import ImageAttachment, Sizes

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from benchmarks.models.published import image_models
 from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.families import Size
+from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.images.published_processor import published_processor
 
