@@ -269,22 +269,30 @@ def read_batch(
     # Of a part, the copy that reaches the device is pinned, not the complete batch that it is cut from.
     pin_complete = pin_memory and part is None
     batch = collate(tokens.gather(rows), micro_batch.length, pad_id, flat=micro_batch.flat, pin_memory=pin_complete)
-    beside = blank_parts(tokens, micro_batch.attached, pin_memory=pin_memory)
-    batch = with_parts(replace(batch, parts=beside), tokens, rows, micro_batch.kind, pin_memory=pin_memory)
+    batch = with_parts(batch, tokens, rows, micro_batch.kind, micro_batch.attached, pin_memory=pin_memory)
     return batch if part is None else part_of(batch, part, pin_memory=pin_memory)
 
 
 def with_parts(
-    batch: Batch, tokens: TokenRows, rows: np.ndarray, kind: RowKind = RowKind.ANSWER, *, pin_memory: bool = False
+    batch: Batch,
+    tokens: TokenRows,
+    rows: np.ndarray,
+    kind: RowKind = RowKind.ANSWER,
+    shapes: Sequence[AttachedShape] = (),
+    *,
+    pin_memory: bool = False,
 ) -> Batch:
     """A batch of these rows with what they carry besides tokens, and what objectives of rows of this kind need.
+
+    With `shapes`, also what it runs beside the micro-batches of other processes.
 
     Raises:
         UserError: a file is missing or damaged.
     """
+    beside = blank_parts(tokens, shapes, pin_memory=pin_memory)
     found = (one.part(tokens, rows, batch.input_ids_BT) for one in tokens.attached)
-    made = _made(chain(found, parts_of_kind(kind, tokens, rows)), pin_memory)
-    return replace(batch, parts=(*batch.parts, *made))
+    parts = (*beside, *_made(chain(found, parts_of_kind(kind, tokens, rows)), pin_memory))
+    return replace(batch, parts=parts) if parts else batch
 
 
 def blank_parts(
