@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, Repetition, find_repetition, shallow_models
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
+from lean_finetune.memory.predict.layer_repetition import Repetition, find_repetition, shallow_models
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 
@@ -126,7 +127,7 @@ class _Part:
 
 
 def deep_events(traces: Sequence[MemoryTrace], repetition: Repetition) -> StepEvents:
-    """The events of a model of `repetition.layers` layers, from traces at `repetition.depths`.
+    """The events of a model of `repetition.layers` layers, from traces of models as in `repetition.traced`.
 
     Raises:
         NotRepeated: the deepest trace does not follow from the other two.

@@ -4,7 +4,7 @@ Shapes: B prompts, T tokens of a prompt, H key/value heads, D head size.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.memory.predict.depth_extrapolation import (
-    NotRepeated,
-    WindowTrace,
-    deep_peaks,
-    deep_windows,
-    find_repetition,
-    with_layers,
-)
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, WindowTrace, deep_peaks, deep_windows
+from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
 from lean_finetune.memory.predict.traced_step import CPU, Trace, TracedModel, new_trace
 from lean_finetune.memory.trace.alike_parts import part_loop, skipping_parts
 from lean_finetune.memory.trace.cached_fake_mode import UNTRACEABLE
@@ -92,7 +86,9 @@ def peak_of_answers(model: TracedModel, shape: GenerationShape) -> Peak:
 
 def _peak_of_use(model: TracedModel, use: Use, *, adapted: bool = True) -> Peak:
     """Highest peak of `use`, extrapolated from shallow models if the layers repeat."""
-    repetition, _ = find_repetition(model.config, model.setting.train)
+    train = model.setting.train.with_value("grad_ckpt_layers", None)  # Nothing is recomputed, so all layers are alike.
+    model = model.with_setting(replace(model.setting, train=train))
+    repetition, _ = find_repetition(model.config, train)
     granularity_bytes = model.target.granularity_bytes
     if repetition is not None and model.setting.layout.pipeline == 1:
         try:

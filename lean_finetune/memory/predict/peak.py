@@ -16,16 +16,18 @@ from lean_finetune.memory.predict.depth_extrapolation import (
     INSIDE,
     Label,
     NotRepeated,
-    Repetition,
     Window,
     WindowKey,
     WindowTrace,
     deep_peaks,
     deep_windows,
-    divide_layers,
-    find_repetition,
     offloaded_bytes,
     peak_of_contents,
+)
+from lean_finetune.memory.predict.layer_repetition import (
+    Repetition,
+    divide_layers,
+    find_repetition,
     shallow_models,
     stage_in_shallow_model,
 )
@@ -105,7 +107,8 @@ def predict_from(
     setting = model.setting
     if setting.is_pipeline:
         return _of_pipeline(kind, model, steps)
-    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
+    in_parts = kind is WindowTrace  # An explanation shows the windows of one part.
+    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason, in_parts=in_parts)
     if repetition is not None:
         try:
             return _extrapolated(kind, model, steps, repetition, reason)
@@ -139,14 +142,14 @@ def _extrapolated(
 def _shallow_traces(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, *, all_events: bool
 ) -> list[WindowTrace]:
-    """Traces of the model with fewer layers, at `repetition.depths`."""
+    """Traces of the model with fewer layers, of models as in `repetition.traced`."""
     return [trace_steps(kind, one, steps, all_events=all_events)[0] for one in shallow_models(model, repetition)]
 
 
 def _from_shallow(
     traces: Sequence[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
-    """The prediction from traces at `repetition.depths`."""
+    """The prediction from traces of models as in `repetition.traced`."""
     granularity_bytes = model.target.granularity_bytes
     windows = deep_windows(traces, repetition, granularity_bytes)
     by_phase, micro_batch = deep_peaks(windows, granularity_bytes)

@@ -18,14 +18,8 @@ from transformers import PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of
-from lean_finetune.memory.predict.depth_extrapolation import (
-    NotRepeated,
-    WindowTrace,
-    deep_peaks,
-    deep_windows,
-    find_repetition,
-    with_layers,
-)
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, WindowTrace, deep_peaks, deep_windows
+from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
 from lean_finetune.memory.tool_step.deepspeed import ZeroOptimizer
 from lean_finetune.memory.tool_step.litgpt_decoder import litgpt_model, updated_by_litgpt
 from lean_finetune.memory.tool_step.losses import loss_of

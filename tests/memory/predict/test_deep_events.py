@@ -7,7 +7,8 @@ import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from lean_finetune.memory.predict.deep_events import NONE, StepEvents, deep_events, events_of, step_events
-from lean_finetune.memory.predict.depth_extrapolation import NotRepeated, Repetition, for_fewer_layers, with_layers
+from lean_finetune.memory.predict.depth_extrapolation import NotRepeated
+from lean_finetune.memory.predict.layer_repetition import Repetition, for_fewer_layers, with_layers
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from tests.memory.common import gpu_target, joined, setting_of, shape

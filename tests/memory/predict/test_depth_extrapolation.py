@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from lean_finetune.memory.predict.depth_extrapolation import Repetition, find_repetition, with_layers
+from lean_finetune.memory.predict.layer_repetition import Repetition, find_repetition, with_layers
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps, only, trace_steps
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
@@ -43,6 +43,12 @@ def qwen() -> PretrainedConfig:
     return read_config(EXAMPLE_CONFIGS / "qwen2.5-0.5b")
 
 
+FIRST_N: dict[str, Any] = {
+    "method": "lora",
+    "precision": "bf16",
+    "grad_ckpt": True,
+    "grad_ckpt_policy": "first_n",
+}
 CASES: dict[str, Any] = {
     "qlora of Qwen2.5-0.5B, rank 16": (
         qwen,
@@ -67,10 +73,27 @@ CASES: dict[str, Any] = {
     "full, 8-bit, all logits": (llama, PADDED, H100, {"method": "full", "optimizer": "adamw_8bit", "loss_chunk": None}),
     "full, CPU": (llama, WINDOWED, CPU_TARGET, {"method": "full", "grad_ckpt": True}),
     "two kinds of layers": (gemma, WINDOWED, H100, {"method": "lora", "precision": "bf16"}),
+    "the first layers recomputed": (lambda: llama(32), PADDED, H100, {**FIRST_N, "grad_ckpt_layers": 20}),
+    "one recomputed": (lambda: llama(26), WINDOWED, H100, {**FIRST_N, "method": "qlora", "grad_ckpt_layers": 1}),
+    "one not recomputed": (lambda: llama(26), JOINED, H100, {**FIRST_N, "grad_ckpt_layers": 25}),
+    "the first of two kinds": (lambda: gemma(70), WINDOWED, H100, {**FIRST_N, "grad_ckpt_layers": 31}),
+    "the first, all trained": (
+        lambda: llama(44),
+        PADDED,
+        H100,
+        {**FIRST_N, "method": "full", "optimizer": "adamw_8bit", "grad_ckpt_layers": 12},
+    ),
+    "the first, CPU": (lambda: llama(34), WINDOWED, CPU_TARGET, {**FIRST_N, "grad_ckpt_layers": 17}),
 }
 
 
-FAST = ("qlora, recomputed, padded", "two kinds of layers", "qlora of Qwen2.5-0.5B, rank 16")
+FAST = (
+    "qlora, recomputed, padded",
+    "two kinds of layers",
+    "qlora of Qwen2.5-0.5B, rank 16",
+    "the first layers recomputed",
+    "one not recomputed",
+)
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
@@ -104,6 +127,10 @@ def test_depths_end_as_the_model_does():
     assert find_repetition(gemma(20), spec_of())[0] == Repetition(layers=20, period=2)
     assert Repetition(layers=20, period=2).depths == (4, 6, 8)
     assert Repetition(layers=21, period=2).depths == (5, 7, 9)
+    assert Repetition(layers=40, period=1, recomputed=25).traced == ((3, 3), (4, 3), (3, 4), (5, 5))
+    assert Repetition(layers=40, period=1, recomputed=2).traced == ((2, 3), (2, 4), (2, 5))
+    assert Repetition(layers=60, period=2, recomputed=31).traced == ((5, 5), (7, 5), (5, 7), (9, 9))
+    assert not Repetition(layers=10, period=1, recomputed=5).pays
     kinds = gemma(20).layer_types
     assert with_layers(gemma(20), 6).layer_types == kinds[:6]
     assert len(gemma(20).layer_types) == 20
@@ -119,7 +146,7 @@ def test_traces_that_contradict_each_other_are_replaced_by_one_of_all_layers(mon
         shallow.intermediate_size += 32 * (count == 4)
         return shallow
 
-    monkeypatch.setattr("lean_finetune.memory.predict.depth_extrapolation.with_layers", other)
+    monkeypatch.setattr("lean_finetune.memory.predict.layer_repetition.with_layers", other)
     model = TracedModel(llama(13), setting_of(), CPU_TARGET)
     found = predict(model, WINDOWED)
     assert found.layers_traced.startswith("all 13 layers: tensors of ")

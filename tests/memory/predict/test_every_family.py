@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lean_finetune.commands.fit import fit
-from lean_finetune.memory.predict.depth_extrapolation import with_layers
+from lean_finetune.memory.predict.layer_repetition import with_layers
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.recurrent import selective_scan
 from lean_finetune.model.recurrent.packed_layers import FAMILIES
