@@ -11,8 +11,8 @@ from tests.conftest import ROOT
 PACKAGE = "lean_finetune"
 PACKAGES = """
 core objectives config pinning
-data/read data/format data/images data/chat data/encode data/shards
-model/attention model/experts model/images rows images preferences islands plan
+data/read data/format data/images data/chat data/encode
+model/attention model/experts model/images rows images preferences islands data/shards plan
 model/files model/recurrent model/kernels model/joined_adapters model/norms model step/offload step/update step
 distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice

@@ -16,6 +16,7 @@ from cuda_memory.user_paths import user_path
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.data.images.image_files import IMAGE_SIZES, PATCHES
 from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.pinning.config_file import json_object, vision_patch
 from lean_finetune.pinning.locate import find_model
@@ -189,6 +190,7 @@ def lengths_of(
     """
     from lean_finetune.data.read.source_blocks import file_names
     from lean_finetune.data.shards.tokenize_job import prepare_job
+    from lean_finetune.images.columns import ImageColumns
     from lean_finetune.pinning.model_files import read_stop_ids
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
@@ -207,13 +209,12 @@ def lengths_of(
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
         sources.append(np.full(len(lengths[-1]), block.source, np.uint16))
-        if tokens.train.image_columns:
-            sizes_of_rows, patches_of_rows, _ = tokens.train.image_columns
-            sizes += sizes_of_rows.to_pylist()
-            patches += patches_of_rows.to_pylist()
+        carried = {field.name: values for field, values in tokens.train.carried}
+        sizes += carried[IMAGE_SIZES].to_pylist() if IMAGE_SIZES in carried else []
+        patches += carried[PATCHES].to_pylist() if PATCHES in carried else []
     found = index_of(np.concatenate(lengths), np.concatenate(supervised))
     attached: tuple[Attachment, ...] = ()
-    if job.settings.images:
+    if any(isinstance(one, ImageColumns) for one in job.settings.attached):
         images = ImageAttachment(
             sizes=np.array([edge for row in sizes for edge in row], np.int32).reshape(-1, 2),
             bounds=np.append(0, np.cumsum([len(row) // 2 for row in sizes], dtype=np.int64)),

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -187,6 +188,14 @@ def sync(path: Path) -> None:
     """Flush a file's bytes or a directory's entries to the disk."""
     flush_to_disk(path)
     progress.report()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-link a file, so that it stays complete where it is; copy it where links are impossible."""
+    try:
+        os.link(source, target)
+    except OSError:  # Another file system, or one without links.
+        shutil.copyfile(source, target)
 
 
 def partial_directory(path: Path) -> Path:

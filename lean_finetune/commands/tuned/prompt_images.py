@@ -18,7 +18,7 @@ from lean_finetune.data.format.row_images import column_images, given_image, in_
 from lean_finetune.data.images.image_files import IMAGES, ImageFiles
 from lean_finetune.data.images.image_store import ImageStore, StoredImage
 from lean_finetune.data.images.processor import ImageProcessor, image_family
-from lean_finetune.data.shards.fill_images import RowImages
+from lean_finetune.images.fill_images import RowImages
 from lean_finetune.images.image_inputs import ImageInputs, ImageTensors
 from lean_finetune.memory.trace.known_values import KnownImages
 

@@ -1,11 +1,9 @@
 """Shards: the tokens of a block, the files of 64 consecutive blocks, and how all shards are merged."""
 
 import json
-import os
-import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -17,15 +15,14 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from lean_finetune.core.arrow_files import ArrowWriter
-from lean_finetune.core.atomic_files import sha256_file, sha256_json, sync, write_json
+from lean_finetune.core.atomic_files import link_or_copy, sha256_file, sha256_json, sync, write_json
 from lean_finetune.core.regular_files import read_regular
 from lean_finetune.data.encode.row_tokenizer import Chunks
-from lean_finetune.data.images.image_files import IMAGE_HASHES, IMAGES, image_file
 from lean_finetune.data.read.arrow_batches import from_numpy, from_texts, to_numpy
 from lean_finetune.data.read.row_block import RowBlock
-from lean_finetune.data.shards.image_columns import HASHES, INDEX_FIELDS, RowImagesOf, hashes, with_images
 from lean_finetune.data.shards.tally import Tally
-from lean_finetune.objectives.row_kind import LABEL, RowKind
+from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.rows.columns import RowColumns, index_schema
 
 LARGEST_UINT16 = (1 << 16) - 1
 DIGEST_BYTES = 8
@@ -39,9 +36,9 @@ class SideTokens(NamedTuple):
     supervised: np.ndarray
     """int32, shape (rows,): trained tokens of each row."""
     digests: np.ndarray
-    """uint64, shape (rows,): hash of each row's ids, spans and images; empty unless `drop_duplicates`."""
-    image_columns: tuple[pa.Array, ...] = ()
-    """The columns of the index for images; empty where the model takes none."""
+    """uint64, shape (rows,): hash of each row's ids, spans and what it carries; empty unless `drop_duplicates`."""
+    carried: tuple[tuple[pa.Field, pa.Array], ...] = ()
+    """Columns of the index of what rows carry besides tokens."""
 
 
 class BlockTokens(NamedTuple):
@@ -52,10 +49,11 @@ class BlockTokens(NamedTuple):
     tally: Tally
 
 
-def token_schema(
-    vocab_size: int, max_length: int, files: int, *, labelled: bool = False, images: bool = False
-) -> pa.Schema:
-    """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits."""
+def token_schema(vocab_size: int, max_length: int, files: int, attached: Iterable[RowColumns] = ()) -> pa.Schema:
+    """Columns of the token files. Ids, positions and files take two bytes each where the largest value fits.
+
+    `attached` is what rows carry besides tokens.
+    """
     return pa.schema(
         [
             pa.field("input_ids", pa.list_(_narrowest(vocab_size - 1)), nullable=False),
@@ -63,8 +61,7 @@ def token_schema(
             pa.field("family", pa.string()),
             pa.field("source_file", _narrowest(files - 1), nullable=False),
             pa.field("source_row", pa.uint32(), nullable=False),  # read_blocks refuses files with more rows.
-            *([pa.field(LABEL, pa.bool_(), nullable=False)] if labelled else []),
-            *([HASHES] if images else []),
+            *(field for one in attached for field in one.fields),
         ]
     )
 
@@ -80,13 +77,12 @@ def record_batch(
     families: Sequence[str | None],
     source_file: int,
     source_rows: np.ndarray,
-    desirable: Sequence[bool] = (),
-    images: RowImagesOf = (),
+    carried: Iterable[pa.Array] = (),
 ) -> pa.RecordBatch:
     """The chunks of a block as one record batch of `token_schema`.
 
-    `chunks.starts` are indices in `ids`, int32. `families`, `source_rows`, uint32, `desirable`, of labelled rows, and
-    `images` have one item per encoded row.
+    `chunks.starts` are indices in `ids`, int32. `families` and `source_rows`, uint32, have one item per encoded row.
+    `carried` are columns of what the chunks carry besides tokens.
     """
     starts, ends = chunks.starts.tolist(), (chunks.starts + chunks.lengths).tolist()
     parts = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -98,19 +94,18 @@ def record_batch(
         from_texts([families[row] for row in chunks.rows.tolist()]),
         from_numpy(np.full(len(chunks.rows), source_file), schema.field("source_file").type),
         from_numpy(source_rows[chunks.rows], schema.field("source_row").type),
+        *carried,
     ]
-    if LABEL in schema.names:
-        columns.append(from_numpy(np.array(desirable, bool)[chunks.rows], pa.bool_()))
-    if IMAGE_HASHES in schema.names:
-        columns.append(hashes([images[row] for row in chunks.rows.tolist()]))
     return pa.record_batch(columns, schema=schema)
 
 
-def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray:
-    """64-bit hash of each row's ids, spans and images, uint64. Equal rows have equal hashes.
+def digests(
+    batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER, carried: Iterable[Sequence[bytes]] = ()
+) -> np.ndarray:
+    """64-bit hash of each row's ids, spans and what it carries, uint64. Equal rows have equal hashes.
 
-    Of rows of the data that are several rows of tokens, the trained ones and the label are hashed together, and the
-    number of each.
+    `carried` has, for each attachment, the bytes of every row. Of rows of the data that are several rows of tokens, the
+    trained ones are hashed together, and the number of each.
     """
     made = [blake2b(digest_size=DIGEST_BYTES) for _ in range(len(batch))]
     for column in (batch.column("input_ids"), batch.column("loss_spans")):
@@ -118,16 +113,13 @@ def digests(batch: pa.RecordBatch, kind: RowKind = RowKind.ANSWER) -> np.ndarray
         offsets = (to_numpy(column.offsets) * column.type.value_type.byte_width).tolist()
         for digest, start, end in zip(made, offsets, offsets[1:], strict=False):
             digest.update(values[start:end])
-    if IMAGE_HASHES in batch.schema.names:
-        for digest, images in zip(made, batch.column(IMAGE_HASHES).to_pylist(), strict=True):
-            digest.update(b"".join(images))
+    for of_rows in carried:
+        for digest, value in zip(made, of_rows, strict=True):
+            digest.update(value)
     found = [digest.digest() for digest in made]
     if kind.token_rows > 1:
         starts = range(0, len(found), kind.token_rows)
         units = [b"".join(found[start : start + kind.unit]) for start in starts]
-        if LABEL in batch.schema.names:
-            labels = batch.column(LABEL).to_pylist()[:: kind.token_rows]
-            units = [unit + bytes([label]) for unit, label in zip(units, labels, strict=True)]
         found = [
             blake2b(unit + bytes([number]), digest_size=DIGEST_BYTES).digest()
             for unit in units
@@ -262,8 +254,8 @@ def _index(tokens: SideTokens, source: int) -> pa.RecordBatch:
         from_numpy(np.full(rows.num_rows, source), pa.uint16()),
         from_numpy(digests, pa.uint64()) if len(digests) else pa.nulls(rows.num_rows, pa.uint64()),
     ]
-    schema = pa.schema([*SHARD_INDEX, *INDEX_FIELDS]) if tokens.image_columns else SHARD_INDEX
-    return pa.record_batch([*columns, *tokens.image_columns], schema=schema)
+    schema = pa.schema([*SHARD_INDEX, *(field for field, _ in tokens.carried)])
+    return pa.record_batch([*columns, *(values for _, values in tokens.carried)], schema=schema)
 
 
 # Merging of shards: token files, index files, duplicates and totals, without a Python object per row.
@@ -322,10 +314,8 @@ class Totals:
     sides: dict[str, list[SourceTotals]]
     """By side, then by source."""
     tally: Tally = field(default_factory=Tally)
-    desirable: dict[str, int] = field(default_factory=dict)
-    """By side: labelled rows whose answer is desirable, without duplicates; empty unless rows are labelled."""
-    shown: dict[str, int] = field(default_factory=dict)
-    """By side: rows with images; empty where the model takes none."""
+    carried: list[dict[str, int]] = field(default_factory=list)
+    """For each attachment, by side: rows that have a value (`RowColumns.published`)."""
 
     def side(self, name: str) -> SourceTotals:
         """One side over all sources."""
@@ -335,6 +325,11 @@ class Totals:
             supervised=sum(one.supervised for one in sources),
             duplicates=sum(one.duplicates for one in sources),
         )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """By side, rows of tokens without duplicates."""
+        return {name: self.side(name).rows for name in self.sides}
 
     @property
     def counts(self) -> Counter[str]:
@@ -350,17 +345,18 @@ def merge(
     max_length: int,
     drop_duplicates: bool,
     kind: RowKind = RowKind.ANSWER,
-    image_limits: Mapping[str, str] | None = None,
+    attached: Sequence[RowColumns] = (),
 ) -> Totals:
     """Link the token files of the shards below `root` into `out`, write the index files, and compute the totals.
 
-    Mismatches of labelled rows are not in the totals. `image_limits` is the metadata of the index of rows with
-    images; None where the model takes none.
+    Rows of tokens that are not trained are not in the totals. `attached` is what rows carry besides tokens.
     """
     no_rows = np.zeros(max_length + 1, np.int64)
     totals = Totals(
-        sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES}
+        sides={side: [SourceTotals(rows_by_length=no_rows.copy()) for _ in range(sources)] for side in SIDES},
+        carried=[{} for _ in attached],
     )
+    schema = index_schema(INDEX.with_metadata(kind.metadata or None), attached)
     for shard in shards:
         totals.tally.add(shard.tally)
     dropped = _duplicates(root, shards) if drop_duplicates else None
@@ -368,52 +364,13 @@ def merge(
         (out / side).mkdir()
         for shard in shards:
             name = f"{side}/{shard_name(shard.number)}.arrow"
-            _link(root / name, out / name)
+            link_or_copy(root / name, out / name)
         side_dropped = None if dropped is None else dropped[side]
         index = _index_parts(root, shards, side)
-        _write_index(index, out / f"{side}-index.arrow", totals.sides[side], side_dropped, kind, image_limits)
-        if image_limits is not None:
-            totals.shown[side] = _link_images(root / IMAGES, out / IMAGES, out / side)
-        if kind.labels:
-            totals.desirable[side] = _desirable(out / side, side_dropped)
+        _write_index(index, out / f"{side}-index.arrow", schema, totals.sides[side], side_dropped, kind)
+        for one, found in zip(attached, totals.carried, strict=True):
+            found[side] = one.published(root, out, out / side, side_dropped)
     return totals
-
-
-def _desirable(directory: Path, dropped: np.ndarray | None) -> int:
-    """Labelled rows below `directory` whose answer is desirable and that are not dropped; mismatches do not count."""
-    found = start = 0
-    for path in sorted(directory.glob("*.arrow")):
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            for number in range(reader.num_record_batches):
-                labels = reader.get_batch(number).column(LABEL).to_numpy(zero_copy_only=False)
-                used = True if dropped is None else ~dropped[start : start + len(labels)]
-                start += len(labels)
-                found += int((labels & used)[::2].sum())
-    return found
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link a file, so that the shard stays complete where it is; copy it where links are impossible."""
-    try:
-        os.link(source, target)
-    except OSError:  # Another file system, or one without links.
-        shutil.copyfile(source, target)
-
-
-def _link_images(root: Path, out: Path, rows: Path) -> int:
-    """Link the images of the shards below `rows` from `root` into `out`; returns how many rows have some."""
-    found = 0
-    for path in sorted(rows.glob("*.arrow")):
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            for number in range(reader.num_record_batches):
-                hashes = reader.get_batch(number).column(IMAGE_HASHES)
-                found += int((np.diff(hashes.offsets.to_numpy()) > 0).sum())
-                for digest in set(hashes.flatten().to_pylist()):
-                    target = image_file(out, digest)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    if not target.exists():
-                        _link(image_file(root, digest), target)
-    return found
 
 
 def _index_parts(root: Path, shards: Sequence[Shard], side: str) -> Iterator[pa.Table]:
@@ -445,19 +402,16 @@ def _duplicates(root: Path, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
 def _write_index(
     index: Iterable[pa.Table],
     path: Path,
+    schema: pa.Schema,
     totals: list[SourceTotals],
     dropped: np.ndarray | None,
     kind: RowKind,
-    image_limits: Mapping[str, str] | None,
 ) -> None:
     """Write one record for each row of a side, with one record batch for each shard of `index`.
 
     Trained rows count in the totals.
     """
     start, step = 0, kind.token_rows // kind.unit
-    schema = INDEX.with_metadata(kind.metadata) if kind.metadata else INDEX
-    if image_limits is not None:
-        schema = with_images(schema, image_limits)
     with ArrowWriter(path, schema, INDEX_OPTIONS) as writer:
         for part in index:
             end = start + part.num_rows

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from lean_finetune.core.errors import RowFault, UserError, one_line
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
@@ -18,7 +18,6 @@ from lean_finetune.data.encode.whole_row_encoder import EncodedRows
 from lean_finetune.data.format.format_base import (
     Conversation,
     EmptyAnswer,
-    Labelled,
     Pair,
     PlainText,
     SourceFormat,
@@ -29,12 +28,8 @@ from lean_finetune.data.format.messages import unknown_keys
 from lean_finetune.data.format.pair_formats import check_last_turns
 from lean_finetune.data.format.row_formats import parse_row, row_family
 from lean_finetune.data.format.unread_columns import unread_columns, without
-from lean_finetune.data.images.image_store import ImageStore, StoredImage
-from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RawRow, RowBlock
-from lean_finetune.data.shards.fill_images import RowImages
-from lean_finetune.data.shards.image_columns import index_columns
 from lean_finetune.data.shards.mismatches import with_mismatches
 from lean_finetune.data.shards.shard_files import (
     BlockTokens,
@@ -45,13 +40,12 @@ from lean_finetune.data.shards.shard_files import (
 )
 from lean_finetune.data.shards.tally import Reject, Tally
 from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.rows.columns import RowColumns
 
 RENDERING_BYTES, RENDERING_BYTES_PER_BYTE = 1 << 30, 32
 """Most memory for rendering a block's rows: the larger of the first, and the second for each byte of the block."""
 ROW_SECONDS = 60.0
 """Most time of a processor for rendering a row; more in blocks with a long row."""
-CUT_APART = "a part of it, split off by data.over_length, lacks its images"
-"""Why a row with images is left out in part."""
 ROWS_PER_SAMPLED_ROW = 128
 """Every 128th row of a block is encoded a second time, as one text. This takes 1 % of the time."""
 
@@ -85,12 +79,8 @@ class TokenSettings:
     """`tokenizers` or `tiktoken`."""
     kind: RowKind = RowKind.ANSWER
     """What each row is for the objective."""
-    images: bool = False
-    """Whether the model takes images."""
-    vision_patch: tuple[int, ...] | None = None
-    """Height and width in pixels of a patch of the vision tower; None: as `ImageProcessor`."""
-    image_max_pixels: int | None = None
-    image_min_pixels: int | None = None
+    attached: tuple[RowColumns, ...] = ()
+    """What rows carry besides tokens."""
 
 
 RowPlace = tuple[int, int]
@@ -108,10 +98,8 @@ class _Rows:
     places: list[RowPlace] = field(default_factory=list)
     families: list[str | None] = field(default_factory=list)
     heldout: list[bool] = field(default_factory=list)
-    desirable: list[bool] = field(default_factory=list)
-    """The labels; empty if rows have none."""
-    images: list[tuple[StoredImage, ...]] = field(default_factory=list)
-    """Empty where the model takes none."""
+    carried: list[tuple[Any, ...]] = field(default_factory=list)
+    """Its value of each attachment of the run."""
     unread: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
@@ -148,8 +136,11 @@ class _Rows:
         self.places = [self.places[number] for number in kept]
         self.families = [self.families[number] for number in kept]
         self.heldout = [self.heldout[number] for number in kept]
-        self.desirable = [self.desirable[number] for number in kept] if self.desirable else []
-        self.images = [self.images[number] for number in kept] if self.images else []
+        self.carried = [self.carried[number] for number in kept]
+
+    def values(self, place: int, numbers: Iterable[int]) -> list[Any]:
+        """What these rows have of the attachment at a place in `TokenSettings.attached`."""
+        return [self.carried[number][place] for number in numbers]
 
 
 class BlockTokenizer:
@@ -164,19 +155,16 @@ class BlockTokenizer:
     ):
         """Use this engine, or load that of the settings; no thread is started.
 
-        `store` is the directory for images; None: they are not kept. `directories` has that of each file, None for a
-        file on the hub.
+        `store` is the directory for files that rows carry; None: they are not kept. `directories` has that of each file
+        of rows, None for a file on the hub.
 
         Raises UserError if the tokenizer cannot be used.
         """
-        self._settings, self._store, self._directories = settings, store, directories
+        self._settings, self._directories = settings, directories
         directory = settings.tokenizer_directory
         self.tokenizer = RowTokenizer(directory, engine or load_engine(settings.engine, directory))
-        self._schema = token_schema(
-            *(self.tokenizer.vocab_size, settings.max_length, settings.files),
-            labelled=bool(settings.kind.labels),
-            images=settings.images,
-        )
+        self._schema = token_schema(self.tokenizer.vocab_size, settings.max_length, settings.files, settings.attached)
+        self.in_store(store)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -192,21 +180,10 @@ class BlockTokenizer:
             self.tokenizer.texts_of(settings.stop_ids),
         )
 
-    @cached_property
-    def images(self) -> RowImages:
-        """Reads the images of rows. Rows of text need no processor, so it is loaded on first use."""
-        settings = self._settings
-        processor = ImageProcessor(
-            settings.tokenizer_directory,
-            patch=settings.vision_patch,
-            max_pixels=settings.image_max_pixels,
-            min_pixels=settings.image_min_pixels,
-        )
-        return RowImages(ImageStore(self._store, processor), self.tokenizer)
-
-    def in_store(self, store: Path) -> "BlockTokenizer":
-        """The same, with the images below `store`."""
-        self._store = store
+    def in_store(self, store: Path | None) -> "BlockTokenizer":
+        """The same, with files that rows carry below `store`."""
+        opened = (one.opened(self.tokenizer, store, self._directories) for one in self._settings.attached)
+        self._attached = tuple(opened)
         return self
 
     def __call__(self, block: RowBlock) -> BlockTokens:
@@ -225,8 +202,7 @@ class BlockTokenizer:
         self._count_limited(chunks, rows, encoded)
         if rows.kind.unit > 1:
             chunks = self._complete_pairs(chunks, rows, encoded)
-        if any(rows.images):
-            chunks = self._complete_images(chunks, rows, encoded)
+        chunks = self._complete_values(chunks, rows, encoded)
         is_heldout = np.array(rows.heldout, bool)[chunks.rows]
         rows.tally.rejects.sort()
         rows.tally.unread[block.source] = sorted(map(one_line, rows.unread))
@@ -241,9 +217,8 @@ class BlockTokenizer:
         """The block's usable rows; with on_bad_row: fail, those before the first bad one."""
         rows = _Rows(block=block, kind=self._settings.kind)
         source = self._settings.sources[block.source]
-        named = b"image" in block.payload or b"<img>" in block.payload or "images" in source.columns
-        if self._settings.images and named:
-            _ = self.images  # Before memory is limited: it imports transformers.
+        for one in self._attached:
+            one.prepare(block, source)
         size_bytes = max(RENDERING_BYTES, RENDERING_BYTES_PER_BYTE * len(block.payload))
         seconds = max(ROW_SECONDS, ROW_SECONDS * len(block.payload) / BLOCK_BYTES)
         with work_limits(size_bytes, seconds) as restart:
@@ -291,11 +266,10 @@ class BlockTokenizer:
 
         before = changes()
         segments = [self._segments(part) for part in parts]
-        images: tuple[StoredImage, ...] = ()
-        if isinstance(example, Conversation) and example.images:
-            images = self.images.stored(example.images, self._directories[rows.block.file])
-            segments = [self.images.filled(segments[0], images)]
-            rows.count("damaged_exif_rows", place, any(image.has_damaged_exif for image in images))
+        values = []
+        for one in self._attached:
+            values.append(one.value(row, example, source, rows.block.file))
+            segments = one.filled(segments, values[-1])
         family = None if family is None else guard.clean(family)
         rows.unread.update(unread)
         for part in parts:
@@ -304,14 +278,16 @@ class BlockTokenizer:
         names = ("reasoning_left_out_rows", "control_tokens_as_text", "surrogates_replaced")
         for name, old, new in zip(names, before, changes(), strict=True):
             rows.count(name, place, new - old)
+        for one, value in zip(self._attached, values, strict=True):
+            for name, number in one.counts(value).items():
+                rows.count(name, place, number)
         settings = self._settings
         heldout = source.is_heldout or is_heldout(example, settings.heldout_fraction, settings.heldout_seed)
         rows.segments += segments
         rows.places += [place] * len(parts)
         rows.families += [family] * len(parts)
         rows.heldout += [heldout] * len(parts)
-        rows.desirable += [example.desirable] if isinstance(example, Labelled) else []
-        rows.images += [images] * len(parts) if settings.images else []
+        rows.carried += [tuple(values)] * len(parts)
 
     def _segments(self, example: Conversation | PlainText) -> list[TextSegment]:
         """The row's text, guarded, in trained and other segments."""
@@ -375,12 +351,12 @@ class BlockTokenizer:
                 rows.count(name, place)
         for place in rows.places_of(chunks.dropped_long.tolist()):
             rows.reject("dropped_long_rows", place, f"longer than {limit}")
-        cut = {number: self._cut_image(number, rows, encoded) for number in chunks.no_answer.tolist()}
-        for place in rows.places_of(number for number, image in cut.items() if image is None):
+        cut = {number: self._cut_value(number, rows, encoded) for number in chunks.no_answer.tolist()}
+        for place in rows.places_of(number for number, found in cut.items() if found is None):
             rows.reject("no_answer_rows", place, f"no answer is left within {limit}")
-        for number, image in cut.items():
-            if image is not None:
-                rows.reject("cut_image_rows", rows.places[number], image)
+        for number, found in cut.items():
+            if found is not None:
+                rows.reject(found[0], rows.places[number], found[1])
 
     def _complete_pairs(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
         """The chunks of pairs whose answers are both left, and differ."""
@@ -397,34 +373,35 @@ class BlockTokenizer:
             rows.reject(name, rows.places[number], f"both answers of the pair are the same {where}")
         return chunks.select(~np.repeat(same, 2))
 
-    def _complete_images(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
-        """The chunks of rows whose images are not cut."""
-        cut = self.images.cut(chunks, encoded)
-        for number in dict.fromkeys(chunks.rows[cut].tolist()):
-            rows.reject("cut_image_rows", rows.places[number], self._cut_image(number, rows, encoded) or CUT_APART)
-        return chunks.select(~cut)
+    def _complete_values(self, chunks: Chunks, rows: _Rows, encoded: EncodedRows) -> Chunks:
+        """The chunks of rows whose values are not cut."""
+        cut = np.zeros(len(chunks.rows), bool)
+        for place, one in enumerate(self._attached):
+            lacks = one.cut(chunks, encoded, rows.values(place, range(len(rows.carried))))
+            for number in dict.fromkeys(chunks.rows[lacks & ~cut].tolist()):
+                name, reason = self._cut_value(number, rows, encoded) or (one.cut_count, one.cut_apart)
+                rows.reject(name, rows.places[number], reason)
+            cut |= lacks
+        return chunks.select(~cut) if cut.any() else chunks
 
-    def _cut_image(self, number: int, rows: _Rows, encoded: EncodedRows) -> str | None:
-        """The image of a row that data.max_length cuts; None without one."""
-        if not any(rows.images) or not (images := rows.images[number]):
-            return None
-        limit = self._settings.max_length
+    def _cut_value(self, number: int, rows: _Rows, encoded: EncodedRows) -> tuple[str, str] | None:
+        """(name of the count, how) of a row that carries what data.max_length cuts; None for others."""
         ids = encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
-        if (cut := self.images.first_behind(limit, images, ids)) is None:
-            return None
-        size = f"{cut.size.width} x {cut.size.height} pixels, {self.images.processor.tokens(cut.size)} tokens"
-        return f"image {cut.name} ({size}) is cut by, or lies behind, data.max_length={limit}"
+        for one, value in zip(self._attached, rows.carried[number], strict=True):
+            if (reason := one.cut_reason(value, ids, self._settings.max_length)) is not None:
+                return one.cut_count, reason
+        return None
 
     def _side(self, chunks: Chunks, encoded: EncodedRows, rows: _Rows) -> SideTokens:
         """The tokens of one side of the split."""
         numbers, ids = np.array([number for number, _ in rows.places], np.uint32), encoded.ids
         if rows.kind.passes > 1:
             chunks, ids = with_mismatches(chunks, ids, self._settings.max_length)
-        described = (rows.families, rows.block.file, numbers, rows.desirable, rows.images)
-        batch = record_batch(self._schema, chunks, ids, *described)
-        digest = digests(batch, rows.kind) if self._settings.drop_duplicates else np.zeros(0, np.uint64)
-        columns: tuple[pa.Array, ...] = ()
-        if self._settings.images:
-            own = [rows.images[row] for row in chunks.rows.tolist()]
-            columns = index_columns(own, self.images.processor if any(own) else None)
-        return SideTokens(batch, chunks.supervised.astype(np.int32), digest, columns)
+        attached = [(one, rows.values(place, chunks.rows.tolist())) for place, one in enumerate(self._attached)]
+        columns = [column for one, own in attached for column in one.arrays(own)]
+        batch = record_batch(self._schema, chunks, ids, rows.families, rows.block.file, numbers, columns)
+        digest = np.zeros(0, np.uint64)
+        if self._settings.drop_duplicates:
+            digest = digests(batch, rows.kind, ([one.digest(value) for value in own] for one, own in attached))
+        carried = [pair for one, own in attached for pair in zip(one.index_fields, one.index_arrays(own), strict=True)]
+        return SideTokens(batch, chunks.supervised.astype(np.int32), digest, tuple(carried))

@@ -3,7 +3,7 @@
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,22 @@ from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
+from lean_finetune.islands.columns import columns_of
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_heldout_source, template_file
+from lean_finetune.rows.columns import InspectedRows
 
 TOKENIZE_MODULE = "lean_finetune.data.shards.tokenize_run"
 """Module whose imports are the code that makes tokens."""
 LIBRARIES = ("jinja2", "numpy", "orjson", "pyarrow", "tiktoken", "tokenizers")
-LIBRARIES_OF_IMAGES = ("pillow", "transformers")
 KEY_DIGITS = 32
 # Text of each source on which the engines are compared, besides the probe texts.
 SAMPLED_ROWS_PER_SOURCE = 128
 SAMPLED_CHARACTERS_PER_SOURCE = 1 << 20
 SAME_SETTINGS = {
     *("template_date", "train_on", "end_of_turn", "max_length", "over_length", "on_bad_row", "drop_duplicates"),
-    *("heldout_fraction", "heldout_seed", "image_max_pixels", "image_min_pixels"),
+    *("heldout_fraction", "heldout_seed"),
 }
 """Parameters of section `data` that are fields of TokenSettings."""
 
@@ -56,9 +57,9 @@ SAME_SETTINGS = {
 class TokenizeJob:
     """Everything that the tokens depend on, and the choices made for it."""
 
+    data: Data
     data_lock: Mapping[str, Any]
     settings: TokenSettings
-    max_rows: int | None
     format_reasons: tuple[str, ...]
     """By source."""
     engine_reason: str
@@ -73,7 +74,7 @@ class TokenizeJob:
     tokenizer_files: FileVersions = NO_FILES
     """The pinned files that workers read again."""
     directories: tuple[Path | None, ...] = ()
-    """The directory of each file, in which rows name images; None for a file on the hub. By RowBlock.file."""
+    """The directory of each file, in which rows name others; None for a file on the hub. By RowBlock.file."""
 
     @property
     def key(self) -> str:
@@ -117,7 +118,8 @@ def prepare_job(
     takes_images = image_family(directory) is not None
     sources = range(len(data_lock["sources"]))
     inspected = [_inspect(data, data_lock, index, kind, takes_images, scored) for index in sources]
-    images = not kind.compared and any(one.source_format.images for one in inspected)
+    formats = tuple(one.source_format for one in inspected)
+    attached = columns_of(InspectedRows(data=data, tokenizer_lock=tokenizer_lock, kind=kind, sources=formats))
     ignored = tuple(data.ignore_columns or ())
     # A later row may be the first to have a column that changes its meaning, or that the format reads.
     found = MEANINGFUL.union(*(one.columns | one.source_format.columns_read for one in inspected))
@@ -126,23 +128,22 @@ def prepare_job(
     chosen = choose_engine(engine, directory, [text for one in inspected for text in one.texts])
     settings = TokenSettings(
         tokenizer_directory=directory,
-        sources=tuple(one.source_format for one in inspected),
+        sources=formats,
         ignore_columns=ignored,
         files=len(names),
         chat_template=_template_text(data.chat_template, data_lock),
         stop_ids=tuple(tokenizer_lock["stop_ids"]),
         engine=chosen.name,
         kind=kind,
-        images=images,
-        vision_patch=tuple(tokenizer_lock["vision_patch"]) if images and "vision_patch" in tokenizer_lock else None,
+        attached=attached,
         **{name: getattr(data, name) for name in sorted(SAME_SETTINGS)},
     )
     directories = tuple(map(image_directory, data_files(data_lock)))
     tokenizer = BlockTokenizer(settings, chosen.engine, directories=directories)
     return TokenizeJob(
+        data=data,
         data_lock=data_lock,
         settings=settings,
-        max_rows=data.max_rows,
         format_reasons=tuple(one.reason for one in inspected),
         engine_reason=chosen.reason,
         tokenizer=tokenizer,
@@ -157,11 +158,12 @@ def token_inputs(
     data_lock: Mapping[str, Any], tokenizer_lock: Mapping[str, Any], settings: TokenSettings, max_rows: int | None
 ) -> dict[str, str]:
     """By name, what the tokens depend on. The engine is left out: it changes no token."""
-    values = asdict(settings)
     # The tokenizer's file hashes identify it, wherever it is.
-    del values["tokenizer_directory"], values["engine"]
+    others = ("tokenizer_directory", "engine")
+    values = {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in others}
     values |= {"kind": settings.kind.name, "sources": [_source_values(one) for one in settings.sources]}
-    libraries = (*LIBRARIES, *LIBRARIES_OF_IMAGES) if settings.images else LIBRARIES
+    values |= {"attached": [one.inputs for one in settings.attached]}
+    libraries = (*LIBRARIES, *(name for one in settings.attached for name in one.libraries))
     return {
         "data": sha256_json(data_lock),
         "tokenizer": sha256_json(tokenizer_lock["files"]),

@@ -27,11 +27,8 @@ from lean_finetune.core.atomic_files import (
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_locks import clear, lock_directory, unlock_directory
 from lean_finetune.core.progress import progress_bar
-from lean_finetune.data.images.image_files import IMAGES
-from lean_finetune.data.images.named_images import refuse_changed_images
 from lean_finetune.data.read.row_block import BLOCK_BYTES, RowBlock
 from lean_finetune.data.read.source_blocks import read_blocks
-from lean_finetune.data.shards.image_columns import limits_metadata
 from lean_finetune.data.shards.shard_files import (
     Shard,
     SourceTotals,
@@ -43,16 +40,16 @@ from lean_finetune.data.shards.shard_files import (
     write_shard,
 )
 from lean_finetune.data.shards.tally import MAX_UNREAD_COLUMNS
-from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
+from lean_finetune.data.shards.tokenize_block import BlockTokenizer
 from lean_finetune.data.shards.tokenize_job import TokenizeJob
 from lean_finetune.data.shards.worker_pool import Result, TokenizeBlocks, available_workers, open_pool
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.islands.columns import COLUMNS
 from lean_finetune.pinning.locate import CHAT_TEMPLATE
 
 SCHEMA = 2
 HISTOGRAM_BINS = 50
-LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows", "cut_image_rows")
-"""Counts of rows that later stages do not get."""
+LEFT_OUT = ("bad_rows", "empty_answer_rows", "dropped_long_rows", "no_answer_rows")
+"""Counts of rows that later stages do not get, beside those whose values are cut."""
 # Equal for every engine, number of workers and machine.
 REPORTED = (
     *("rows", "bad_rows", "empty_answer_rows", "truncated_rows", "dropped_long_rows", "split_rows", "no_answer_rows"),
@@ -64,8 +61,6 @@ NOTES = {
     "data/tokens/rejects.jsonl",
     "truncated_rows": "{share} were truncated at {limit}; raise data.max_length",
     "no_answer_rows": "{share} were dropped because no answer was left within {limit}{first}; raise data.max_length",
-    "cut_image_rows": "{share} were dropped because {limit} cuts one of their images{first}; raise it, or make "
-    "them smaller with data.image_max_pixels",
     "dropped_long_rows": "{share} were dropped because they are longer than {limit}{first}; raise it or change "
     "data.over_length",
     "split_rows": "{share} were split because they are longer than {limit}",
@@ -73,7 +68,6 @@ NOTES = {
     "reasoning_left_out_rows": "{share} have earlier answers whose reasoning the chat template omits{first}, so they "
     "are trained without it; data.train_on=last_assistant trains each row's last answer alone",
     "control_tokens_as_text": "control tokens in the rows' own text, encoded as plain characters: {count}{first}",
-    "damaged_exif_rows": "{share} have an image with damaged EXIF data{first}, which may not be upright; save it again",
     "surrogates_replaced": "lone surrogates in the rows' text, replaced by U+FFFD: {count}{first}",
     "engine_fallback_rows": "rows encoded by tokenizers because tiktoken cannot: {count}",
     "sampled_rows_differing": "{count} of {sampled} sampled rows have other ids when encoded as one text: a token "
@@ -89,9 +83,9 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
     """
     settings, sources, template = job.settings, job.data_lock["sources"], job.template
     with atomic_directory(out) as aside:
-        limits = limits_metadata(settings.image_max_pixels, settings.image_min_pixels) if settings.images else None
         totals = merge(
-            *(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind), limits
+            *(root, shards, aside, len(sources), settings.max_length, settings.drop_duplicates, settings.kind),
+            settings.attached,
         )
         _check_sides(totals, job)
         train, heldout = totals.side("train"), totals.side("heldout")
@@ -124,8 +118,7 @@ def publish(job: TokenizeJob, root: Path, shards: Sequence[Shard], out: Path) ->
             "data_sha256": sha256_json([source["files"] for source in sources]),
         }
         write_sealed(aside / "meta.json", meta)
-        formats = [source.format for source in settings.sources]
-        write_sealed(aside / FIGURES, _figures(totals, formats, longest, settings.kind))
+        write_sealed(aside / FIGURES, _figures(totals, job, longest))
     return [*job.notes(), *_unread_notes(job, totals), *_notes(job, totals)]
 
 
@@ -168,7 +161,10 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
     rows = {"train on": totals.side("train").rows // unit, "evaluate on": totals.side("heldout").rows // unit}
     lost = {
         "no_answer_rows": f"without an answer within data.max_length={settings.max_length}",
-        "cut_image_rows": f"with an image that data.max_length={settings.max_length} cuts",
+        **{
+            one.cut_count: one.cut_text.format(limit=f"data.max_length={settings.max_length}")
+            for one in settings.attached
+        },
         "dropped_long_rows": f"longer than data.max_length={settings.max_length}",
         "empty_answer_rows": "with an empty answer",
         "bad_rows": "that cannot be used",
@@ -193,47 +189,38 @@ def _check_sides(totals: Totals, job: TokenizeJob) -> None:
                 f"together); got {settings.heldout_fraction}; change it, add rows, name rows to evaluate on in "
                 f"{HELDOUT_SOURCE}, or set it to 0 to train on all rows without evaluation"
             )
-    _check_labels(totals, settings.kind, why)
-    _check_images(totals, settings, why)
+    for one, found in zip(settings.attached, totals.carried, strict=True):
+        one.check(found, totals.rows, why)
+    _check_unused(totals, job)
 
 
-def _check_images(totals: Totals, settings: TokenSettings, why: str) -> None:
-    """Refuse held-out images without any in training, and limits of images without any."""
-    heldout = totals.shown.get("heldout", 0)
-    if heldout and not totals.shown["train"]:
-        raise UserError(
-            f"data.source: has no training row with an image, so that the model is trained without its parts for them, "
-            f"and {counted(heldout, 'held-out row')} with some{why}; add training rows with images, or train and "
-            "evaluate the text alone with data.ignore_columns=[images]"
-        )
-    for name in () if any(totals.shown.values()) else ("image_max_pixels", "image_min_pixels"):
-        if (limit := getattr(settings, name)) is not None:
-            raise UserError(f"data.{name}: has an effect only on rows with images; got {limit}; leave it blank")
+def _check_unused(totals: Totals, job: TokenizeJob) -> None:
+    """Refuse parameters of what no row carries."""
+    carried = {
+        type(one) for one, found in zip(job.settings.attached, totals.carried, strict=True) if any(found.values())
+    }
+    for kind in COLUMNS:
+        for name in kind.params if kind not in carried else ():
+            if (value := getattr(job.data, name)) is not None:
+                raise UserError(f"data.{name}: has an effect only on {kind.rows_text}; got {value}; leave it blank")
 
 
-def _check_labels(totals: Totals, kind: RowKind, why: str) -> None:
-    """Refuse labelled training rows that all have one label."""
-    rows = totals.side("train").rows
-    if kind.labels and (desirable := totals.desirable["train"]) in (0, rows):
-        found = "undesirable" if desirable == 0 else "desirable"
-        raise UserError(
-            f"data.source: training rows must have both labels; all {rows} are {found}{why}; add rows of the other "
-            "label, or set train.objective=sft"
-        )
-
-
-def _figures(totals: Totals, formats: Sequence[str], longest: int, kind: RowKind) -> dict[str, Any]:
+def _figures(totals: Totals, job: TokenizeJob, longest: int) -> dict[str, Any]:
     """The content of figures.json, over all sources."""
-    train, heldout, counts = totals.side("train"), totals.side("heldout"), totals.counts
-    shared = _shared_figures(train, heldout, counts, kind.unit)
+    train, heldout, counts, settings = totals.side("train"), totals.side("heldout"), totals.counts, job.settings
+    shared = _shared_figures(train, heldout, counts, settings.kind.unit)
+    carried: dict[str, int] = {}
+    for one, found in zip(settings.attached, totals.carried, strict=True):
+        carried |= one.figures(found)
+    cut = {name: counts[name] for one in settings.attached if counts[name := one.cut_count]}
     return {
         **shared,
-        **({"desirable_rows": totals.desirable["train"]} if kind.labels else {}),
-        **({"cut_image_rows": cut} if (cut := counts["cut_image_rows"]) else {}),
-        "format": ", ".join(dict.fromkeys(formats)),
+        **carried,
+        **cut,
+        "format": ", ".join(dict.fromkeys(source.format for source in settings.sources)),
         "mean_length": round(train.tokens / train.rows, 3),
         "longest": longest,
-        "dropped_rows": sum(counts[name] for name in LEFT_OUT) + shared["duplicate_rows"],
+        "dropped_rows": sum(counts[name] for name in LEFT_OUT) + sum(cut.values()) + shared["duplicate_rows"],
     }
 
 
@@ -275,7 +262,10 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
     """Notes for the user on rows that were left out or changed."""
     counts = totals.counts
     lines = []
-    for name, text in NOTES.items():
+    texts = NOTES.copy()
+    for one in job.settings.attached:
+        texts |= one.notes
+    for name, text in texts.items():
         if not counts[name]:
             continue
         share = f"{counts[name]} of {counted(counts['rows'], 'row')} ({100 * counts[name] / counts['rows']:.1f} %)"
@@ -288,11 +278,8 @@ def _notes(job: TokenizeJob, totals: Totals) -> list[str]:
             text.format(share=share, first=first, limit=limit, count=counts[name], sampled=counts["sampled_rows"])
         )
     train, heldout = totals.side("train"), totals.side("heldout")
-    good = totals.desirable.get("train", 0)
-    bad = train.rows - good
-    if not job.settings.kind.is_balanced(good, bad):
-        advice = job.settings.kind.balance.format(good=good, bad=bad)
-        lines.append(f"{good} training rows are desirable and {bad} are not; {advice}")
+    for one, found in zip(job.settings.attached, totals.carried, strict=True):
+        lines += one.advice(found, totals.rows)
     if duplicates := (train.duplicates + heldout.duplicates) // job.settings.kind.unit:
         # Chunks of split rows are compared one by one, so there may be more duplicates than rows.
         compared = duplicates + (train.rows + heldout.rows) // job.settings.kind.unit
@@ -322,11 +309,10 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
     """`make_shards` with a pool of workers, a progress bar, and a refusal of the first bad row."""
     data_bytes = job.data_lock["bytes"]
     workers = max(1, min(run.data_workers or available_workers(), -(-data_bytes // BLOCK_BYTES)))
-    store = root / IMAGES
-    make_tokenizer = partial(BlockTokenizer, job.settings, store=store, directories=job.directories)
+    make_tokenizer = partial(BlockTokenizer, job.settings, store=root, directories=job.directories)
     # The pool first: the thread of a progress bar would make forks unsafe.
     with (
-        open_pool(job.tokenizer.in_store(store), make_tokenizer, workers, run.data_pool) as tokenize,
+        open_pool(job.tokenizer.in_store(root), make_tokenizer, workers, run.data_pool) as tokenize,
         progress_bar(total=data_bytes, desc="tokenize", unit="B", unit_scale=True, disable=not run.progress) as bar,
     ):
 
@@ -342,13 +328,12 @@ def _tokenize(job: TokenizeJob, run: Run, root: Path) -> list[Shard]:
                     bar.set_postfix_str(rates, refresh=False)
                 yield block, made
 
-        blocks = read_blocks(job.data_lock, max_rows=job.max_rows, progress=bar.update)
+        blocks = read_blocks(job.data_lock, max_rows=job.data.max_rows, progress=bar.update)
         made = make_shards(root, job.key, blocks, checked)
     try:
         job.tokenizer_files.refuse_change()
-        if job.settings.images:
-            columns = [source.columns for source in job.settings.sources]
-            refuse_changed_images(job.data_lock, columns, job.settings.ignore_columns)
+        for one in job.settings.attached:
+            one.refuse_change(job.data_lock, job.settings.sources, job.settings.ignore_columns)
     except UserError:
         discard_all(root)
         raise

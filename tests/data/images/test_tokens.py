@@ -14,6 +14,7 @@ from lean_finetune.data.images.image_files import image_file
 from lean_finetune.data.shards.shard_files import BlockTokens
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
 from lean_finetune.data.shards.tokenize_job import token_inputs
+from lean_finetune.images.columns import ImageColumns
 from tests.data.shards.test_tokenize_block import SETTINGS, block_of, both_sides, counted
 from tests.small_vision import vision_model
 
@@ -36,11 +37,15 @@ def images(tmp_path: Path) -> Path:
 
 def tokens_of(model: Path, directory: Path, rows: list[Any], **values: Any) -> tuple[BlockTokens, BlockTokenizer]:
     sources = (SourceFormat(format="messages", columns={}, images=True),)
-    settings = TokenSettings(
-        tokenizer_directory=model, **{**SETTINGS, "sources": sources, "heldout_fraction": 0.0, **values}, images=True
-    )
-    worker = BlockTokenizer(settings, store=directory / "store", directories=[directory] * 8)
+    own = {name: values.pop(name) for name in ("patch", "max_pixels", "min_pixels") if name in values}
+    given = {**SETTINGS, "sources": sources, "heldout_fraction": 0.0, **values, "attached": (ImageColumns(**own),)}
+    settings = TokenSettings(tokenizer_directory=model, **given)
+    worker = BlockTokenizer(settings, store=directory / "work", directories=[directory] * 8)
     return worker(block_of(rows)), worker
+
+
+def index_columns(tokens: BlockTokens) -> list[list[Any]]:
+    return [column.to_pylist() for _, column in tokens.train.carried]
 
 
 def row(question: str, answer: str, *images: str) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def test_an_image_fills_as_many_tokens_as_the_processor_says_and_none_is_trained
     )
     assert second[0].startswith(f"<|im_start|>user\nIs {shown[1]} like {shown[0]}?{end}")
     assert third[1] == "Hello.<|im_end|>"
-    sizes, patches, frames = (column.to_pylist() for column in tokens.train.image_columns)
+    sizes, patches, frames = index_columns(tokens)
     assert sizes == [[SIDE, 2 * SIDE], [SIDE, SIDE, SIDE, 2 * SIDE], []] and patches == [32, 48, 0]
     assert frames == [[], [], []]  # Qwen's images are not padded.
 
@@ -84,15 +89,15 @@ def test_the_index_knows_the_size_to_which_images_are_padded(images, tmp_path):
     model = vision_model(tmp_path / "mistral3", "mistral3")
     rows = [row("<image><image>Two?", "Yes.", "wide.png", "square.jpg"), row("Hello.", "Hi.")]
     tokens, _ = tokens_of(model, images, rows)
-    assert [column.to_pylist() for column in tokens.train.image_columns[1:]] == [[8 * 4 + 16, 0], [[SIDE, 112], []]]
+    assert index_columns(tokens)[1:] == [[8 * 4 + 16, 0], [[SIDE, 112], []]]
 
 
 @pytest.mark.parametrize(("patch", "patches"), [(None, 64), ((28, 14), 8)])
 def test_the_index_counts_the_patches_that_are_pinned(images, tmp_path, patch, patches):
     """The processor of Gemma 3 does not know them, and config.json of a hub model may not be here."""
     model = vision_model(tmp_path / "gemma3", "gemma3")  # Images of 56 x 56 pixels, and patches of 7 x 7.
-    tokens, _ = tokens_of(model, images, [row("<image>Hi?", "Red.", "wide.png")], vision_patch=patch)
-    assert tokens.train.image_columns[1].to_pylist() == [patches]
+    tokens, _ = tokens_of(model, images, [row("<image>Hi?", "Red.", "wide.png")], patch=patch)
+    assert index_columns(tokens)[1] == [patches]
 
 
 def test_with_train_on_all_the_text_is_trained_and_images_are_not(model, images):
@@ -106,9 +111,9 @@ def test_images_are_stored_once_with_their_own_bytes(model, images):
     tokens, _ = tokens_of(model, images, rows)
     hashes = {one for made in both_sides(tokens) for one in made["images"]}
     [digest] = hashes
-    stored = image_file(images / "store", digest)
+    stored = image_file(images / "work/images", digest)
     assert stored.read_bytes() == (images / "wide.png").read_bytes()
-    assert [path for path in (images / "store").rglob("*") if path.is_file()] == [stored]
+    assert [path for path in (images / "work").rglob("*") if path.is_file()] == [stored]
 
 
 def test_a_row_whose_image_is_cut_by_the_longest_length_is_left_out(model, images):
@@ -172,9 +177,9 @@ def test_limits_of_pixels_change_the_number_of_tokens(model, images):
     one = [row("<image>", "R.", "wide.png")]
     fewer, more = (
         tokens_of(model, images, one, **{name: value})[0]
-        for name, value in (("image_max_pixels", 3200), ("image_min_pixels", 25000))
+        for name, value in (("max_pixels", 3200), ("min_pixels", 25000))
     )
-    counts = [made.train.image_columns[1].to_pylist()[0] for made in (fewer, more)]
+    counts = [index_columns(made)[1][0] for made in (fewer, more)]
     assert counts == [8, 200] or counts[0] < 32 < counts[1], counts
 
 
@@ -192,6 +197,7 @@ def test_tokens_of_images_depend_on_what_reads_them(model):
     settings = TokenSettings(tokenizer_directory=model, **SETTINGS)
     lock: dict[str, Any] = {"files": {}}
     text, images = (
-        token_inputs({}, lock, replace(settings, images=images), None)["libraries"] for images in (False, True)
+        token_inputs({}, lock, replace(settings, attached=attached), None)["libraries"]
+        for attached in ((), (ImageColumns(),))
     )
     assert "pillow" not in text and "pillow" in images and "transformers" in images

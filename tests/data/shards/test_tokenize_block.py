@@ -68,8 +68,8 @@ def counted(tokens: BlockTokens) -> dict[str, int]:
 
 
 def test_numbers_take_two_bytes_where_the_largest_fits():
-    def types(*sizes: int) -> list[str]:
-        schema = token_schema(*sizes)
+    def types(vocabulary: int, length: int, files: int) -> list[str]:
+        schema = token_schema(vocabulary, length, files)
         return [str(schema.field(name).type) for name in ("input_ids", "loss_spans", "source_file")]
 
     assert types(65_536, 65_535, 65_536) == ["list<item: uint16>", "list<item: uint16>", "uint16"]

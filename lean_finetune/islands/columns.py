@@ -1,0 +1,16 @@
+"""What rows may carry from their source to the files of tokens: one class each, in a package of its own.
+
+Beside `attachments`, so that the code that makes tokens is not that of models and batches.
+"""
+
+from lean_finetune.images.columns import ImageColumns
+from lean_finetune.preferences.labels import LabelColumns
+from lean_finetune.rows.columns import InspectedRows, RowColumns
+
+COLUMNS: tuple[type[RowColumns], ...] = (LabelColumns, ImageColumns)
+
+
+def columns_of(rows: InspectedRows) -> tuple[RowColumns, ...]:
+    """What a run's rows carry."""
+    found = (kind.of(rows) for kind in COLUMNS)
+    return tuple(one for one in found if one is not None)
