@@ -39,6 +39,7 @@ from lean_finetune.model.allocator_settings import use_segments
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.objectives.objective import AnswerObjective, PairObjective
+from lean_finetune.objectives.row_kind import LABEL, REFERENCE
 from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
 from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -72,7 +73,7 @@ def run_stage(
     limits = EvaluationLimits.from_params(p, evaluated.rows.supervised)
     if p.train.goal.has_reference:
         of, rows = identity(tokens, lock, weights), evaluated.rows
-        rows.reference = read_table(reference / "heldout.arrow", of, len(rows))
+        rows.give(REFERENCE, read_table(reference / "heldout.arrow", of, len(rows)))
     tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
     if not evaluated.loss_rows:
         echo("note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True)
@@ -154,7 +155,7 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
         config = read_config(base, images=True)
         rows.attached = tuple(one.for_model(base, config) for one in rows.attached)
     numbers = np.arange(len(rows))
-    is_better = kind.is_better(numbers, rows.desirable)
+    is_better = kind.is_better(numbers, rows.column(LABEL))
     rows.dropped = rows.dropped | (numbers % kind.token_rows > 0)
     chosen = np.array(spread_rows(rows.used, p.evaluate.loss_rows), np.int64)
     better, worse = chosen[is_better[chosen]], chosen[~is_better[chosen]]

@@ -10,6 +10,7 @@ import torch
 from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
 from lean_finetune.evaluate.pair_figures import BASE, RESULTS
 from lean_finetune.objectives.objective import AnswerObjective, RowSums, StepTotals
+from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -46,7 +47,7 @@ class HeldoutLabels(HeldoutAnswers):
 
         The reference is the model before training, and rewarded by its own log-probabilities: see `pair_scores`.
         """
-        better, worse, reference = len(self.desirable), len(self.undesirable), self.rows.reference
+        better, worse, reference = len(self.desirable), len(self.undesirable), self.rows.column(REFERENCE)
         assert reference is not None
         numbers = np.concatenate([self.labelled, self.labelled + 1])
         found = -np.concatenate([losses, other_losses])

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from lean_finetune.evaluate.held_out_answers import HeldoutAnswers, Losses
 from lean_finetune.objectives.objective import PairObjective, PairSums
+from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.step.token_rows import TokenRows
 
 BASE = "base"
@@ -64,7 +65,7 @@ class HeldoutPairs(HeldoutAnswers):
 
     def rewards(self, chosen_logps: np.ndarray, rejected_logps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rewards of both answers of each pair (P,), from the log-probabilities of their tokens, summed (P,)."""
-        tokens, reference = self.rows.supervised, self.rows.reference
+        tokens, reference = self.rows.supervised, self.rows.column(REFERENCE)
         of_reference = (None, None) if reference is None else (reference[self.chosen], reference[self.rejected])
         columns = (chosen_logps, rejected_logps, tokens[self.chosen], tokens[self.rejected], *of_reference)
         names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens", "chosen_reference", "rejected_reference")
@@ -109,7 +110,7 @@ def pair_scores(pairs: HeldoutPairs, losses: Losses) -> dict[str, PairScores]:
     found = {}
     for name, (chosen_losses, rejected_losses) in losses.items():
         logps = -chosen_losses, -rejected_losses
-        reference = pairs.rows.reference
+        reference = pairs.rows.column(REFERENCE)
         rewarded = logps
         if name == BASE and reference is not None:
             rewarded = reference[pairs.chosen], reference[pairs.rejected]

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 LABEL = "desirable"
 """Column of token files: whether the answer of a labelled row is desirable."""
+REFERENCE = "reference"
+"""What stage reference gives rows of tokens: the log-probability of their trained tokens, float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lean_finetune.objectives.row_kind import RowKind
+from lean_finetune.objectives.row_kind import LABEL, REFERENCE, RowKind
 from lean_finetune.rows.batch_part import BatchPart
 
 
@@ -18,8 +18,9 @@ class AnswerRows(Protocol):
     """Rows of tokens in files."""
 
     supervised: np.ndarray
-    reference: np.ndarray | None
-    desirable: np.ndarray | None
+
+    def column(self, name: str) -> np.ndarray | None:
+        """What every row has in a column; None without it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +39,7 @@ class Answers(BatchPart):
     @staticmethod
     def of(tokens: AnswerRows, rows: np.ndarray) -> "Answers":
         """Those of some rows."""
-        counts, reference, desirable = tokens.supervised[rows], tokens.reference, tokens.desirable
+        counts, reference, desirable = tokens.supervised[rows], tokens.column(REFERENCE), tokens.column(LABEL)
         return Answers(
             counts=tuple(counts.tolist()),
             tokens_R=torch.from_numpy(counts.astype(np.float32)),

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lean_finetune.config.schema import Train
 from lean_finetune.objectives.objective import AnswerObjective, Judged, Objective, RowSums, StepTotals
+from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.preferences.answers import Answers, answers_of
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.head_loss import TokenRule
@@ -42,7 +43,7 @@ class StepGoal:
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
         """That of `rows`, the trained rows of tokens of a step."""
-        better = train.goal.kind.is_better(rows, tokens.desirable)
+        better = train.goal.kind.is_better(rows, tokens.column(LABEL))
         totals = StepTotals(
             count=len(rows) // train.goal.kind.unit,
             better=int(better.sum()),

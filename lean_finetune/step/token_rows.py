@@ -12,7 +12,7 @@ from cuda_memory.units import counted
 from lean_finetune.core.arrow_files import open_batches, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.attachments import read_attached
-from lean_finetune.objectives.row_kind import LABEL, RowKind
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.batch_plan import refuse_other_rows
 
 Split = Literal["train", "heldout"]
@@ -65,24 +65,15 @@ class TokenRows:
         """Whether a row repeats an earlier one, so that it is never used, bool."""
         self.attached = read_attached(index_path)
         """What rows carry besides tokens."""
-        self.reference: np.ndarray | None = None
-        """Log-probability of each row's trained tokens under the reference model, float32; None without one."""
         shards = (open_batches(path, SHARD_TYPES, check_values=False) for path in sorted(self.path.glob("*.arrow")))
         self._batches = list(chain.from_iterable(shards))
         self._starts = np.array([0, *accumulate(batch.num_rows for batch in self._batches)])
-        self.desirable = self._labels()
-        """The label of every row, bool: whether its answer is desirable; None if rows have none."""
+        self._columns: dict[str, np.ndarray | None] = {}
         self._opened: dict[int, _RecordBatch] = {}
         if self._starts[-1] != len(self.lengths):
             raise self._damaged(f"its shards have {self._starts[-1]} rows and its index {len(self.lengths)}")
         if self.dropped.all() and split == "train":
             raise self._damaged("has no row")
-
-    def _labels(self) -> np.ndarray | None:
-        """The labels of all rows; None if the shards have none."""
-        if not self._batches or LABEL not in self._batches[0].schema.names:
-            return None
-        return np.concatenate([batch.column(LABEL).to_numpy(zero_copy_only=False) for batch in self._batches])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -128,6 +119,18 @@ class TokenRows:
         """What a row has in another column of the shards."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._batches[number].column(column)[row - int(self._starts[number])].as_py()
+
+    def column(self, name: str) -> np.ndarray | None:
+        """What every row has in another column of the shards, or of those that were given; None without it."""
+        if name not in self._columns:
+            has = bool(self._batches) and name in self._batches[0].schema.names
+            columns = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches] if has else []
+            self._columns[name] = np.concatenate(columns) if has else None
+        return self._columns[name]
+
+    def give(self, name: str, values: np.ndarray) -> None:
+        """Give every row a value that the shards do not have."""
+        self._columns[name] = values
 
     def _check(self, number: int) -> _RecordBatch:
         """Make the views of a record batch.

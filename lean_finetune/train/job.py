@@ -28,6 +28,7 @@ from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import chunk_tokens, read_config
 from lean_finetune.model.trained_rows import with_token_ids
+from lean_finetune.objectives.row_kind import REFERENCE
 from lean_finetune.pinning.locate import (
     CHAT_TEMPLATE,
     NO_FILES,
@@ -310,8 +311,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         split.attached = tuple(one.for_model(directory, config) for one in split.attached)
     if train.goal.has_reference:
         of = identity(paths.tokens, lock, train)
-        rows.reference = read_table(paths.reference / "train.arrow", of, len(rows))
-        heldout.reference = read_table(paths.reference / "heldout.arrow", of, len(heldout))
+        rows.give(REFERENCE, read_table(paths.reference / "train.arrow", of, len(rows)))
+        heldout.give(REFERENCE, read_table(paths.reference / "heldout.arrow", of, len(heldout)))
     refuse_unsupported(
         train,
         config,

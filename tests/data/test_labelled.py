@@ -12,6 +12,7 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.data.shards.mismatches import other_rows
 from lean_finetune.evaluate.evaluate_run import _choose_rows
 from lean_finetune.evaluate.label_figures import HeldoutLabels
+from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.plan.batch_plan import read_plan
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
@@ -49,7 +50,8 @@ def test_a_row_is_followed_by_its_prompt_with_the_answer_to_another(run, tmp_pat
     for split in ("train", "heldout"):
         tokens = TokenRows(Path("data/tokens"), split)
         used = tokens.used.reshape(-1, 2)
-        assert tokens.desirable is not None and (used[:, 0] % 2 == 0).all() and (used[:, 1] == used[:, 0] + 1).all()
+        found = tokens.column(LABEL)
+        assert found is not None and (used[:, 0] % 2 == 0).all() and (used[:, 1] == used[:, 0] + 1).all()
         texts = []
         for number in range(len(tokens)):
             [[start, end]] = tokens.spans(number).tolist()
@@ -61,8 +63,8 @@ def test_a_row_is_followed_by_its_prompt_with_the_answer_to_another(run, tmp_pat
             (prompt, answer), (same_prompt, other) = texts[place : place + 2]
             assert prompt == same_prompt and other in answers
             assert (other != answer) or len(answers) == 1
-            seen.append((prompt, answer, bool(tokens.desirable[place])))
-            assert tokens.desirable[place] == tokens.desirable[place + 1]
+            seen.append((prompt, answer, bool(found[place])))
+            assert found[place] == found[place + 1]
     for prompt, answer, desirable in seen:
         if prompt != "Is 4 even?":
             assert labels[prompt, answer] == desirable
@@ -106,8 +108,8 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
     labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).compared
     assert isinstance(labels, HeldoutLabels) and len(labels.desirable) + len(labels.undesirable) == 5
-    assert labels.rows.desirable is not None
-    assert labels.rows.desirable[labels.desirable].all() and not labels.rows.desirable[labels.undesirable].any()
+    found = labels.rows.column(LABEL)
+    assert found is not None and found[labels.desirable].all() and not found[labels.undesirable].any()
 
 
 @pytest.mark.parametrize(("label", "found"), [(True, "desirable"), (False, "undesirable")])

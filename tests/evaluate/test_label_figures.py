@@ -7,6 +7,7 @@ from lean_finetune.evaluate.label_figures import HeldoutLabels, label_metrics
 from lean_finetune.evaluate.pair_figures import RESULTS
 from lean_finetune.objectives.objective import AnswerObjective
 from lean_finetune.objectives.registry import OBJECTIVES
+from lean_finetune.objectives.row_kind import REFERENCE
 from tests.token_files import Row, heldout
 
 LABELS = np.array([True, False, True, True, False])
@@ -16,7 +17,7 @@ def labels_of(tmp_path, better: int = 3, worse: int = 2) -> HeldoutLabels:
     """Rows 0, 2, 4, …, each with its mismatch behind it; of both labels the first ones."""
     rows: list[Row] = [([9] * (6 + n), [3, 6 + n], None) for n in range(2 * len(LABELS))]
     opened = heldout(tmp_path, rows)
-    opened.reference = np.linspace(-30, -10, len(rows)).astype(np.float32)
+    opened.give(REFERENCE, np.linspace(-30, -10, len(rows)).astype(np.float32))
     kto = OBJECTIVES["kto"]
     assert isinstance(kto, AnswerObjective)
     desirable, undesirable = 2 * np.flatnonzero(LABELS)[:better], 2 * np.flatnonzero(~LABELS)[:worse]
@@ -29,7 +30,7 @@ def labels_of(tmp_path, better: int = 3, worse: int = 2) -> HeldoutLabels:
 def test_figures_are_those_of_kto(tmp_path, divergence):
     """A mismatch taken for an answer, labels that change places, or a divergence below 0."""
     labels = labels_of(tmp_path)
-    reference = labels.rows.reference
+    reference = labels.rows.column(REFERENCE)
     assert reference is not None
     logps = reference + np.array([2.0, divergence, -1.0, divergence, 0.5, divergence, 3.0, divergence, 1.5, divergence])
     losses = {
