@@ -4,10 +4,16 @@ Beside `attachments`, so that the code that makes tokens is not that of models a
 """
 
 from lean_finetune.images.columns import ImageColumns
+from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.preferences.labels import LabelColumns
 from lean_finetune.rows.columns import InspectedRows, RowColumns
 
 COLUMNS: tuple[type[RowColumns], ...] = (LabelColumns, ImageColumns)
+
+
+def carried_keys(kind: RowKind) -> tuple[str, ...]:
+    """Keys of what rows of a kind may carry, for which data.columns may name a column."""
+    return tuple(key for one in COLUMNS for key in one.keys(kind))
 
 
 def columns_of(rows: InspectedRows) -> tuple[RowColumns, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PretrainedConfig
 
@@ -37,6 +38,8 @@ class StoredRows(Protocol):
     """Rows of tokens in files."""
 
     attached: "tuple[Attachment, ...]"
+    supervised: np.ndarray
+    """Trained tokens of each row."""
 
     def value(self, column: str, row: int) -> Any:
         """What a row has in a column of the shards."""
@@ -63,6 +66,10 @@ class AttachedShape(ABC):
     @abstractmethod
     def largest(self, rows: int) -> Self:
         """That of so many of its rows: those that need most."""
+
+    def empty(self, trained: int, device: "torch.device | str") -> "BatchPart | None":
+        """What a batch of it with so many trained tokens has, without values; None if a `FakeBatches` makes it."""
+        return None
 
 
 class Attachment(ABC):

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 
@@ -17,6 +18,10 @@ class BatchPart(ABC):
     @abstractmethod
     def pinned(self) -> Self:
         """The same in page-locked memory."""
+
+    def of_tokens(self, chosen_N: np.ndarray) -> Self | None:
+        """That of a part of the tokens, of which these trained ones are, bool (N,); None if the part needs none."""
+        return None
 
     @property
     def arguments(self) -> Mapping[str, torch.Tensor]:

@@ -64,6 +64,11 @@ class RowColumns(ABC):
     def of(cls, rows: InspectedRows) -> Self | None:
         """That of a run's rows; None if they carry none."""
 
+    @classmethod
+    def keys(cls, kind: "RowKind") -> tuple[str, ...]:
+        """Keys beside those of formats, for which data.columns may name a column in rows of a kind."""
+        return ()
+
     @property
     def metadata(self) -> dict[str, str]:
         """Metadata of the index."""

@@ -101,10 +101,15 @@ class BatchShape:
     attached: tuple[AttachedShape, ...] = ()
     """What its rows carry besides tokens."""
 
-    def kind_parts(self, device: torch.device | str) -> tuple[BatchPart, ...]:
-        """What a batch of it has by the kind of its rows, without values."""
+    def empty_parts(self, device: torch.device | str, parts: int = 1) -> tuple[BatchPart, ...]:
+        """What a batch of it, or of one of so many parts of its tokens, has besides tokens, without values."""
         rows = self.rows if self.packed_lengths is None else len(self.packed_lengths)
-        return empty_parts(self.kind, rows, min(self.supervised, self.rows * self.length), device)
+        carried = (one.empty(self.trained(parts), device) for one in self.attached)
+        return (*filter(None, carried), *empty_parts(self.kind, rows, self.trained(), device))
+
+    def trained(self, parts: int = 1) -> int:
+        """The most trained tokens that one of so many parts of its tokens has."""
+        return min(self.supervised, self.rows * -(-self.length // parts))
 
     @staticmethod
     def of(micro_batch: MicroBatch, lengths: np.ndarray) -> "BatchShape":
@@ -237,6 +242,7 @@ def part_of(batch: Batch, part: TokenPart, *, pin_memory: bool = False) -> Batch
         supervised_index_N=placed((row_N * t + position_N - first)[mine_N]),
         packed_rows=None if joined is None else replace(joined, positions_BT=positions_BT),
         positions_BT=positions_BT,
+        parts=_made((one.of_tokens(mine_N) for one in batch.parts), pin_memory),
     )
 
 
@@ -336,8 +342,8 @@ def empty_batch(
     return Batch(
         input_ids_BT=empty(shape.rows, length) if given is None else given,
         targets_BT=empty(shape.rows, length),
-        supervised_index_N=empty(min(shape.supervised, shape.rows * length)),
+        supervised_index_N=empty(shape.trained(parts)),
         packed_rows=joined,
         positions_BT=positions_BT if parts > 1 else None,
-        parts=(*attached, *shape.kind_parts(device)),
+        parts=(*attached, *shape.empty_parts(device, parts)),
     )

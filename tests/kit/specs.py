@@ -99,7 +99,7 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     rows = None if shape.packed_lengths is None else pack_rows(shape.packed_lengths, shape.length)
     if rows is not None:  # Copies, since memory meters do not count numpy's memory on a CPU.
         rows = PackedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
-    parts = shape.kind_parts("cpu")
+    parts = shape.empty_parts("cpu")
     for answers in (part for part in parts if isinstance(part, Answers)):
         for values_R in (answers.reference_R, answers.desirable_R):
             if values_R is not None:

@@ -17,6 +17,7 @@ from lean_finetune.plan.optimizer_steps import read_index, run_steps
 from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure
 from lean_finetune.rows.batch_part import BatchPart
 from lean_finetune.step.batch_stream import load
+from lean_finetune.step.batches import BatchShape, TokenPart, collate, empty_batch, part_of, with_parts
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.heldout_loss import heldout_batches
 from tests.plan.common import batch_settings_of, plan_of
@@ -46,6 +47,9 @@ class Frames(AttachedShape):
     def largest(self, rows: int) -> "Frames":
         return Frames(tuple(sorted(self.frames, reverse=True)[:rows]))
 
+    def empty(self, trained: int, device: torch.device | str) -> "SoundPart":
+        return SoundPart(torch.empty(len(self.frames), trained, device=device))
+
 
 @dataclass(frozen=True)
 class SoundPart(BatchPart):
@@ -58,6 +62,9 @@ class SoundPart(BatchPart):
 
     def pinned(self) -> "SoundPart":
         return SoundPart(self.frames_B.pin_memory())
+
+    def of_tokens(self, chosen_N: np.ndarray) -> "SoundPart":
+        return SoundPart(torch.full_like(self.frames_B, int(chosen_N.sum())))
 
     @property
     def arguments(self) -> Mapping[str, torch.Tensor]:
@@ -133,6 +140,23 @@ def test_batches_have_its_tensors_and_shapes(rows):
     assert most == plan.most["max_frames"]
     fewer = halved((tuple(shapes),))
     assert fewer is not None and all(len(one.frames) == shape.rows for shape in fewer[0] for one in shape.attached)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_traced_batch_has_fake_tensors_of_it(parts):
+    """A prediction without the memory of what the rows carry."""
+    shape = BatchShape(rows=2, length=10, supervised=9, packed_lengths=None, attached=(Frames((5, 6)),))
+    [part] = empty_batch(shape, "meta", parts).parts
+    assert part.arguments["frames"].shape == (2, 9 if parts == 1 else 8)
+
+
+def test_a_part_of_the_tokens_keeps_what_it_needs(rows):
+    """Context parallelism that leaves out what the loss of its tokens needs."""
+    numbers = np.array([LONGEST, 2])
+    batch = with_parts(collate(rows.gather(numbers), 36, 0), rows, numbers)
+    found = [part_of(batch, TokenPart(index=index, parts=2)) for index in range(2)]
+    counts = [int(one.parts[0].arguments["frames"][0]) for one in found]
+    assert counts == [len(one.supervised_index_N) for one in found] and sum(counts) == rows.supervised[numbers].sum()
 
 
 def test_heldout_batches_keep_the_limits_of_training(rows):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -283,6 +283,8 @@ class SourceFormat:
     """Whether the model takes images. If not, rows with images are refused."""
     scored: bool = False
     """Whether the objective trains a reward model."""
+    carried: tuple[str, ...] = ()
+    """Keys of what its rows carry besides text, in `columns` (`RowColumns.keys`)."""
 
     @property
     def row_format(self) -> RowFormat:
@@ -297,7 +299,7 @@ class SourceFormat:
     def columns_read(self) -> frozenset[str]:
         """All columns that the format reads, by the source's names."""
         images = IMAGE_COLUMNS if self.images else ()
-        return frozenset(map(self.column, (*self.row_format.keys, *self.kind.labels, *images)))
+        return frozenset(map(self.column, (*self.row_format.keys, *self.kind.labels, *images, *self.carried)))
 
 
 def formats_of(kind: RowKind) -> dict[str, RowFormat]:
@@ -308,16 +310,21 @@ def formats_of(kind: RowKind) -> dict[str, RowFormat]:
 
 
 def detect_format(
-    row: Mapping[str, Any], columns: Mapping[str, str], kind: RowKind = RowKind.ANSWER
+    row: Mapping[str, Any],
+    columns: Mapping[str, str],
+    kind: RowKind = RowKind.ANSWER,
+    carried: Collection[str] = (),
 ) -> tuple[str, str]:
     """The first format whose required keys the row has, and the reason; `columns` maps keys to columns.
+
+    `carried` are keys of what rows carry besides text.
 
     The format is one of rows of this kind. A format whose keys all have values comes before
     one with nulls: in Parquet and Arrow every row has every column. Raises RowFault if the row has no known format.
     Raises UserError if `columns` has a key that no format has, or that the detected format does not have.
     """
     suitable, row = formats_of(kind), with_turns(row)
-    check_columns(columns, AUTO, kind)
+    check_columns(columns, AUTO, kind, carried)
     is_pair = kind != RowKind.PAIR and any(key in row for key in PREFERENCE_KEYS)
     if kind.labels and not is_pair and not any(columns.get(key, key) in row for key in kind.labels):
         wanted = " or ".join(map(repr, kind.labels))
@@ -326,7 +333,7 @@ def detect_format(
             "name its column in data.columns, or set train.objective=sft"
         )
     if found := _suiting(_filled(row), columns, kind) or _suiting(row, columns, kind):
-        check_columns(columns, found.name, kind)
+        check_columns(columns, found.name, kind, carried)
         names = [columns.get(key, key) for key in found.required]
         return found.name, f"the first row has {' and '.join(names)}"
     if is_pair:
@@ -393,13 +400,17 @@ def _remedy_of_better(row: Mapping[str, Any]) -> str:
     return f"to train on its better answer set data.columns={{{key}: chosen}}"
 
 
-def check_columns(columns: Iterable[str], name: str, kind: RowKind = RowKind.ANSWER) -> None:
+def check_columns(
+    columns: Iterable[str], name: str, kind: RowKind = RowKind.ANSWER, carried: Collection[str] = ()
+) -> None:
     """Refuse keys of data.columns that format `name` does not have, or no format for `auto`: they have no effect.
+
+    `carried` are keys of what rows carry besides text.
 
     Raises UserError, naming the key and the keys of the format.
     """
     known = frozenset().union(*(one.keys for one in FORMATS.values())) if name == AUTO else FORMATS[name].keys
-    known |= set(kind.labels)
+    known |= {*kind.labels, *carried}
     if not kind.compared:
         known |= {IMAGE_COLUMNS[0]}
     if unknown := [key for key in columns if key not in known]:

@@ -32,11 +32,10 @@ class Tally:
         dropped_long_rows: longer than max_length, over_length: drop
         split_rows: split into several, over_length: split
         no_answer_rows: left out: no trained token is left (of a split row, in none of its chunks)
-        cut_image_rows: left out, or parts of a split row: max_length cuts an image
         control_tokens_as_text, surrogates_replaced: occurrences in the text of rows
-        damaged_exif_rows: have an image that may not be upright
         engine_fallback_rows: tiktoken could not encode them
         sampled_rows, sampled_rows_differing: also encoded as one text, to see whether the ids differ
+        others: of what rows carry besides tokens (`RowColumns.notes`)
     """
 
     counts: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

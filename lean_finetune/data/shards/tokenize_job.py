@@ -33,7 +33,7 @@ from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import file_names, read_blocks
 from lean_finetune.data.read.worker_memory import return_freed_memory
 from lean_finetune.data.shards.tokenize_block import BlockTokenizer, TokenSettings
-from lean_finetune.islands.columns import columns_of
+from lean_finetune.islands.columns import carried_keys, columns_of
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.pinning.code import code_hashes
 from lean_finetune.pinning.locate import NO_FILES, FileVersions, data_files, is_heldout_source, template_file
@@ -237,7 +237,7 @@ def _inspect(
         wanted, columns, reason = _detect(rows, columns, skips, kind)
     else:
         check_kind(wanted, kind)
-        check_columns(columns, wanted, kind)
+        check_columns(columns, wanted, kind, carried_keys(kind))
         reason = "params.yaml says so"
     source_format = SourceFormat(
         format=wanted,
@@ -247,6 +247,7 @@ def _inspect(
         kind=kind,
         images=images,
         scored=scored,
+        carried=tuple(key for key in carried_keys(kind) if key in columns),
     )
     return _InspectedSource(
         source_format=source_format,
@@ -268,7 +269,7 @@ def needs_objective(data: Data, lock: Mapping[str, Any], kind: RowKind) -> str |
     for place, row in rows[:SAMPLED_ROWS_PER_SOURCE]:
         try:
             columns = complete_columns(row, given, kind)
-            name, _ = detect_format(row, columns, kind)
+            name, _ = detect_format(row, columns, kind, carried_keys(kind))
             unread_columns(row, SourceFormat(format=name, columns=columns, kind=kind))
         except RowFault as fault:
             return f"{place}: {fault}" if "train.objective" in str(fault) else None
@@ -285,7 +286,7 @@ def _detect(
     for place, row in rows if skips else rows[:1]:
         try:
             columns = dict(complete_columns(row, given, kind))
-            name, reason = detect_format(row, columns, kind)
+            name, reason = detect_format(row, columns, kind, carried_keys(kind))
             return name, columns, reason
         except RowFault as fault:
             refusal = UserError(f"{place}: {fault}")

@@ -298,7 +298,7 @@ def budgets_of(run: Run) -> Iterator[Option]:
         flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
-    if run.attached:  # Shorter rows would cut images, and such rows are left out.
+    if measures_of(run.attached):  # Shorter rows would cut images, and such rows are left out.
         yield from _smaller_images(run, level)
         return
     while length >= SHORTEST_ROW_TOKENS and not fixed:

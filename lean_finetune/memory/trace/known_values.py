@@ -171,7 +171,8 @@ class KnownImages(FakeBatches):
         beside = any(isinstance(one, ImageShape) and one.beside for one in shape.attached)
         if beside:
             blank = ImagePart(blank=self._fake("blank", lambda: self._inputs.blank))
-            return replace(empty_batch(shape, CPU, parts), parts=(blank,))
+            made = empty_batch(shape, CPU, parts)
+            return replace(made, parts=(blank, *made.parts))
         return _shown(shape, self.of(shape), parts)
 
     def like_worst(self, shape: BatchShape, parts: int = 1) -> Batch:
