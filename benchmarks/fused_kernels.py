@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import Measured, Row, at_most, benchmark, in_new_processes
 from lean_finetune.config.field_types import FusedKernels, Method, Precision
+from lean_finetune.config.model_families import families_that
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.fused_kernels import FAMILIES
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import autocast
@@ -73,7 +73,7 @@ CASES = (
         for method in ("lora", "full")
         for precision in ("bf16", "fp16")
     ),
-    *(Case(family=family, method="full") for family in FAMILIES),
+    *(Case(family=family, method="full") for family in families_that("code_of_llama")),
     Case(family="qwen3_next", method="full", kernels="fla", packed=True),
     Case(family="qwen3_next", method="full", kernels="fla"),
     *(Case(family="qwen3_next", method="lora", precision=precision, kernels="fla") for precision in ("bf16", "fp16")),

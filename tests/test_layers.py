@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 PACKAGE = "lean_finetune"
 PACKAGES = """
-core objectives config pinning
+core patches objectives config pinning
 data/read data/format data/images data/chat data/encode
 model/attention model/experts model/images rows images preferences islands data/shards plan
 model/files model/recurrent model/kernels model/joined_adapters model/norms model step/offload step/update step

@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+
+from lean_finetune.patches.of_imports import COMPILE, COMPILER_UNLOADED, LIST_OF_MODELS
 
 COMPILER = "torch._dynamo"
 
@@ -32,15 +33,12 @@ def importing_without_compiler() -> Iterator[None]:
         return
     gc.disable()  # Nothing that imports make is garbage, and looking for it takes a fifth of their time.
     try:
-        import torch
-
-        torch.compile = _unchanged  # type: ignore[assignment]
+        COMPILE.for_good(_unchanged)
         if COMPILER not in sys.modules and (spec := find_spec(COMPILER)) is not None:
-            torch._dynamo = sys.modules[COMPILER] = _Unloaded(spec)
-        from transformers.utils import import_utils
-
+            sys.modules[COMPILER] = _Unloaded(spec)
+            COMPILER_UNLOADED.for_good(sys.modules[COMPILER])
         found = modules_of_models()
-        with patch.object(import_utils, "define_import_structure", lambda path: found):
+        with LIST_OF_MODELS.during(lambda path: found):
             importlib.import_module("transformers.models")
         yield
     finally:

@@ -19,6 +19,7 @@ from lean_finetune.distributed.replicated import sum_gradients
 from lean_finetune.distributed.weight_broadcast import DIVIDED
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
 from lean_finetune.model.model_config import layer_settings
+from lean_finetune.patches.of_models import VOCABULARY_SHARD
 from lean_finetune.step.head_loss import VocabularyShard
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.parallel_model import (
@@ -325,7 +326,7 @@ def _look_up_own_rows(embedding: Any, rows: Part, group: dist.ProcessGroup) -> N
         summed: torch.Tensor = _SumOfOutputs.apply(hidden, group)
         return summed
 
-    embedding.forward = look_up
+    VOCABULARY_SHARD.give_method(embedding, look_up)
 
 
 class _SumOfOutputs(torch.autograd.Function):

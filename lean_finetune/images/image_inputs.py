@@ -15,9 +15,10 @@ import torch
 from torch.utils._pytree import tree_iter
 from transformers import AutoModel, PretrainedConfig
 
+from lean_finetune.data.images.families import MASK_ARGUMENTS
 from lean_finetune.data.images.image_family import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.model.images.image_config import SEE_EACH_OTHER, mask_argument
+from lean_finetune.model.images.image_config import mask_argument
 from lean_finetune.rows.batch_part import BatchPart
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class ImageInputs:
     def for_generation(self, ids_BT: torch.Tensor, images: Sequence[Sequence["Image"]]) -> ImageTensors:
         """The arguments of `generate`, in which the model computes positions itself, as the rows grow."""
         made: ImageTensors = self._processor.arguments(images)
-        return {**made, **self._kinds(ids_BT, *SEE_EACH_OTHER.values())}
+        return {**made, **self._kinds(ids_BT, *MASK_ARGUMENTS)}
 
     def _kinds(self, ids_BT: torch.Tensor, *names: str) -> ImageTensors:
         """Which tokens images fill, as those of these arguments that the model has."""
@@ -142,7 +143,7 @@ class ImagePart(BatchPart):
     @property
     def masks(self) -> bool:
         """See the base class."""
-        return any(name in self.shown for name in SEE_EACH_OTHER.values())
+        return any(name in self.shown for name in MASK_ARGUMENTS)
 
     def inputs(self, lm: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See the base class."""

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import AnyPrecision, Precision
+from lean_finetune.config.model_families import family_of
 from lean_finetune.config.schema import Train
 from lean_finetune.core.memory_limits import host_limit_bytes
 from lean_finetune.memory.gpu_names import named_gpu
@@ -17,7 +18,6 @@ from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import has_grouped_kernel
 from lean_finetune.model.model_config import other_layers
 from lean_finetune.model.precision import autocast_dtype, base_dtype, choose_precision
-from lean_finetune.model.recurrent.fla_kernels import FAMILIES as FLA_FAMILIES
 
 
 def resolve_gpu(value: str) -> tuple[Device, str]:
@@ -97,7 +97,7 @@ def linear_attention_on(device: Device, config: PretrainedConfig, train: Train) 
     if train.fused_kernels == "fla":
         return f"{mixer} by flash-linear-attention's kernels (train.fused_kernels: fla)"
     text = f"{mixer} in PyTorch, by no other package's kernels"
-    if device.kind == "cuda" and config.model_type in FLA_FAMILIES:
+    if device.kind == "cuda" and family_of(config.model_type).gated_delta_rule:
         text += "; train.fused_kernels: fla has faster ones (docs/models.md)"
     return text
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lean_finetune.config.field_types import ALL_LINEAR
+from lean_finetune.config.model_families import family_of
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError, shortened
@@ -57,16 +58,9 @@ from lean_finetune.model.images.trained_parts import forget_originals, train_par
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
+from lean_finetune.patches.of_models import INPUTS_AS_AUTOCAST
 from lean_finetune.pinning.adapter_files import MERGE_FIRST, adapter_tensors, fault
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-READ_DIRECTLY = {
-    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), {"out_proj"}),
-    **dict.fromkeys(("falcon_mamba", "mamba"), {"dt_proj", "out_proj"}),
-    "gemma3n_text": {"correction_coefs"},
-    "jamba": {"dt_proj"},
-}
-"""Layers whose weight a family's code reads without calling the layer, so that an adapter would have no effect."""
 
 
 def adapts_by_name(model: PreTrainedModel) -> bool:
@@ -74,9 +68,9 @@ def adapts_by_name(model: PreTrainedModel) -> bool:
     return has_experts(model) or bool(gates(model)) or bool(_read_directly(model))
 
 
-def _read_directly(model: PreTrainedModel) -> set[str]:
+def _read_directly(model: PreTrainedModel) -> frozenset[str]:
     """Names of the layers of a model whose weight its code reads without calling the layer."""
-    return READ_DIRECTLY.get(model.config.get_text_config().model_type, set())
+    return family_of(model.config.get_text_config().model_type).read_directly
 
 
 def all_linear_targets(model: PreTrainedModel) -> list[str]:
@@ -286,7 +280,7 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     layers: Iterator[Any] = (m for m in model.modules() if isinstance(m, LoraLayer))
     for layer in (one for one in layers if isinstance(one.get_base_layer(), nn.Linear) and not one.lora_variant):
         if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
-            layer._cast_input_dtype = _cast_without_autocast
+            INPUTS_AS_AUTOCAST.give_method(layer, _cast_without_autocast)
 
 
 def _as_type(module: nn.Module, inputs: Any, output: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:

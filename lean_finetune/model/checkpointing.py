@@ -24,6 +24,7 @@ from lean_finetune.model.dropout import has_dropout
 from lean_finetune.model.empty_model import decoder_layers
 from lean_finetune.model.experts.experts_forward import has_experts
 from lean_finetune.model.experts.grouped_matmul import GROUPED_MATMULS
+from lean_finetune.patches.of_models import TILES
 
 aten = torch.ops.aten
 
@@ -135,7 +136,7 @@ def enable_tiles(model: PreTrainedModel, train: Train) -> None:
     norms = [child for _, child in children if type(child).__name__.endswith("Norm")]
     dropout = has_dropout(model.config, train)
     for module in (*mlps, *norms):
-        module.forward = partial(_in_tiles, module.forward, train.sequence_tiles, dropout)
+        TILES.give_method(module, partial(_in_tiles, module.forward, train.sequence_tiles, dropout))
 
 
 def _takes_hidden_alone(module: nn.Module) -> bool:

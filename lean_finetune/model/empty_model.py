@@ -2,11 +2,8 @@
 
 import copy
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from inspect import isfunction
 from typing import Any
 
 import torch
@@ -22,20 +19,19 @@ from transformers import (
 from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.integrations import hub_kernels
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nModel
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
-from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, Llama4
 from lean_finetune.model.files.safetensors_files import FileTensor
 from lean_finetune.model.images.image_config import takes_images
 from lean_finetune.model.images.image_parts import WithImages, parts_beside_text, vision_parts
-from lean_finetune.model.recurrent.packed_layers import of_packed_rows
+from lean_finetune.model.recurrent.packed_layers import OF_PACKED_ROWS
 from lean_finetune.model.recurrent.selective_scan import selective_scan
+from lean_finetune.patches import of_models
 
 # The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
 #
@@ -51,14 +47,14 @@ class LanguagePart:
     """Parameters of each part that is left out, by the part's name; 0 if they are unknown."""
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any):
-        with _no_timm_models():
+        with of_models.TIMM_WITHOUT_LAYERS.during(PreTrainedModel.__init__):
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.left_out = dict(_leave_out(self))  # type: ignore[arg-type]
         known = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._keys_to_ignore_on_load_unexpected = {*known, *(f"^{re.escape(part)}" for part in self.left_out)}
         for module in self.modules():  # type: ignore[attr-defined]
             if type(module) is Gemma3nModel:
-                module.__class__ = _Gemma3nOfText
+                of_models.GEMMA3N_OF_TEXT.give_class(module, _Gemma3nOfText)
 
 
 class _Gemma3nOfText(Gemma3nModel):
@@ -74,18 +70,6 @@ class _Gemma3nOfText(Gemma3nModel):
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether transformers has a class for this config that takes images or sound as well as text."""
     return type(config) in AutoModelForMultimodalLM._model_mapping
-
-
-@contextmanager
-def _no_timm_models() -> Iterator[None]:
-    """A context that builds models of the package timm without layers: Gemma 3n's vision part, which is left out."""
-    kind: Any = TimmWrapperModel
-    before = kind.__init__
-    kind.__init__ = PreTrainedModel.__init__
-    try:
-        yield
-    finally:
-        kind.__init__ = before
 
 
 def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
@@ -178,12 +162,13 @@ def full_or_mask(
     return create_bidirectional_mask(config, inputs_embeds, attention_mask, **more)
 
 
-REPLACED = {
-    "mamba_selective_scan": selective_scan,
-    "FalconLinear": nn.Linear,
-    "create_bidirectional_mask": full_or_mask,
+REPLACEMENTS: Mapping[str, Callable[[Any], Any]] = {
+    "mamba_selective_scan": lambda _: selective_scan,
+    "FalconLinear": lambda _: nn.Linear,
+    "create_bidirectional_mask": lambda _: full_or_mask,
+    **OF_PACKED_ROWS,
 }
-"""What families' code uses in place of its own, by its name there: bitsandbytes packs no layers of Falcon's class."""
+"""What families' code uses in place of its own functions and classes, by their names there."""
 
 
 def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -309,11 +294,11 @@ def start_score(model: PreTrainedModel, seed: int) -> None:
 def causal_class(config: PretrainedConfig) -> Any:
     """The class of a config's language model or reward model; of a multimodal one with the parts that it needs."""
     if (scoring := scoring_class(config)) is not None:
-        replace_code(scoring)
+        of_models.use_in_family(scoring, REPLACEMENTS)
         return _subclass(scoring, (ScoredModel,))
     multimodal = is_multimodal(config)
     kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
-    replace_code(kind)
+    of_models.use_in_family(kind, REPLACEMENTS)
     parts = WithImages if takes_images(config) else LanguagePart
     ours = (parts,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
     return _subclass(kind, ours) if ours else kind
@@ -323,22 +308,6 @@ def causal_class(config: PretrainedConfig) -> Any:
 def _subclass(kind: type[PreTrainedModel], ours: tuple[type, ...]) -> Any:
     """A subclass under the same name and module, by which transformers finds a family's conversions and its loss."""
     return type(kind.__name__, (*ours, kind), {"__module__": kind.__module__, "__doc__": ours[0].__doc__})
-
-
-def replace_code(kind: type) -> None:
-    """Make the code of a family of models use `REPLACED`, take packed rows, and call no kernels of other packages.
-
-    transformers calls kernels of mamba-ssm, causal-conv1d and flash-linear-attention where they are installed. They
-    cannot be traced, and they take other memory.
-    """
-    for name in {base.__module__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")}:
-        code = sys.modules[name]
-        for key, value in list(vars(code).items()):
-            if key in REPLACED:
-                setattr(code, key, REPLACED[key])
-            elif isfunction(value):
-                of_hub = value.__code__.co_filename == hub_kernels.__file__
-                setattr(code, key, of_packed_rows(key, getattr(value, "__wrapped__", value) if of_hub else value))
 
 
 def causal_kind(config: PretrainedConfig) -> tuple[Any, PretrainedConfig]:

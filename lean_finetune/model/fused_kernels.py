@@ -4,7 +4,7 @@
 RMSNorm and SwiGLU. The loss is ours.
 
 Liger's operations save fewer tensors than those of transformers, and overwrite some: the rotary embedding its inputs,
-RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer of the `FAMILIES` reads them
+RMSNorm the gradient of its output, SwiGLU its inputs in backward. Nothing else in a layer with Llama's code reads them
 again, except selective checkpointing, which liger excludes.
 """
 
@@ -19,13 +19,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lean_finetune.config.field_types import FusedKernels
+from lean_finetune.config.model_families import families_that, family_of
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.versions import install_extra
 from lean_finetune.model.recurrent import fla_kernels
 from lean_finetune.model.recurrent.packed_layers import with_global
+from lean_finetune.patches.of_models import OTHER_KERNELS
 
-FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types with the same code as Llama in layers, norms, MLP and rotary embedding."""
 KEY = "train.fused_kernels"
 ROTARY = "apply_rotary_pos_emb"
 """The function of the rotary embedding in a family's code."""
@@ -111,10 +111,10 @@ def _refuse_family(choice: FusedKernels, config: PretrainedConfig) -> None:
     if choice == "fla":
         return fla_kernels.refuse_family(KEY, config)
     activation = getattr(config, "hidden_act", None)
-    if config.model_type not in FAMILIES or activation != "silu":
+    if not family_of(config.model_type).code_of_llama or activation != "silu":
         raise UserError(
-            f"{KEY}: is for {', '.join(FAMILIES)} with activation silu; got liger with {config.model_type} and "
-            f"{activation}; use none"
+            f"{KEY}: is for {', '.join(families_that('code_of_llama'))} with activation silu; got liger with "
+            f"{config.model_type} and {activation}; use none"
         )
 
 
@@ -167,8 +167,8 @@ def fuse_kernels(model: PreTrainedModel, choice: FusedKernels) -> None:
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            module.forward = MethodType(norm, module)
+            OTHER_KERNELS.give_method(module, MethodType(norm, module))
         elif kind.endswith("MLP"):
-            module.forward = MethodType(mlp, module)
+            OTHER_KERNELS.give_method(module, MethodType(mlp, module))
         elif kind.endswith("Attention"):
-            module.forward = MethodType(with_global(type(module).forward, ROTARY, rotary), module)
+            OTHER_KERNELS.give_method(module, MethodType(with_global(type(module).forward, ROTARY, rotary), module))

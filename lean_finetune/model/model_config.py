@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 from transformers.activations import ACT2CLS
 
+from lean_finetune.config.model_families import NEEDS_MASK, family_of
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.data.images.families import MODELS
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
@@ -16,11 +17,7 @@ from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.files.safetensors_files import stored_names
 from lean_finetune.model.images.image_config import takes_images, with_images
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
-from lean_finetune.model.recurrent.packed_layers import FAMILIES as PACKABLE
 from lean_finetune.pinning.config_file import read_config_json
-
-OWN_ATTENTION = {"falcon"}
-"""Families that support transformers' own attention functions alone, by name."""
 
 SIZES = ("hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Sizes that config.json must have if its family has them: transformers replaces missing ones by those of the family's
@@ -32,24 +29,6 @@ WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim")
 INDEXED = "indexed_attention"
 """Type of the layers with an index of tokens: DeepSeek-V3.2, GLM-5 and others."""
 
-NEEDS_MASK = "a mask of all pairs of tokens, which training does not create"
-UNSUPPORTED = {
-    "biogpt": "makes a mask that it leaves out where all values allow it, so its memory is not known",
-    "blt": "reads bytes in patches whose number depends on the text",
-    "cpmant": "lets a token see later ones",
-    "deepseek_v4": "attends to summaries of earlier tokens too, which is not supported yet",
-    "doge": f"attends with {NEEDS_MASK}",
-    "mpt": "has names of its own for the limit of rows and for a scale of logits that is not applied",
-    "rwkv": "computes one token after the other, except by a kernel from the hub, and changes its weights to evaluate",
-}
-"""Families that would fail in training, and why."""
-
-TIES_BY_DEFAULT = {"internvl", "mistral3"}
-"""Families whose config ties embedding and head if config.json does not say it, though most of their models have a head
-of their own (transformers #42313). The weights decide then, or else the text part."""
-
-LOOPS_OVER_TOKENS = {"recurrent_gemma"}
-"""Families that compute one token after the other."""
 # Layer types whose attention we can restrict to each packed row.
 JOINABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -113,7 +92,7 @@ def _parsed(directory: Path) -> PretrainedConfig:
         raise UserError(
             f"model.name: {directory}/config.json cannot be read ({first}); give a transformers model"
         ) from None
-    if config.model_type in TIES_BY_DEFAULT and "tie_word_embeddings" not in given:
+    if family_of(config.model_type).ties_by_default and "tie_word_embeddings" not in given:
         names = stored_names(directory)
         has_head = any(name.endswith("lm_head.weight") for name in names)
         config.tie_word_embeddings = not has_head if names else config.get_text_config().tie_word_embeddings
@@ -144,8 +123,8 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"{file}: {wrong}; give the config.json that belongs to the model"
     if INDEXED in other_layers(config):
         yield f"{name} chooses the tokens to attend to with {NEEDS_MASK}; choose another model"
-    if name in UNSUPPORTED:
-        yield f"{name} {UNSUPPORTED[name]}; choose another model"
+    if (reason := family_of(name).unsupported) is not None:
+        yield f"{name} {reason}; choose another model"
     if (rope := _dynamic_rope(config)) is not None:
         usual = {"alpha", "original_max_position_embeddings"}.isdisjoint(rope)
         same = "remove rope_scaling there: rows of up to max_position_embeddings tokens stay the same"
@@ -217,7 +196,7 @@ def caps_scores(config: PretrainedConfig) -> bool:
 def computes_own_attention(config: PretrainedConfig) -> bool:
     """Whether a family's own code computes attention, with all length × length scores, as Falcon's does."""
     kind = causal_class(config)
-    own = config.model_type in OWN_ATTENTION or not kind._supports_sdpa
+    own = family_of(config.model_type).own_attention or not kind._supports_sdpa
     return own and not kind._supports_attention_backend
 
 
@@ -275,7 +254,7 @@ def chunk_tokens(config: PretrainedConfig) -> int:
 
 def row_loop(config: PretrainedConfig) -> Literal["none", "parts", "tokens"]:
     """What of a row the model's code loops over, so that a trace takes time with the row's length."""
-    if config.model_type in LOOPS_OVER_TOKENS:
+    if family_of(config.model_type).loops_over_tokens:
         return "tokens"
     return "parts" if other_layers(config) or hasattr(config.get_text_config(), "chunk_size") else "none"
 
@@ -347,12 +326,13 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     """
     if takes_images(config):
         raise UserError("bucket.mode: vision towers do not know packed rows; got packed; set bucket.mode=bucketed")
-    if (kinds := other_layers(config)) and config.model_type not in PACKABLE:
+    packs_other_layers = family_of(config.model_type).packs_other_layers
+    if (kinds := other_layers(config)) and not packs_other_layers:
         raise UserError(
             f"bucket.mode: packed needs attention that sees a row's bounds; {config.model_type} has layers of type "
             f"{', '.join(kinds)}; set bucket.mode=bucketed"
         )
-    if config.model_type not in PACKABLE and computes_own_attention(config):  # A token would see earlier rows.
+    if not packs_other_layers and computes_own_attention(config):  # A token would see earlier rows.
         raise rows_see_each_other(config.model_type)
     if caps_scores(config):
         raise UserError(

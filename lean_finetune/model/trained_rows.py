@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapter_init import ADAPTER
 from lean_finetune.model.empty_model import token_layers
+from lean_finetune.patches.of_models import TRAINED_ROWS
 from lean_finetune.pinning.adapter_files import DELTA as DELTA
 from lean_finetune.pinning.adapter_files import fault
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG
@@ -170,6 +171,6 @@ def compute_rows_alone(model: nn.Module) -> None:
     """Let PEFT's layers of trained tokens compute without copies of the weight; call after adapters are added."""
     for module in model.modules():
         if isinstance(module, TrainableTokensLayer):
-            module.__class__ = TrainedRows
+            TRAINED_ROWS.give_class(module, TrainedRows)
             if ADAPTER in module.trainable_tokens_original:  # Only to undo a merge, which is done elsewhere here.
                 del module.trainable_tokens_original[ADAPTER]

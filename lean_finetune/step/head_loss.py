@@ -22,6 +22,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lean_finetune.config.model_families import family_of
+
 BLOCK_BYTES = 2**24
 """Output in 16 bits is converted to fp32 in blocks of this size."""
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -30,8 +32,6 @@ LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 """Names of what a family multiplies its logits by: Cohere, Falcon-H1."""
 LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Names of what a family divides its logits by: Granite and MiniCPM-3, Inkling."""
-MULTIPLIES = {"hyperclovax"}
-"""Families that multiply by a divisor of this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +305,7 @@ def logit_factor(config: PretrainedConfig) -> float:
     multiplied, divided = (
         prod(float(_declared(text, name) or 1.0) for name in names) for names in (LOGIT_FACTORS, LOGIT_DIVISORS)
     )
-    return multiplied * divided if text.model_type in MULTIPLIES else multiplied / divided
+    return multiplied * divided if family_of(text.model_type).multiplies_logits else multiplied / divided
 
 
 def unpadded_vocabulary(config: PretrainedConfig) -> int | None:

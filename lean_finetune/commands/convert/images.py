@@ -10,7 +10,7 @@ from typing import Any
 from lean_finetune.commands.convert.conversions import Converted
 from lean_finetune.commands.convert.layer_patterns import adapted_parts
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.images.families import FAMILIES, Gemma3, Idefics3, Llava, Pixtral
+from lean_finetune.data.images.families import Gemma3, Idefics3, Llava, Pixtral, family_of_images
 from lean_finetune.data.images.image_family import FEWEST, MOST, ImageFamily, Size
 from lean_finetune.objectives.registry import OBJECTIVES, SFT
 from lean_finetune.pinning.config_file import CONFIG_FILE, json_object
@@ -121,7 +121,7 @@ def _family(values: Mapping[str, Any], template: str) -> type[ImageFamily] | Non
         tower = config.get("vision_config")
         if isinstance(tower, dict) and tower.get("model_type") == "pixtral":
             return Pixtral
-        return next((one for one in FAMILIES if config.get("model_type") in one.models), None)
+        return family_of_images(config.get("model_type"))
     return next((one for pattern, one in NAMES if re.search(pattern, f"{name} {template}")), None)
 
 

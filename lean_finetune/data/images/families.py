@@ -20,6 +20,7 @@ from lean_finetune.data.images.image_family import (
     check_limits,
     refuse_limits,
 )
+from lean_finetune.patches.of_imports import PIXTRAL_WITH_PILLOW
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -155,12 +156,8 @@ class Pixtral(ImageFamily):
 
         if is_torchvision_available():
             return super().processor_kind()
-        name = "transformers.models.pixtral.image_processing_pixtral"
-        sys.modules[name] = image_processing_pil_pixtral
-        try:
+        with PIXTRAL_WITH_PILLOW.importing(image_processing_pil_pixtral):
             kind: type = import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
-        finally:
-            del sys.modules[name]
         return kind
 
     def __init__(self, processor: Any, patch: Sequence[int] | None):
@@ -209,6 +206,7 @@ class Gemma3(ImageFamily):
 
     processor_class, models = "Gemma3Processor", ("gemma3",)
     limits = ()
+    marks_images = "token_type_ids"
 
     def __init__(self, processor: Any, patch: Sequence[int] | None):
         """See the base class."""
@@ -240,6 +238,13 @@ class Gemma4(ImageFamily):
 
     processor_class, models = "Gemma4Processor", ("gemma4",)
     limits = (MOST,)
+    marks_images = "mm_token_type_ids"
+
+    @classmethod
+    def mask_argument(cls, config: Any) -> str | None:
+        """See the base class."""
+        sees = config.get_text_config().use_bidirectional_attention == "vision"
+        return cls.marks_images if sees else None
 
     @classmethod
     def processor_kind(cls) -> type:
@@ -402,3 +407,10 @@ FAMILIES: tuple[type[ImageFamily], ...] = (
 """Families that are trained with images. Of those with the same models, the first is for files that name none."""
 MODELS = tuple(sorted({model for family in FAMILIES for model in family.models}))
 """Values of model_type of these families."""
+MASK_ARGUMENTS = tuple(family.marks_images for family in FAMILIES if family.marks_images is not None)
+"""What these families' models may be told of the tokens of images."""
+
+
+def family_of_images(model_type: object) -> type[ImageFamily] | None:
+    """The family of a model whose files name no processor; None for models that are not trained with images."""
+    return next((family for family in FAMILIES if model_type in family.models), None)

@@ -35,6 +35,8 @@ class ImageFamily(ABC):
     """Parameters of an image's pixels that `limit` takes."""
     drops_zeros: ClassVar[bool] = False
     """Whether the model leaves out crops whose pixels are all zero. `arguments` returns none."""
+    marks_images: ClassVar[str | None] = None
+    """Argument of models in which the tokens of an image see each other: which tokens these are."""
 
     def __init__(self, processor: Any, patch: Sequence[int] | None):
         """`processor` is transformers', of Pillow's backend; `patch` as of `ImageProcessor`."""
@@ -47,6 +49,11 @@ class ImageFamily(ABC):
 
         kind: type = processor_class_from_name(cls.processor_class)
         return kind
+
+    @classmethod
+    def mask_argument(cls, config: Any) -> str | None:
+        """`marks_images`, if a model of this config needs it; None where the tokens of images see those before them."""
+        return cls.marks_images
 
     @property
     def fill_token(self) -> str:

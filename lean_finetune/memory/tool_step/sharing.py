@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives their shape functions
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, _flat_param
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
@@ -23,9 +22,10 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.memory.tool_step.deepspeed import Zero, zero_of
 from lean_finetune.memory.tool_step.tool_step import ToolStep
-from lean_finetune.memory.trace.fake_distributed import following_streams, set_quant_state
+from lean_finetune.memory.trace.fake_distributed import counting_resized, following_streams, set_quant_state
 from lean_finetune.memory.trace.memory_trace import SHARDING, MemoryTrace
 from lean_finetune.memory.trace.setting import Setting
+from lean_finetune.patches.of_traces import QUANT_STATE, SAME_STORAGE
 
 # FSDP1 joins the weights of a unit (a decoder layer; each trained matrix of an adapter; the rest) into one flat tensor,
 # of which each process stores a part. Frozen and trained weights are in different units, so a flat tensor is of one
@@ -124,7 +124,7 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
             root = _fsdp1(model, sharing)
         except ValueError as error:  # A unit has weights of several types: packed experts, for example.
             raise UserError(f"FSDP1 cannot share this model: {error}") from None
-        stack.enter_context(_counting_resized(trace))
+        stack.enter_context(counting_resized(trace))
         stack.enter_context(following_streams(trace))
         yield Shared(model, root)
 
@@ -132,20 +132,6 @@ def shared_by(sharing: Sharing | None, model: nn.Module, trace: MemoryTrace) -> 
 def ddp_bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """DDP's buckets: a copy of all gradients, which it sums there and copies back (gradient_as_bucket_view=False)."""
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-
-
-@contextmanager
-def _counting_resized(trace: MemoryTrace) -> Iterator[None]:
-    """Count a storage again when its size changes: FSDP1 frees and allocates gathered units this way."""
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        trace.resized(storage, SHARDING)
-        return result
-
-    with patch.object(torch.UntypedStorage, "resize_", resized):
-        yield
 
 
 def _patch(stack: ExitStack) -> None:
@@ -157,9 +143,8 @@ def _patch(stack: ExitStack) -> None:
     def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         return identity(a) == identity(b)
 
-    stack.enter_context(patch.object(torch.Tensor, "data_ptr", identity))
-    stack.enter_context(patch.object(_flat_param, "_same_storage", same_storage))
-    stack.enter_context(patch.object(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", set_quant_state))
+    stack.enter_context(SAME_STORAGE.during(identity, same_storage))
+    stack.enter_context(QUANT_STATE.during(set_quant_state))
 
 
 def _fsdp1(model: nn.Module, sharing: Sharing) -> Fsdp1:

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -40,6 +39,7 @@ from lean_finetune.memory.trace.memory_trace import (
 from lean_finetune.model.checkpointing import recompute_layers
 from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.patches.of_traces import LAYER_NORM, NORMS_AND_MLPS_OF_TOOLS, OLD_4BIT_PRODUCT
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from lean_finetune.step.parallel_model import named_trained
@@ -334,7 +334,7 @@ def _layer_norms_in_fp32() -> Iterator[None]:
         normed: torch.Tensor = normalise(x, shape, *args, **kwargs)
         return normed
 
-    with patch.object(F, "layer_norm", in_fp32):
+    with LAYER_NORM.during(in_fp32):
         yield
 
 
@@ -358,10 +358,7 @@ def _old_4bit_layers() -> Iterator[None]:
         del unpacked
         return gradients
 
-    with (
-        patch.object(matmul, "forward", staticmethod(keeping)),
-        patch.object(matmul, "backward", staticmethod(unpacking)),
-    ):
+    with OLD_4BIT_PRODUCT.during(staticmethod(keeping), staticmethod(unpacking)):
         yield
 
 
@@ -405,9 +402,9 @@ def fuse_layers(model: nn.Module, *, mlps: bool) -> None:
     """Let every RMS norm of a model run as one kernel; with `mlps` also the product inside its gated MLPs."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_norm, module)
+            NORMS_AND_MLPS_OF_TOOLS.give_method(module, partial(_norm, module))
         elif mlps and all(hasattr(module, name) for name in GATED):
-            module.forward = partial(_mlp, module)
+            NORMS_AND_MLPS_OF_TOOLS.give_method(module, partial(_mlp, module))
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
+from lean_finetune.patches.of_traces import ALIKE_LAYERS
 from lean_finetune.step.head_loss import Parts, looping_by, run_all
 
 KNOWN_VALUE = "known_value"
@@ -141,7 +142,7 @@ def skip_alike_layers(model: nn.Module, trace: MemoryTrace, *, all_events: bool)
     frozen = [part for module in model.modules() for part in getattr(module, "frozen_parts", ())]
     for listed in {each for part in frozen for each in part.modules() if isinstance(each, nn.ModuleList)}:
         for layer in listed:
-            layer.forward = partial(_layer, ran, layer, layer.forward)
+            ALIKE_LAYERS.give_method(layer, partial(_layer, ran, layer, layer.forward))
 
 
 def _layer(ran: _Layers, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

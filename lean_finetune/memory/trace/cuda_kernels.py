@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import FusedKernels
@@ -27,8 +25,17 @@ from lean_finetune.memory.trace.cuda_ops import (
     reduction_workspaces,
 )
 from lean_finetune.memory.trace.memory_trace import OpRules, Workspace
-from lean_finetune.model.attention.kernels import FLASH_HEAD_SIZE_MULTIPLE, Kernel, attention_kernel, takes_flash
+from lean_finetune.model.attention.kernels import (
+    FLASH_HEAD_SIZE_MULTIPLE,
+    Kernel,
+    attention_kernel,
+    no_packed_rows,
+    takes_flash,
+)
 from lean_finetune.model.norms import fused_norms
+from lean_finetune.patches.of_models import PACKED_SEARCH
+from lean_finetune.patches.of_traces import DROPOUT_AND_SOFTMAX, LAUNCHES, NORM_GRADIENT, SHARED_MEMORY_CHECK
+from lean_finetune.patches.patch import replaced
 from lean_finetune.plan.batch_plan import ATTENTION_TILE_TOKENS
 
 TUNING_BYTES = 256 * 2**20
@@ -54,15 +61,13 @@ def without_launches(
     if choice in ("none", "auto"):
         yield
         return
-    from triton.runtime.jit import KernelInterface
-
     allocations = _liger_on(multiprocessors) if choice == "liger" else _fla_on(capability)
     tunes = choice == "fla" and capability is not None
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: _tune(kernel) if tunes else None
 
-    with patch.object(KernelInterface, "__getitem__", launch), allocations:
+    with LAUNCHES.during(launch), allocations:
         yield
 
 
@@ -81,12 +86,11 @@ def _tune(kernel: Any) -> None:
 @contextmanager
 def _fla_on(capability: tuple[int, int] | None) -> Iterator[None]:
     """flash-linear-attention's partial sums of the decay's gradient: one for each tile that fits shared memory."""
-    from fla.ops.common import chunk_o
     from fla.utils.hardware import Backend
 
     shared = 0 if capability is None else SHARED_MEMORY.get(capability, 0)
     fits = lambda arch="none", index=0: shared >= Backend.get_shared_memory(arch)  # noqa: E731
-    with patch.object(chunk_o, "check_shared_mem", fits), warnings.catch_warnings():
+    with SHARED_MEMORY_CHECK.during(fits), warnings.catch_warnings():
         # Its backward asks for the autocast of GPUs, which a machine without one lacks; no operation there needs it.
         warnings.filterwarnings("ignore", "CUDA is not available", UserWarning)
         yield
@@ -95,15 +99,13 @@ def _fla_on(capability: tuple[int, int] | None) -> Iterator[None]:
 @contextmanager
 def _liger_on(multiprocessors: int) -> Iterator[None]:
     """Liger-Kernel's partial sums of a norm's gradient: one for each multiprocessor."""
-    from liger_kernel.ops import rms_norm
-
-    backward = rms_norm.rms_norm_backward
+    (backward,) = NORM_GRADIENT.originals()
 
     def backward_on_gpu(*args: Any, **kwargs: Any) -> Any:
         with _RowPerMultiprocessor(multiprocessors):
             return backward(*args, **kwargs)
 
-    with patch.object(rms_norm, "rms_norm_backward", backward_on_gpu):
+    with NORM_GRADIENT.during(backward_on_gpu):
         yield
 
 
@@ -193,13 +195,9 @@ class Target:
         patch it would give models with a sliding window one mask per row instead of one for all. Packed rows get no
         mask in either case.
         """
-        look = masking_utils.find_packed_sequence_indices
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        try:
-            with nullcontext() if self.capability is None else _attention_on(self.capability):
-                yield
-        finally:
-            masking_utils.find_packed_sequence_indices = look
+        on_device = nullcontext() if self.capability is None else _attention_on(self.capability)
+        with PACKED_SEARCH.during(no_packed_rows), on_device:
+            yield
 
 
 def target_of(device: Device) -> Target:
@@ -261,9 +259,9 @@ def _fused_norms() -> Iterator[None]:
         return of_input
 
     with (
-        patch.object(fused_norms, "on_gpu", lambda x: True),
-        patch.object(fused_norms, "norm", norm),
-        patch.object(fused_norms, "norm_backward", norm_backward),
+        replaced(fused_norms, "on_gpu", lambda x: True),
+        replaced(fused_norms, "norm", norm),
+        replaced(fused_norms, "norm_backward", norm_backward),
     ):
         yield
 
@@ -301,11 +299,8 @@ def _fused_functions() -> Iterator[None]:
             return torch._softmax(input, dim, True)
         return unfused_softmax(input, dim, *args, **kwargs)
 
-    F.dropout, F.softmax = dropout, softmax
-    try:
+    with DROPOUT_AND_SOFTMAX.during(dropout, softmax):
         yield
-    finally:
-        F.dropout, F.softmax = unfused_dropout, unfused_softmax
 
 
 def _cuda_workspaces(device: Device) -> dict[Any, Workspace]:

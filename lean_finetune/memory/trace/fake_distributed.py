@@ -4,16 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.distributed import fsdp, pipeline, replicated, sharding_modes
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import make_exchange, make_parallel
@@ -23,6 +19,8 @@ from lean_finetune.memory.trace.memory_trace import (
     MemoryTrace,
 )
 from lean_finetune.memory.trace.setting import Setting
+from lean_finetune.patches import of_traces
+from lean_finetune.patches.patch import replaced
 from lean_finetune.step.parallel_model import (
     NamedParameters,
     ParallelModel,
@@ -42,9 +40,6 @@ from lean_finetune.step.parallel_model import (
 # reduction until the next one (ReduceScatterState). So the bytes of tensors are those of a GPU. Blocks are not: one
 # that is freed serves only the stream on which it was allocated, which `following_streams` notes for the replay of
 # reserved memory. No GPU has measured either yet.
-
-GATHERING = ("foreach_all_gather", "foreach_all_gather_copy_out")
-"""FSDP2's functions that gather a layer; it reduces gradients by `foreach_reduce`."""
 
 
 @contextmanager
@@ -120,36 +115,38 @@ class _ShallowOwner(replicated.ReplicatedModel):
 
 def _patch(stack: ExitStack, trace: MemoryTrace, *, away: bool) -> None:
     """Patch PyTorch to read no values and to count what sharding allocates; `away`: shards are in host memory."""
-
-    def put(target: Any, name: str, value: Any) -> None:
-        stack.enter_context(patch.object(target, name, value))
-
     for module in (sharding_modes, fsdp, pipeline):  # The model is loaded, and there is one process.
-        put(module, "check_same_shapes", lambda model, world, device: None)
-        put(module, "broadcast_weights", lambda module, device: module)
-    put(pipeline, "send_weights", lambda module, owner, world, device: None)
-    put(bnb.nn.modules, "fix_4bit_weight_quant_state_from_module", set_quant_state)
-    # DTensor derives shapes on separate fake tensors, which are not memory of the step.
-    shapes = "_propagate_tensor_meta_non_cached"
-    put(ShardingPropagator, shapes, _uncounted(trace, getattr(ShardingPropagator, shapes)))
-    for name in GATHERING:
-        put(_fsdp_param_group, name, _counted_as_sharding(trace, getattr(_fsdp_collectives, name)))
-    put(_fsdp_param_group, "foreach_reduce", _counted_reduction(trace, _fsdp_collectives.foreach_reduce, away=away))
-    param_group = _fsdp_param_group.FSDPParamGroup  # A group of one process copies without gathering.
-    put(param_group, "wait_for_unshard", _counted_as_sharding(trace, param_group.wait_for_unshard))
-    if away:  # PyTorch copies nothing from a CPU to a CPU.
-        parts = vars(_fsdp_param.FSDPParam)["all_gather_inputs"].fget
-        sent = property(lambda param: [part.clone() for part in parts(param)])
-        put(_fsdp_param.FSDPParam, "all_gather_inputs", sent)
-        put(fsdp.ShardedModel, "after_gradient", _acting_on_host(trace, fsdp.ShardedModel.after_gradient))
-    resize = torch.UntypedStorage.resize_
+        stack.enter_context(replaced(module, "check_same_shapes", lambda model, world, device: None))
+        stack.enter_context(replaced(module, "broadcast_weights", lambda module, device: module))
+    stack.enter_context(replaced(pipeline, "send_weights", lambda module, owner, world, device: None))
+    stack.enter_context(of_traces.QUANT_STATE.during(set_quant_state))
+    for patch, wrap in (
+        (of_traces.SHARDED_SHAPES, partial(_uncounted, trace)),
+        (of_traces.GATHERED_LAYERS, partial(_counted_as_sharding, trace)),
+        (of_traces.REDUCED_GRADIENTS, partial(_counted_reduction, trace, away=away)),
+    ):
+        stack.enter_context(patch.during(*map(wrap, patch.originals())))
+    if away:
+        (parts,) = of_traces.SHARDS_ON_HOST.originals()
+        sent = property(lambda param: [part.clone() for part in parts.fget(param)])
+        stack.enter_context(of_traces.SHARDS_ON_HOST.during(sent))
+        on_host = _acting_on_host(trace, fsdp.ShardedModel.after_gradient)
+        stack.enter_context(replaced(fsdp.ShardedModel, "after_gradient", on_host))
+    stack.enter_context(counting_resized(trace))
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and restores gathered layers so.
+
+@contextmanager
+def counting_resized(trace: MemoryTrace) -> Iterator[None]:
+    """Count a storage again when its size changes: FSDP frees and allocates gathered layers this way."""
+    (resize,) = of_traces.RESIZED.originals()
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         trace.resized(storage, SHARDING)
         return result
 
-    put(torch.UntypedStorage, "resize_", resized)
+    with of_traces.RESIZED.during(resized):
+        yield
 
 
 @contextmanager
@@ -167,7 +164,7 @@ def following_streams(trace: MemoryTrace) -> Iterator[None]:
         with torch.cpu.StreamContext(stream), trace.on_stream(numbers.setdefault(current, len(numbers))):
             yield
 
-    with patch.object(torch.cpu, "stream", selected):
+    with of_traces.STREAMS.during(selected):
         yield
 
 

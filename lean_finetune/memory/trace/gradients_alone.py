@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lean_finetune.memory.trace.alike_parts import PartsDiffer
+from lean_finetune.patches.patch import replaced
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.parallel_model import ParallelModel
 
@@ -78,7 +78,7 @@ def first_left_out(parallel: ParallelModel) -> Iterator[None]:
         return _GradientsAlone.apply(*parameters)
 
     try:
-        with patch.object(parallel, "run", run_or_leave_out):
+        with replaced(parallel, "run", run_or_leave_out):
             yield
     finally:
         for hook in hooks:

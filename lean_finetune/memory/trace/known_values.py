@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -23,6 +22,7 @@ from lean_finetune.images.image_inputs import ImageInputs, ImagePart, ImageTenso
 from lean_finetune.memory.trace.alike_parts import KNOWN_VALUE
 from lean_finetune.memory.trace.cached_fake_mode import MISSING, CachedFakeMode
 from lean_finetune.memory.trace.fake_batches import CPU, TEXT_ALONE, FakeBatches, Given
+from lean_finetune.patches.of_traces import KNOWN_LISTS
 from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.batches import Batch, BatchShape, empty_batch
 
@@ -124,7 +124,7 @@ def known_lists() -> Iterator[None]:
         with _disable_current_modes():
             return known.tolist()
 
-    with patch.object(FakeTensor, "tolist", tolist):
+    with KNOWN_LISTS.during(tolist):
         yield
 
 

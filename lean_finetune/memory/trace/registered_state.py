@@ -19,6 +19,7 @@ from lean_finetune.memory.trace.memory_trace import (
 )
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.quantize import quantisation_tensors
+from lean_finetune.patches.of_traces import RNG_STATE
 from lean_finetune.pinning.adapter_files import LORA
 from lean_finetune.step.parallel_model import ParallelModel, local, named_trained
 from lean_finetune.step.run_optimizer import device_state
@@ -88,8 +89,5 @@ def register_rng_states(trace: MemoryTrace, *, cuda: bool) -> Iterator[None]:
         trace.register([state], ACTIVATIONS)
         return state
 
-    torch.get_rng_state = get if cuda else counted
-    try:
+    with RNG_STATE.during(get if cuda else counted):
         yield
-    finally:
-        torch.get_rng_state = get

@@ -11,12 +11,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.sinks import sink_attention
+from lean_finetune.patches.of_models import PACKED_SEARCH
 
 # Packed rows and context parallelism in the forward pass of a decoder, and how they reach its attention.
 #
@@ -116,23 +117,21 @@ def maskless_forward(
 
     With an `exchange`, `positions_BT` belong to this process's tokens. Rows and exchange are arguments, so that
     recomputation in backward gets them again. Masks are made at the start of the forward, which gets no argument of
-    ours, so global flags decide them. transformers would first search the positions for packed rows, and wait for the
-    GPU to see whether there are any.
+    ours, so global flags decide them.
     """
     current.rows_are_packed = packed_rows is not None
     current.parts = 1 if exchange is None else exchange.parts
     current.keeps_masks = keeps_masks
     current.got_rows.clear()
-    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _no_packed_rows
     try:
         rows = {} if packed_rows is None else {"position_ids": packed_rows.positions_BT, "packed_rows": packed_rows}
-        yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
+        with PACKED_SEARCH.during(no_packed_rows):
+            yield rows if exchange is None else {**rows, "position_ids": positions_BT, "exchange": exchange}
     finally:
-        masking_utils.find_packed_sequence_indices = search
         current.rows_are_packed, current.parts, current.keeps_masks = False, 1, False
 
 
-def _no_packed_rows(position_ids: torch.Tensor) -> None:
+def no_packed_rows(position_ids: torch.Tensor) -> None:
     """Replaces transformers' search for packed rows; finds none."""
 
 

@@ -8,7 +8,7 @@ Shape legend: E experts, R rank, K inputs, N outputs.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from lean_finetune.model.experts.experts_forward import (
     gates,
     is_grouped,
 )
+from lean_finetune.patches.of_models import EXPERT_ADAPTERS, GIVEN_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def multiply_by_rows(model: nn.Module) -> None:
     """Replace the forward of peft's wrappers of experts by ours."""
     for module in model.modules():
         if type(module) is ParamWrapper:
-            module.__class__ = GroupedAdapter
+            EXPERT_ADAPTERS.give_class(module, GroupedAdapter)
 
 
 def target_experts(config: LoraConfig, model: nn.Module, rank: int) -> None:
@@ -117,15 +118,9 @@ def names_of_experts(model: Any) -> set[str]:
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(family, ()))
 
 
-@contextmanager
-def names_as_given() -> Iterator[None]:
+def names_as_given() -> AbstractContextManager[None]:
     """A context in which peft adapts the layers that are named, also where it takes their name for that of experts."""
-    convert = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda config, *args, **kwargs: config
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = convert
+    return GIVEN_NAMES.during(lambda config, *args, **kwargs: config)
 
 
 def trained_in_experts(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.experts.grouped_matmul import combine, dispatch, grouped_linear, packing_of
+from lean_finetune.patches.of_models import LLAMA4_EXPERTS
 
 # How evenly the tokens of a step are spread over the experts of a mixture.
 #
@@ -308,9 +309,10 @@ class Llama4:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        grouped = {Llama4TextMoe: GroupedMoe, Llama4TextExperts: GroupedExperts}
+        grouped: dict[type, type] = {Llama4TextMoe: GroupedMoe, Llama4TextExperts: GroupedExperts}
         for module in self.modules():  # type: ignore[attr-defined]
-            module.__class__ = grouped.get(type(module), type(module))
+            if (kind := grouped.get(type(module))) is not None:
+                LLAMA4_EXPERTS.give_class(module, kind)
 
     def get_decoder(self) -> Llama4TextModel:
         """The decoder that takes token ids."""

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils import CONFIG_NAME
 
+from lean_finetune.config.model_families import family_of
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
@@ -205,8 +206,6 @@ FP8_SCALES = ("_scale_inv", "_scale")
 """Ends of the names of an FP8 weight's scales: transformers' and compressed-tensors'."""
 NOT_READ = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_format")
 """Ends of names that say how activations are quantised, or how 8-bit weights are ordered."""
-READ_UNPACKED = {"gemma3n_text": ("prediction_coefs", "correction_coefs"), "mamba": ("dt_proj",)}
-"""Layers whose weight a family's code multiplies by or limits itself, which a packed one does not allow."""
 
 
 def stored_quantisation(config: PretrainedConfig) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def _groups(how: Mapping[str, Any]) -> list[dict[str, Any]]:
 def unsupported_format(config: PretrainedConfig) -> str | None:
     """What a refusal says of a quantised checkpoint that cannot be read; None for others."""
     how, found = stored_quantisation(config), stored_format(config)
-    if not how or (found is not None and (found != MXFP4 or config.model_type == "gpt_oss")):
+    if not how or (found is not None and (found != MXFP4 or family_of(config.model_type).stored_in_mxfp4)):
         return None
     name = how.get("quant_method", "a method that config.json does not name")
     kind = f" ({how['format']})" if how.get("format") else ""
@@ -274,7 +273,7 @@ def kept_modules(config: PretrainedConfig) -> list[str] | None:
 
     A vision tower is small beside its decoder, and stays in 16 bits.
     """
-    kept = [*READ_UNPACKED.get(config.get_text_config().model_type, ())]
+    kept = [*family_of(config.get_text_config().model_type).read_unpacked]
     if stored_format(config) in BITSANDBYTES:
         skipped = stored_quantisation(config).get("llm_int8_skip_modules")
         kept += skipped if isinstance(skipped, list) else []

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from transformers import PretrainedConfig
 
+from lean_finetune.data.images.families import family_of_images
+
 TAKES_IMAGES = "_takes_images"
 """Attribute of the config of a model that is built with its parts for images."""
 VISION_PARTS = tuple(
@@ -18,8 +20,6 @@ VISION_PARTS = tuple(
 
 AUDIO_PARTS = ("model.audio_tower", "model.embed_audio")
 """Names of the audio parts. No row has audio, so a model with images is built without them."""
-SEE_EACH_OTHER = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
-"""By model_type: argument of models in which the tokens of an image see each other: which tokens these are."""
 
 
 def with_images(config: PretrainedConfig) -> PretrainedConfig:
@@ -40,10 +40,9 @@ def masks_images(config: PretrainedConfig) -> bool:
 
 
 def mask_argument(config: PretrainedConfig) -> str | None:
-    """The argument of `SEE_EACH_OTHER` that a model needs; None where the tokens of images see those before them."""
-    if config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision":
-        return None
-    return SEE_EACH_OTHER.get(config.model_type)
+    """The argument that says which tokens images fill; None where the tokens of images see those before them."""
+    family = family_of_images(config.model_type)
+    return None if family is None else family.mask_argument(config)
 
 
 def without_images(config: PretrainedConfig) -> PretrainedConfig:

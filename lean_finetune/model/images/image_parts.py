@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.images.image_config import AUDIO_PARTS, part_of_images
+from lean_finetune.patches.of_models import FROZEN_TOWER
 from lean_finetune.pinning.adapter_files import LORA
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list|embed_vision)([._]|$)")
@@ -195,6 +196,6 @@ def freeze_images(model: PreTrainedModel, train: Train) -> None:
     for module in outermost if train.vision == "frozen" else ():  # A frozen projector passes gradients to the tower.
         # transformers makes the output of the patch embedding require a gradient when layers are recomputed, so that
         # a frozen tower would keep all its activations.
-        module.forward = torch.no_grad()(module.forward)
+        FROZEN_TOWER.give_method(module, torch.no_grad()(module.forward))
     owner: Any = model
     owner.frozen_parts = tuple(outermost)

@@ -8,6 +8,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.patches.of_models import TRAINED_PARTS
 
 
 class TrainedPart(ModulesToSaveWrapper):
@@ -36,7 +37,7 @@ def train_parts(adapted: PeftModel, names: Sequence[str]) -> None:
         module = base.get_submodule(name)
         part = TrainedPart(module, adapted.active_adapter)
         part.original_module = _of_type(module) if name == names[0] else None
-        setattr(base.get_submodule(owner), last, part)
+        TRAINED_PARTS.give_part(base.get_submodule(owner), last, part)
     if names:
         config.modules_to_save = [*(config.modules_to_save or ()), *names]
 

@@ -20,6 +20,7 @@ from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
 from lean_finetune.model.joined_adapters.products import ACTIVATIONS, Activation, Group, Joined, JoinedMlp
 from lean_finetune.model.kernels.fuse_layers import why_plain
+from lean_finetune.patches.of_models import JOINED_ADAPTERS
 from lean_finetune.pinning.adapter_files import ADAPTER
 
 KEY = "train.lora.joined"
@@ -142,12 +143,14 @@ def join_adapters(model: nn.Module, train: Train) -> None:
             activation = _activation(module, mlp)
             if activation is ACTIVATIONS["silu"]:
                 activation = activation._replace(kernels=why_plain(train) is None)
-            module.forward = _Mlp(module=module, gate_up=gate_up, down=down, activation=activation).forward
+            JOINED_ADAPTERS.give_method(
+                module, _Mlp(module=module, gate_up=gate_up, down=down, activation=activation).forward
+            )
             continue
         for names in groups:
             together = _Layers.of([getattr(module, name) for name in names], in_place=in_place)
             for number, layer in enumerate(together.layers):
-                layer.forward = partial(together.forward, number)
+                JOINED_ADAPTERS.give_method(layer, partial(together.forward, number))
 
 
 def joined_layers(model: nn.Module) -> Iterator[tuple[nn.Module, GatedMlp | None, list[tuple[str, ...]]]]:

@@ -19,6 +19,7 @@ from lean_finetune.model.kernels.family_code import same_code
 from lean_finetune.model.kernels.layer_ops import Rotate, SiluMul
 from lean_finetune.model.kernels.triton_kernels import OLDEST_GPU, has_triton_kernels
 from lean_finetune.model.recurrent.packed_layers import with_global
+from lean_finetune.patches.of_models import FUSED_LAYERS
 
 ROTARY = "apply_rotary_pos_emb"
 """The function of the rotary embedding in a family's code."""
@@ -50,7 +51,7 @@ def fuse_layers(model: nn.Module, train: Train) -> None:
     if why_plain(train) is not None:
         return
     for module, method in _replaced(model):
-        module.forward = MethodType(method, module)
+        FUSED_LAYERS.give_method(module, MethodType(method, module))
 
 
 def fused_parts(model: nn.Module) -> set[str]:

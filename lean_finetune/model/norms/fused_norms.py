@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.kernels.family_code import same_code
+from lean_finetune.patches.of_models import FUSED_NORMS
 
 aten = torch.ops.aten
 
@@ -76,4 +77,4 @@ def fuse_norms(model: nn.Module, train: Train) -> None:
         ):
             weight: Any = module.weight
             if not weight.requires_grad:
-                module.forward = MethodType(_forward, module)
+                FUSED_NORMS.give_method(module, MethodType(_forward, module))

@@ -15,12 +15,12 @@ import torch
 from packaging.version import parse
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lean_finetune.config.model_families import families_that, family_of
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import PackedRows, note_rows
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK, with_global
+from lean_finetune.patches.of_models import OTHER_KERNELS
 
-FAMILIES = ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types whose layers of linear attention are a gated delta rule with one decay for each head."""
 RULE = "torch_chunk_gated_delta_rule"
 """The function of the delta rule in a family's code."""
 LARGEST_HEAD = 256
@@ -40,10 +40,10 @@ def uncounted_code() -> str | None:
 
 def refuse_family(key: str, config: PretrainedConfig) -> None:
     """Raise UserError, which names the parameter `key`, if fla's gated delta rule is not that of a model."""
-    if config.model_type not in FAMILIES:
+    if not family_of(config.model_type).gated_delta_rule:
+        known = ", ".join(families_that("gated_delta_rule"))
         raise UserError(
-            f"{key}: fla is for layers with a gated delta rule ({', '.join(FAMILIES)}); got {config.model_type}; use "
-            "none"
+            f"{key}: fla is for layers with a gated delta rule ({known}); got {config.model_type}; use none"
         )
     text = config.get_text_config()
     largest = max(text.linear_key_head_dim, text.linear_value_head_dim)
@@ -84,4 +84,4 @@ def fuse_delta_rule(model: PreTrainedModel) -> None:
 
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet"):
-            module.forward = MethodType(with_global(unwrap(type(module).forward), RULE, rule), module)
+            OTHER_KERNELS.give_method(module, MethodType(with_global(unwrap(type(module).forward), RULE, rule), module))

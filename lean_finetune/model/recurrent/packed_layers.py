@@ -129,11 +129,16 @@ def _convolution(convolution: Scan) -> Scan:
     return of_rows
 
 
-_OF_PACKED_ROWS: dict[str, Callable[[Scan], Scan]] = {
-    "causal_conv1d_fn": _convolution,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
-    "torch_chunk_gated_delta_rule": _delta_rule,
+def _once(wrapped: Callable[[Scan], Scan]) -> Callable[[Any], Any]:
+    """Makes a function take packed rows too, unless it does."""
+    return lambda function: function if function.__code__.co_filename == __file__ else wrapped(function)
+
+
+OF_PACKED_ROWS = {
+    "causal_conv1d_fn": _once(_convolution),
+    "chunk_kimi_delta_attention": _once(_delta_rule),
+    "mamba2_chunk_scan": _once(_mamba2_scan),
+    "torch_chunk_gated_delta_rule": _once(_delta_rule),
 }
 """What makes functions of families' code take `packed_rows` too, by their name there."""
 
@@ -146,19 +151,3 @@ def with_global(function: Any, name: str, value: Callable[..., Any]) -> Function
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def of_packed_rows(name: str, function: Any) -> Any:
-    """A function that a family's code has under this name, made to take `packed_rows` too if it mixes tokens."""
-    ours = function.__code__.co_filename == __file__
-    return function if ours or name not in _OF_PACKED_ROWS else _OF_PACKED_ROWS[name](function)
-
-
-FAMILIES = frozenset(
-    {
-        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
-        *("kimi_linear", "bailing_hybrid", "lfm2", "lfm2_moe", "lfm3"),
-        *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"),
-    }
-)
-"""Model types whose layers pass the packed rows on to all of these functions that they use."""

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lean_finetune.commands.fit import fit
+from lean_finetune.config.model_families import families_that
 from lean_finetune.memory.predict.layer_repetition import with_layers
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.recurrent import selective_scan
-from lean_finetune.model.recurrent.packed_layers import FAMILIES
 from tests.kit.estimate_cpu import METHODS, Case, compare, worst_share
 from tests.kit.tiny_config import COUNTED, tiny_config
 from tests.model.reload import reload_adapter
@@ -89,7 +89,7 @@ def test_a_scan_of_several_chunks_is_predicted_as_it_is_counted(tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", families_that("packs_other_layers"))
 def test_packed_rows_of_a_hybrid_are_predicted_as_they_are_counted(family, tmp_path):
     """Rows of one to three chunks, which are cut, padded and joined again in every layer."""
     chunk: dict[str, Any] = dict.fromkeys(("mamba_chunk_size", "chunk_size"), 48)

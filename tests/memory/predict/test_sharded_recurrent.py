@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_finetune.model.recurrent.packed_layers import FAMILIES
+from lean_finetune.config.model_families import families_that
 from tests.distributed.group import Group, group_of
 from tests.memory.predict.test_sharded import check
 from tests.model.recurrent.test_packed_layers import saved
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.multiprocess
 
 # Zamba2's layers share blocks: zero3 refuses that, and ddp their adapters, some of which get no gradient.
 SHARES_BLOCKS = "zamba2"
-CASES = [(*case, False) for case in product(sorted(FAMILIES - {SHARES_BLOCKS}), ("ddp", "zero3"), ("full", "lora"))]
+SHARED = [family for family in families_that("packs_other_layers") if family != SHARES_BLOCKS]
+CASES = [(*case, False) for case in product(SHARED, ("ddp", "zero3"), ("full", "lora"))]
 CASES.append((SHARES_BLOCKS, "ddp", "full", False))
 RECOMPUTED = [("qwen3_next", mode, method, True) for mode, method in product(("ddp", "zero3"), ("full", "qlora"))]
 FAST = ("qwen3_5_text", "zero3", "lora", False)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from lean_finetune.config.model_families import families_that
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config, refuse_packed_rows
-from lean_finetune.model.recurrent.packed_layers import FAMILIES, Bands
+from lean_finetune.model.recurrent.packed_layers import Bands
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss
 from lean_finetune.step.step_loss import TokenLoss
@@ -47,7 +48,8 @@ def saved(family: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", [one if one in FAST else pytest.param(one, marks=pytest.mark.slow) for one in sorted(FAMILIES)]
+    "family",
+    [one if one in FAST else pytest.param(one, marks=pytest.mark.slow) for one in families_that("packs_other_layers")],
 )
 def test_packed_rows_have_the_loss_and_the_gradients_of_separate_ones(family, tmp_path):
     """A state, or the last tokens of a row, that the next row sees; a gradient that passes back the same way."""

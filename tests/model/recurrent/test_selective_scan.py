@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from lean_finetune.model.empty_model import causal_class, replace_code
+from lean_finetune.model.empty_model import REPLACEMENTS, causal_class
 from lean_finetune.model.recurrent.selective_scan import CHUNK_TOKENS, selective_scan
+from lean_finetune.patches.of_models import use_in_family
 from tests.kit.tiny_config import tiny_config
 
 ROWS, CHANNELS, STATE, TOKENS = 2, 6, 4, 2 * CHUNK_TOKENS + 21
@@ -75,5 +76,5 @@ def test_kernels_of_other_packages_are_not_called(monkeypatch):
     code.double = use_kernel_func_from_hub_with_fallback("double", package.__name__)(double)
     with pytest.raises(RuntimeError, match="no GPU"):
         code.double(3)
-    replace_code(type("Hybrid", (), {"__module__": code.__name__}))
+    use_in_family(type("Hybrid", (), {"__module__": code.__name__}), REPLACEMENTS)
     assert code.double(3) == 6
