@@ -14,7 +14,7 @@ core patches objectives config pinning
 data/read data/format data/images data/chat data/encode
 model/attention model/experts model/images rows images preferences islands data/shards plan
 model/files model/recurrent model/kernels model/joined_adapters model/norms model step/offload step/update step
-distributed
+run distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
 evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run

@@ -32,6 +32,7 @@ from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
 from lean_finetune.pinning.config_file import ADAPTER_WEIGHTS
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import Batch, with_parts
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.loss import negative_scores, token_losses
@@ -89,7 +90,7 @@ class ModelOutputs:
 
 
 def evaluate_models(
-    base: Path,
+    assets: Assets,
     tuned: Path,
     weights: BaseWeights,
     evaluated: EvaluationRows,
@@ -99,12 +100,11 @@ def evaluate_models(
     progress: bool,
     merged: bool = False,
     tasks: HarnessTasks | None = None,
-    adapter: Path | None = None,
     seed: int = 0,
 ) -> dict[str, ModelOutputs]:
     """Evaluate the base, the tuned and, with `merged`, the merged model; keys are `MODELS` and `MERGED`.
 
-    The base is the model from which training started: with the `adapter` that went on, and with the head of a reward
+    The base is the model from which training started: with the adapter that went on, and with the head of a reward
     model that `seed` gave it.
 
     Raises UserError if a model cannot be loaded, does not fit in memory, or has losses that are not finite.
@@ -119,7 +119,7 @@ def evaluate_models(
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
         of_images = has_adapter and are_of_images(adapter_tensors(tuned))
         parts = {"scores": evaluated.compared.scored, "seed": seed, "images": evaluated.images or of_images}
-        for name, model in _models(base, tuned, weights, device, merged, adapter, parts):
+        for name, model in _models(assets, tuned, weights, device, merged, parts):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
@@ -172,12 +172,11 @@ def _of_training() -> Iterator[None]:
 
 
 def _models(
-    base: Path,
+    assets: Assets,
     tuned: Path,
     weights: BaseWeights,
     device: torch.device,
     merged: bool,
-    adapter: Path | None,
     parts: Mapping[str, Any],
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
@@ -186,19 +185,19 @@ def _models(
 
     `parts` are what the models have beside their language models, as of `load_base`.
     """
+    base = assets.directory
     attention = generation_attention(read_config(base))
     if weights.method == "full":
         for name, directory in zip(MODELS, (base, tuned), strict=True):
             yield name, load_base(directory, weights, device, attention, **parts).eval()
         return
     replaces_parts = (tuned / ADAPTER_WEIGHTS).is_file() and "full" in adapted_parts(adapter_tensors(tuned)).values()
-    if adapter is not None:
-        yield "base", load_adapter(load_base(base, weights, device, attention, **parts), adapter, weights).eval()
-    elif replaces_parts:
-        yield "base", load_base(base, weights, device, attention, **parts).eval()
+    apart = replaces_parts or assets.adapter is not None
+    if apart:
+        yield "base", assets.load(weights, device, attention, **parts)
     with _of_training():
         adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
-    if adapter is None and not replaces_parts:
+    if not apart:
         with adapted.disable_adapter():
             yield "base", adapted
     yield "tuned", adapted

@@ -36,14 +36,14 @@ from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.evaluate.pair_figures import HeldoutPairs
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.model_config import max_positions, read_config
+from lean_finetune.model.model_config import max_positions
 from lean_finetune.model.precision import precision_of, resolved
 from lean_finetune.objectives.objective import AnswerObjective, PairObjective
-from lean_finetune.objectives.row_kind import LABEL, REFERENCE
-from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
-from lean_finetune.pinning.read_locks import read_model_lock, read_tokenizer_lock
+from lean_finetune.objectives.row_kind import LABEL
+from lean_finetune.pinning.read_locks import read_tokenizer_lock
+from lean_finetune.run.assets import Assets
+from lean_finetune.run.rows import complete_rows
 from lean_finetune.step.evaluation_limits import EvaluationLimits
-from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 
 
@@ -64,21 +64,19 @@ def run_stage(
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
     if note := use_segments(p.train.expandable_segments, device):
         echo(f"note: {note}", err=True)
-    weights, lock = resolved(p, precision_of(p, precision)), read_model_lock(model_lock)
-    base, adapter = model_directory(lock), adapter_directory(lock)
-    adapter_files = verify_adapter(lock, adapter)
-    read = verify_files(base, {**lock["files"], **read_tokenizer_lock(tokenizer_lock)["files"]})
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    evaluated = _choose_rows(p, tokens, base, tokenizer)
-    limits = EvaluationLimits.from_params(p, evaluated.rows.supervised)
-    if p.train.goal.has_reference:
-        of, rows = identity(tokens, lock, weights), evaluated.rows
-        rows.give(REFERENCE, read_table(reference / "heldout.arrow", of, len(rows)))
-    tasks = _harness_tasks(p, tokens, base, tuned, tokenizer, evaluated, limits, weights, device)
+    weights, assets = resolved(p, precision_of(p, precision)), Assets.pinned(model_lock)
+    verified = assets.verify(read_tokenizer_lock(tokenizer_lock)["files"])
+    tokenizer = Tokenizer.from_file(str(assets.directory / "tokenizer.json"))
+    rows = TokenRows(tokens, "heldout", p.train.row_kind)
+    config = assets.config(weights, rows.attached)
+    complete_rows({"heldout": rows}, assets, config, weights, tokens=tokens, reference=reference)
+    limits, positions = EvaluationLimits.from_params(p, rows.supervised), max_positions(config)
+    evaluated = _choose_rows(p, tokens, rows, limits, positions, tokenizer)
+    tasks = _harness_tasks(p, tokens, tuned, tokenizer, evaluated, limits, positions, weights, device)
     if not evaluated.loss_rows:
         echo("note: no rows are held out (data.heldout_fraction is 0), so there is nothing to evaluate on", err=True)
     outputs = evaluate_models(
-        base,
+        assets,
         tuned,
         weights,
         evaluated,
@@ -87,11 +85,10 @@ def run_stage(
         progress=p.run.progress,
         merged=p.evaluate.merged,
         tasks=tasks,
-        adapter=adapter,
         seed=p.seed,
     )
-    read.refuse_change()
-    adapter_files.refuse_change()
+    for files in verified:
+        files.refuse_change()
     lines = generation_lines(evaluated, outputs, tokenizer)
     scores = task_figures({name: one.tasks for name, one in outputs.items()})
     figures = {**evaluate_metrics(evaluated, outputs, lines), "max_new_tokens": limits.max_new_tokens, **scores}
@@ -111,11 +108,11 @@ def run_stage(
 def _harness_tasks(
     p: Params,
     tokens: Path,
-    base: Path,
     tuned: Path,
     tokenizer: Tokenizer,
     evaluated: EvaluationRows,
     limits: EvaluationLimits,
+    positions: int | None,
     weights: BaseWeights,
     device: torch.device,
 ) -> HarnessTasks | None:
@@ -133,7 +130,7 @@ def _harness_tasks(
         rows=task_rows,
         tokenizer=tokenizer,
         template=compile_own_template(tuned, date) if with_template else None,
-        max_length=min(limits.max_tokens, max_positions(read_config(base)) or limits.max_tokens),
+        max_length=min(limits.max_tokens, positions or limits.max_tokens),
         limits=limits,
         weights=weights,
         pad_id=evaluated.pad_id,
@@ -146,14 +143,11 @@ def _json_lines(lines: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> EvaluationRows:
-    """Choose held-out rows and prompts."""
+def _choose_rows(
+    p: Params, tokens: Path, rows: TokenRows, limits: EvaluationLimits, positions: int | None, tokenizer: Tokenizer
+) -> EvaluationRows:
+    """Choose held-out rows and prompts; `positions` of the model."""
     kind = p.train.row_kind
-    rows = TokenRows(tokens, "heldout", kind)
-    max_new_tokens = EvaluationLimits.from_params(p, rows.supervised).max_new_tokens
-    if rows.attached:
-        config = read_config(base, images=True)
-        rows.attached = tuple(one.for_model(base, config) for one in rows.attached)
     numbers = np.arange(len(rows))
     is_better = kind.is_better(numbers, rows.column(LABEL))
     rows.dropped = rows.dropped | (numbers % kind.token_rows > 0)
@@ -162,14 +156,13 @@ def _choose_rows(p: Params, tokens: Path, base: Path, tokenizer: Tokenizer) -> E
     rows.dropped = rows.dropped | ~is_better  # The worse answers are no examples.
     meta = read_sealed(tokens / "meta.json")
     special = special_ids(tokenizer)
-    positions = max_positions(read_config(base))
-    most_prompt_tokens = None if positions is None else positions - max_new_tokens
+    most_prompt_tokens = None if positions is None else positions - limits.max_new_tokens
     prompts, unanswerable_rows = choose_prompts(
         rows,
         p.evaluate.generate_rows,
         max_length=meta["max_length"],
         max_prompt_tokens=most_prompt_tokens,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=limits.max_new_tokens,
         special=special,
     )
     declared_part(p.train.preference)  # For rows that are no pairs too, DVC compares all that decides the figures.

@@ -22,13 +22,9 @@ from lean_finetune.core.file_locks import clear
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.evaluate.generate import batch_rows
-from lean_finetune.model.adapters import load_adapter
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.precision import autocast, precision_of, resolved
-from lean_finetune.model.trained_rows import add_rows
 from lean_finetune.pinning.code import code_hashes
-from lean_finetune.pinning.locate import adapter_directory, model_directory, verify_adapter, verify_files
-from lean_finetune.pinning.read_locks import read_model_lock
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import collate
 from lean_finetune.step.evaluation_limits import LOGITS_CHUNK, ROWS_OF_LONGEST
 from lean_finetune.step.loss import check_head, token_losses
@@ -51,21 +47,18 @@ def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> 
     p = read_params()
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device = torch.device("cuda" if uses_cuda(p.run.device) else "cpu")
-    weights, lock = resolved(p, precision_of(p, precision)), read_model_lock(model_lock)
+    weights = resolved(p, precision_of(p, precision))
     refuse_missing_bf16(device, weights)
-    base, adapter = model_directory(lock), adapter_directory(lock)
-    files, adapter_files = verify_files(base, lock["files"]), verify_adapter(lock, adapter)
+    assets = Assets.pinned(model_lock)
+    verified = assets.verify()
     splits = {split: TokenRows(tokens, split, p.train.row_kind) for split in SPLITS}
-    of = identity(tokens, lock, weights)
+    of = identity(tokens, assets.lock, weights)
     key = sha256_json({"of": of, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits, of) as logps:
-        loaded = load_base(base, weights, device)
-        add_rows(loaded, lock.get("trained_tokens", []))
-        # The model before training has the adapter that goes on.
-        model = (loaded if adapter is None else load_adapter(loaded, adapter, weights)).eval()
+        model = assets.load(weights, device)
         check_head(model, device)
-        files.refuse_change()
-        adapter_files.refuse_change()
+        for files in verified:
+            files.refuse_change()
         pad_id = read_sealed(tokens / "meta.json")["pad_id"]
         try:
             for split, rows in splits.items():

@@ -23,23 +23,10 @@ from lean_finetune.core.regular_files import read_regular
 from lean_finetune.distributed.processes import SINGLE_PROCESS, World
 from lean_finetune.distributed.sharding_modes import division
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import meta_model
 from lean_finetune.model.merge_adapters import refuse_merge
-from lean_finetune.model.model_config import chunk_tokens, read_config
-from lean_finetune.model.trained_rows import with_token_ids
-from lean_finetune.objectives.row_kind import REFERENCE
-from lean_finetune.pinning.locate import (
-    CHAT_TEMPLATE,
-    NO_FILES,
-    FileVersions,
-    ModelFault,
-    adapter_directory,
-    model_directory,
-    verify_adapter,
-    verify_files,
-)
-from lean_finetune.pinning.read_locks import read_model_lock
+from lean_finetune.model.model_config import chunk_tokens
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions, ModelFault
 from lean_finetune.plan.batch_plan import (
     Plan,
     longest_row,
@@ -49,14 +36,14 @@ from lean_finetune.plan.batch_plan import (
 )
 from lean_finetune.plan.row_checks import refuse_other_ranks, refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
-from lean_finetune.rows.attachment import need_whole_model
+from lean_finetune.run.assets import Assets
+from lean_finetune.run.rows import complete_rows
 from lean_finetune.step.batches import TokenPart, token_part
 from lean_finetune.step.offload.activation_offload import KeptActivations, make_offload
 from lean_finetune.step.offload.disk_weights import DiskPlace
 from lean_finetune.step.parallel_model import ParallelModel, host_bytes
-from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.run_optimizer import paging_note
-from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.step.token_rows import Split, TokenRows
 from lean_finetune.step.unsupported import refuse_unsupported
 from lean_finetune.train.monitor.growth_advice import Settings
 from lean_finetune.train.monitor.memory_monitor import HostPeak
@@ -106,7 +93,7 @@ CONTROL_STEPS = 4
 class TrainJob:
     """Input of one training run."""
 
-    model_directory: Path
+    assets: Assets
     plan: Plan
     rows: TokenRows
     heldout: TokenRows
@@ -143,10 +130,8 @@ class TrainJob:
     """How long all steps take as predicted by stage estimate, for callbacks; None on a CPU."""
     base_files: FileVersions = NO_FILES
     """Files of the base model, in the process that verified them."""
-    adapter: Path | None = None
-    """Directory of the adapter that goes on."""
     adapter_files: FileVersions = NO_FILES
-    """Its files, in the process that verified them."""
+    """Files of the adapter that goes on, in the process that verified them."""
     note: str | None = None
     """A line for the user about the learning rate."""
     trackers: Sequence[str] = ()
@@ -290,29 +275,21 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
         UserError: the model's files are not the pinned ones, or do not suit the parameters or the device; or the plan
             was made for other rows.
     """
-    lock = read_model_lock(paths.model_lock)
     with remedies_of_node(world):
-        directory, adapter = model_directory(lock), adapter_directory(lock)
+        assets = Assets.pinned(paths.model_lock)
     plan, rows = _read_plan(params, paths)
-    config = read_config(directory, scores=train.scores, images=need_whole_model(rows.attached))
-    train = with_token_ids(train, lock.get("trained_tokens", []))
+    config, train = assets.config(train, rows.attached), assets.with_token_ids(train)
     check_attention(device, config, train)
     if train.merge:
-        refuse_merge(directory, train, experts=train.lora.experts == "all")
-    if adapter is not None:
-        refuse_other_adapter(adapter, train, config)
+        refuse_merge(assets.directory, train, experts=train.lora.experts == "all")
+    assets.refuse_other_adapter(train, config)
     base_files = adapter_files = NO_FILES
     if world.local_rank == 0:  # All processes of a node read the same files.
         with remedies_of_node(world):
-            base_files = verify_files(directory, lock["files"])
-            adapter_files = verify_adapter(lock, adapter)
+            base_files, adapter_files = assets.verify()
     heldout = TokenRows(paths.tokens, "heldout", train.row_kind)
-    for split in (rows, heldout) if rows.attached else ():
-        split.attached = tuple(one.for_model(directory, config) for one in split.attached)
-    if train.goal.has_reference:
-        of = identity(paths.tokens, lock, train)
-        rows.give(REFERENCE, read_table(paths.reference / "train.arrow", of, len(rows)))
-        heldout.give(REFERENCE, read_table(paths.reference / "heldout.arrow", of, len(heldout)))
+    splits: dict[Split, TokenRows] = {"train": rows, "heldout": heldout}
+    complete_rows(splits, assets, config, train, tokens=paths.tokens, reference=paths.reference)
     refuse_unsupported(
         train,
         config,
@@ -327,9 +304,8 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     state_disk = DiskPlace(directory=SCRATCH, buffer_bytes=params.run.offload_buffer_mib * MIB)
     predicted, meta = read_sealed(paths.estimate), read_sealed(paths.tokens / "meta.json")
     return TrainJob(
-        model_directory=directory,
+        assets=assets,
         base_files=base_files,
-        adapter=adapter,
         adapter_files=adapter_files,
         plan=plan,
         rows=rows,

@@ -218,12 +218,12 @@ class Trainer:
         job = self.job
         with self.monitor.phase(LOAD), host_peak() as load_host:
             parallel = load_parallel(
-                job.model_directory,
+                job.assets.directory,
                 job.train,
                 job.seed,
                 job.world,
                 job.device,
-                adapter=job.adapter,
+                adapter=job.assets.adapter,
                 images=need_whole_model(job.rows.attached),
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,

@@ -147,16 +147,17 @@ def _json_block(value: Mapping[str, Any]) -> str:
 
 def publish_weights(result: TrainResult, job: TrainJob, params: Params, paths: Paths) -> None:
     """Write the trained weights; all processes of a run call this."""
-    lock, tokenizer_files = read_model_lock(paths.model_lock), read_tokenizer_lock(paths.tokenizer_lock)["files"]
+    lock, directory = job.assets.lock, job.assets.directory
+    tokenizer_files = read_tokenizer_lock(paths.tokenizer_lock)["files"]
     read = NO_FILES
     if job.world.is_first:
-        read = verify_files(job.model_directory, tokenizer_files)
+        read = verify_files(directory, tokenizer_files)
         if params.train.merge or not job.train.adapted:
             read = FileVersions({**read.versions, **job.base_files.versions})
     base = Base(
         address=model_address(lock),
         revision=lock["revision"],
-        directory=job.model_directory,
+        directory=directory,
         tokenizer_files=list(tokenizer_files),
         chat_template=job.chat_template,
         attached=job.rows.attached,

@@ -31,7 +31,6 @@ from lean_finetune.distributed.processes import (
     wait_for_all,
 )
 from lean_finetune.model.precision import precision_of, resolved
-from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.train.callbacks.trackers import refuse_missing_trackers
 from lean_finetune.train.checkpoint.checkpointer import Checkpointer, DiskSpace
 from lean_finetune.train.checkpoint.scratch_dir import CrashMarker, RunDirectory, crash_marker, scratch_root
@@ -189,7 +188,7 @@ def _train_and_publish(
 
 def _disk_space(params: Params, job: TrainJob, paths: Paths) -> DiskSpace:
     """Describe what the end of the run will write; a merged model is as large as its base."""
-    merged = sum((job.model_directory / name).stat().st_size for name in read_model_lock(paths.model_lock)["files"])
+    merged = sum((job.assets.directory / name).stat().st_size for name in job.assets.lock["files"])
     enforce = read_sealed(paths.verdict)["enforce"]
     return DiskSpace(
         out=paths.out,

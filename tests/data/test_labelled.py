@@ -14,6 +14,7 @@ from lean_finetune.evaluate.evaluate_run import _choose_rows
 from lean_finetune.evaluate.label_figures import HeldoutLabels
 from lean_finetune.objectives.row_kind import LABEL
 from lean_finetune.plan.batch_plan import read_plan
+from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.reference_table import identity, read_table
 from lean_finetune.step.token_rows import TokenRows
 from stages.bucket import main as bucket
@@ -106,7 +107,10 @@ def test_loss_rows_count_rows_of_both_labels(run, tmp_path, tiny_dir):
         run(source, data__heldout_fraction=0.5, evaluate__loss_rows=5, evaluate__generate_rows=2, **KTO).exit_code == 0
     )
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
-    labels = _choose_rows(load_params(), Path("data/tokens"), tiny_dir, tokenizer).compared
+    p, tokens = load_params(), Path("data/tokens")
+    held_out = TokenRows(tokens, "heldout", p.train.row_kind)
+    limits = EvaluationLimits.from_params(p, held_out.supervised)
+    labels = _choose_rows(p, tokens, held_out, limits, None, tokenizer).compared
     assert isinstance(labels, HeldoutLabels) and len(labels.desirable) + len(labels.undesirable) == 5
     found = labels.rows.column(LABEL)
     assert found is not None and found[labels.desirable].all() and not found[labels.undesirable].any()

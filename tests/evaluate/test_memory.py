@@ -12,6 +12,7 @@ from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
 from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import collate
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.offload.activation_offload import KEPT
@@ -97,7 +98,7 @@ def test_evaluation_and_saving_need_no_more_memory_than_training(
     meter = make_meter(CPU)
     with meter.window("evaluation"), meter.phase("evaluate"):
         answers = evaluate_models(
-            base_dir,
+            Assets(directory=base_dir),
             tmp_path / "tuned",
             spec,
             questions_of(rows, 9),

@@ -17,6 +17,7 @@ from lean_finetune.evaluate import evaluate_run
 from lean_finetune.evaluate.base_and_tuned import RESULTS, ModelOutputs, evaluate_metrics, evaluate_models
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
@@ -59,7 +60,9 @@ def test_base_is_evaluated_without_its_adapter(method, base_dir, rows, tmp_path)
     """An adapter left on would hide what training changed; an adapter left off would hide it too."""
     tuned = save_random_adapter(base_dir, method, tmp_path / method)
     spec = spec_of(method)
-    answers = evaluate_models(base_dir, tuned, spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False)
+    answers = evaluate_models(
+        Assets(directory=base_dir), tuned, spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False
+    )
     alone = losses_of(load_base(base_dir, spec, CPU, "sdpa").eval(), rows)
     np.testing.assert_allclose(answers["base"].row_losses, alone, rtol=1e-5)
     assert np.abs(answers["tuned"].row_losses - alone).min() > 1e-3
@@ -75,7 +78,7 @@ def test_full_fine_tuning_compares_two_models(base_dir, rows, tmp_path):
         parameter.data += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "tuned")
     answers = evaluate_models(
-        base_dir, tmp_path / "tuned", spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False
+        Assets(directory=base_dir), tmp_path / "tuned", spec, questions_of(rows, 4), LIMITS, device=CPU, progress=False
     )
     np.testing.assert_allclose(answers["tuned"].row_losses, losses_of(model.eval(), rows), rtol=1e-5)
     assert np.abs(answers["base"].row_losses - answers["tuned"].row_losses).min() > 1e-4

@@ -9,6 +9,7 @@ import numpy as np
 
 from lean_finetune.config.schema import Train
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.token_rows import TokenRows
 from lean_finetune.train.job import TrainJob
@@ -46,14 +47,16 @@ def plan_of(rows: TokenRows, steps: Iterable[Iterable[Sequence[int]]], *, flat: 
     return Plan.of(planned)
 
 
-def make_job(model: Path, tokens: Tokens, plan: Plan, *, train: Train | None = None, **changes: Any) -> TrainJob:
+def make_job(
+    model: Path, tokens: Tokens, plan: Plan, *, train: Train | None = None, adapter: Path | None = None, **changes: Any
+) -> TrainJob:
     """Return a job on the CPU; `changes` replace fields of the job and of its section train."""
     values: dict[str, Any] = {"loss_chunk": 16, "heldout_every_steps": 2, "heldout_rows": 4, "max_grad_norm": 1.0}
     values |= {
         name: changes.pop(name) for name in list(changes) if name in TRAIN or name.startswith(("lora_", "quant_"))
     }
     job = TrainJob(
-        model_directory=model,
+        assets=Assets(directory=model, adapter=adapter),
         plan=plan,
         rows=tokens[0],
         heldout=tokens[1],

@@ -1,0 +1,90 @@
+"""What a run starts from: the files of its model on this machine, and what they say about it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lean_finetune.config.schema import BaseWeights, Train
+from lean_finetune.model.adapters import load_adapter
+from lean_finetune.model.continued_adapter import refuse_other_adapter
+from lean_finetune.model.load_model import load_base
+from lean_finetune.model.model_config import read_config
+from lean_finetune.model.trained_rows import add_rows, with_token_ids
+from lean_finetune.pinning.locate import (
+    FileVersions,
+    adapter_directory,
+    model_directory,
+    verify_adapter,
+    verify_files,
+)
+from lean_finetune.pinning.read_locks import read_model_lock
+from lean_finetune.rows.attachment import Attachment, need_whole_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assets:
+    """The model that a run starts from, as files on this machine."""
+
+    directory: Path
+    """Of the base: its config, tokenizer and weights."""
+    adapter: Path | None = None
+    """Directory of the adapter that goes on."""
+    trained_tokens: Sequence[int] = ()
+    """Ids of train.lora.trainable_tokens."""
+    lock: Mapping[str, Any] = field(default_factory=dict)
+    """What stage pin wrote of them; empty for files that are not pinned."""
+
+    @classmethod
+    def pinned(cls, model_lock: Path) -> Self:
+        """Those of locks/model.json; on a hub, they are downloaded.
+
+        Raises:
+            UserError: the lock is damaged, a file is gone (`ModelFault`), or the hub cannot be reached.
+        """
+        lock = read_model_lock(model_lock)
+        tokens = lock.get("trained_tokens", ())
+        return cls(directory=model_directory(lock), adapter=adapter_directory(lock), trained_tokens=tokens, lock=lock)
+
+    def verify(self, others: Mapping[str, str] | None = None) -> tuple[FileVersions, FileVersions]:
+        """Compare the files of base and adapter with their pinned hashes; `others` are further files of the base.
+
+        Returns their versions, of base and adapter.
+
+        Raises:
+            UserError: a file is missing or changed, as `ModelFault`.
+        """
+        base = verify_files(self.directory, {**self.lock["files"], **(others or {})})
+        return base, verify_adapter(self.lock, self.adapter)
+
+    def with_token_ids(self, train: Train) -> Train:
+        """The section with the ids of its trained tokens."""
+        return with_token_ids(train, self.trained_tokens)
+
+    def config(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
+        """The config of the model as a run builds it whose rows carry `attached`.
+
+        Raises:
+            UserError: as `read_config`.
+        """
+        return read_config(self.directory, scores=train.scores, images=need_whole_model(attached))
+
+    def refuse_other_adapter(self, train: Train, config: PretrainedConfig) -> None:
+        """Raise UserError if the adapter is not what `train` would add to the model; its tokens are ids."""
+        if self.adapter is not None:
+            refuse_other_adapter(self.adapter, train, config)
+
+    def load(
+        self, weights: BaseWeights, device: torch.device, attention: str | None = None, **parts: Any
+    ) -> PreTrainedModel:
+        """The model before training, to be read: with the rows of its trained tokens, and with its adapter.
+
+        `attention` and `parts` as of `load_base`.
+        """
+        model = load_base(self.directory, weights, device, attention, **parts)
+        add_rows(model, self.trained_tokens)
+        loaded: Any = model if self.adapter is None else load_adapter(model, self.adapter, weights)
+        return loaded.eval()
