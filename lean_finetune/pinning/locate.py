@@ -117,8 +117,8 @@ def tokenizer_directory(lock: Mapping[str, Any]) -> Path:
 
 
 def config_directory(lock: Mapping[str, Any]) -> Path:
-    """Like `model_directory`, but of a hub model only config.json is downloaded. Its hash is checked."""
-    directory = _directory(lock, [CONFIG_FILE])
+    """Like `tokenizer_directory`, with config.json, whose hash is checked."""
+    directory = _directory(lock, [CONFIG_FILE, *lock["tokenizer_files"]])
     verify_files(directory, {CONFIG_FILE: lock["files"][CONFIG_FILE]})
     return directory
 

@@ -8,19 +8,24 @@ from typing import Any, Self
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lean_finetune.config.schema import BaseWeights, Train
+from lean_finetune.config.schema import BaseWeights, Params, Train
 from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
-from lean_finetune.model.trained_rows import add_rows, with_token_ids
+from lean_finetune.model.trained_rows import add_rows, with_rows, with_token_ids
 from lean_finetune.pinning.locate import (
     FileVersions,
     adapter_directory,
+    config_directory,
+    find_adapter,
+    find_model,
+    find_tokenizer,
     model_directory,
     verify_adapter,
     verify_files,
 )
+from lean_finetune.pinning.model_files import trained_ids
 from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.rows.attachment import Attachment, need_whole_model
 
@@ -30,7 +35,7 @@ class Assets:
     """The model that a run starts from, as files on this machine."""
 
     directory: Path
-    """Of the base: its config, tokenizer and weights."""
+    """Of the base: its config, tokenizer and weights, as far as the run needs them."""
     adapter: Path | None = None
     """Directory of the adapter that goes on."""
     trained_tokens: Sequence[int] = ()
@@ -39,15 +44,31 @@ class Assets:
     """What stage pin wrote of them; empty for files that are not pinned."""
 
     @classmethod
-    def pinned(cls, model_lock: Path) -> Self:
-        """Those of locks/model.json; on a hub, they are downloaded.
+    def pinned(cls, model_lock: Path, *, weights: bool = True) -> Self:
+        """Those of locks/model.json; on a hub, they are downloaded: without `weights`, all others of the base.
 
         Raises:
             UserError: the lock is damaged, a file is gone (`ModelFault`), or the hub cannot be reached.
         """
         lock = read_model_lock(model_lock)
-        tokens = lock.get("trained_tokens", ())
-        return cls(directory=model_directory(lock), adapter=adapter_directory(lock), trained_tokens=tokens, lock=lock)
+        directory, tokens = (model_directory if weights else config_directory)(lock), lock.get("trained_tokens", ())
+        return cls(directory=directory, adapter=adapter_directory(lock), trained_tokens=tokens, lock=lock)
+
+    @classmethod
+    def named(cls, p: Params) -> Self:
+        """Those that parameters name, for a prediction: of a hub model config.json alone, or with its tokenizer.
+
+        The tokenizer is needed for trained tokens that are text.
+
+        Raises:
+            UserError: there are no such files, a token is not in the vocabulary, or the hub cannot be reached.
+        """
+        directory, tokens = find_model(p.model.name, p.model.revision), p.train.lora.trainable_tokens
+        ids = sorted({token for token in tokens if isinstance(token, int)})
+        if len(ids) < len(tokens):
+            ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
+        adapter = None if p.model.adapter is None else find_adapter(p.model.adapter, p.model.adapter_revision)
+        return cls(directory=directory, adapter=adapter, trained_tokens=ids)
 
     def verify(self, others: Mapping[str, str] | None = None) -> tuple[FileVersions, FileVersions]:
         """Compare the files of base and adapter with their pinned hashes; `others` are further files of the base.
@@ -71,6 +92,10 @@ class Assets:
             UserError: as `read_config`.
         """
         return read_config(self.directory, scores=train.scores, images=need_whole_model(attached))
+
+    def config_to_predict(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
+        """`config` with the rows of the trained tokens, which are added when weights are loaded."""
+        return with_rows(self.config(train, attached), self.with_token_ids(train))
 
     def refuse_other_adapter(self, train: Train, config: PretrainedConfig) -> None:
         """Raise UserError if the adapter is not what `train` would add to the model; its tokens are ids."""

@@ -219,14 +219,15 @@ def chosen_sets(
     from lean_finetune.memory.choice.choose import choose
     from lean_finetune.memory.devices import resolve_gpu
     from lean_finetune.memory.predict.assumed_images import most_images
-    from lean_finetune.model.model_config import max_positions, read_config
+    from lean_finetune.model.model_config import max_positions
+    from lean_finetune.run.assets import Assets
 
     p, flags = asked.params, list(asked.flags)
     device, _ = resolve_gpu(p.hardware.gpu)
-    directory, index = find_model(p.model.name, p.model.revision), None if rows is None else rows.index
-    shown = None if index is None else images_of(index.attached)
-    config = read_config(directory, scores=p.train.scores, images=shown is not None)
-    images = None if shown is None else most_images(shown, config, directory, p.data)
+    assets, index = Assets.named(p), None if rows is None else rows.index
+    attached = () if index is None else index.attached
+    config, shown = assets.config_to_predict(p.train, attached), images_of(attached)
+    images = None if shown is None else most_images(shown, config, assets.directory, p.data)
     if "data.max_length" not in asked.fixed:
         if length is None:
             longest = p.data.max_length if index is None else round_up(int(index.lengths.max()), ROUNDED_LENGTH)
@@ -243,6 +244,7 @@ def chosen_sets(
     share = 1.0 if rows is None else rows.trained(p) * p.train.row_kind.token_rows / len(rows.index.lengths)
     step = step_tokens_of(index if rows_known else None, p.train, share=share)
     p = with_step_tokens(p, step)
+    p = p.model_copy(update={"train": assets.with_token_ids(p.train)})
     return choose(p, config, device, asked.methods, asked.fixed, index, images=images), flags, step
 
 

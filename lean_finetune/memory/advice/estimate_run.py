@@ -41,8 +41,7 @@ from lean_finetune.model.files.quantized_checkpoint import format_text
 from lean_finetune.model.fused_kernels import memory_note
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.model.precision import PRECISION
-from lean_finetune.pinning.locate import adapter_directory
-from lean_finetune.pinning.read_locks import read_model_lock
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.token_rows import read_lengths, read_supervised
 
@@ -59,7 +58,8 @@ def run_stage(
 
     `heldout_index` lists the rows of held-out losses and answers.
     """
-    run = read_run(p, plan_path, index, model_lock)
+    assets = Assets.pinned(model_lock, weights=False)
+    run = read_run(p, plan_path, index, assets)
     assert run.planned is not None
     plan = run.planned.plan
     _echo_choices(run)
@@ -69,8 +69,7 @@ def run_stage(
     switches = sweep_switches(run, prediction, partial(keeps_rules, params_of_rules(p)))
     # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
     run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
-    continued = adapter_directory(read_model_lock(model_lock)) is not None
-    by_phase = _phases(fullest, prediction, heldout_index, continued=continued)
+    by_phase = _phases(fullest, prediction, heldout_index, continued=assets.adapter is not None)
     duration = duration_text(run, len(plan.steps))
     if duration is not None:
         steps = len(plan.steps)

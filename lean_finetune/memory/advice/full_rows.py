@@ -22,15 +22,12 @@ from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.images.image_config import with_images
-from lean_finetune.model.model_config import max_positions, read_config
-from lean_finetune.model.trained_rows import with_rows, with_token_ids
+from lean_finetune.model.model_config import max_positions
 from lean_finetune.objectives.row_kind import RowKind
-from lean_finetune.pinning.locate import find_adapter, find_model, find_tokenizer
-from lean_finetune.pinning.model_files import trained_ids
 from lean_finetune.plan.planner import pad_multiple
 from lean_finetune.plan.step_tokens import step_tokens_of, with_step_tokens
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import BatchShape
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -110,28 +107,22 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     """
     torch.set_num_threads(p.run.cpu_threads or torch.get_num_threads())
     device, reason = resolve_gpu(p.hardware.gpu)
-    directory = find_model(p.model.name, p.model.revision)
-    config = read_config(directory, scores=p.train.scores)
+    assets = Assets.named(p)
+    p = p.model_copy(update={"train": assets.with_token_ids(p.train)})
+    config = assets.config_to_predict(p.train)
     assumed = None
     if images is not None:
         _refuse_images(p, config)
         config, (size, count) = with_images(config), images
         from lean_finetune.memory.predict.assumed_images import AssumedImages  # Here: most runs have rows of text.
 
-        assumed = AssumedImages(size=size, count=count, directory=directory, beside_text=shorten)
+        assumed = AssumedImages(size=size, count=count, directory=assets.directory, beside_text=shorten)
     positions = max_positions(config)
     if shorten and positions and positions < p.data.max_length:
         p = with_flags(p, [f"data.max_length={positions}"])
-    if tokens := p.train.lora.trainable_tokens:
-        ids = sorted({token for token in tokens if isinstance(token, int)})
-        if len(ids) < len(tokens):  # Ids alone need no tokenizer.
-            ids = trained_ids(find_tokenizer(p.model.name, p.model.revision), tokens)
-        p = p.model_copy(update={"train": with_token_ids(p.train, ids)})
-        config = with_rows(config, p.train)
     run = full_rows_run(p, config, device, reason, assumed)
     _ = run.attention  # Refuses a kernel that cannot run, before anything is traced.
-    if p.model.adapter is not None:
-        refuse_other_adapter(find_adapter(p.model.adapter, p.model.adapter_revision), run.setting.train, config)
+    assets.refuse_other_adapter(run.setting.train, config)
     return run
 
 

@@ -37,31 +37,19 @@ from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
-from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.empty_model import left_out_text, meta_model
 from lean_finetune.model.images.image_config import masks_images
 from lean_finetune.model.joined_adapters.join import apart_note
-from lean_finetune.model.model_config import (
-    attention_window,
-    chunk_tokens,
-    read_config,
-    refuse_context_parallel,
-)
+from lean_finetune.model.model_config import attention_window, chunk_tokens, refuse_context_parallel
 from lean_finetune.model.precision import resolved
-from lean_finetune.model.trained_rows import with_rows, with_token_ids
-from lean_finetune.pinning.locate import (
-    adapter_directory,
-    config_directory,
-    tokenizer_directory,
-)
-from lean_finetune.pinning.read_locks import read_model_lock
 from lean_finetune.plan.batch_plan import Plan, longest_row, read_plan, refuse_other_objective
 from lean_finetune.plan.micro_batches import limits_of
 from lean_finetune.plan.optimizer_steps import RowIndex, read_index
 from lean_finetune.plan.planner import PlanSettings
 from lean_finetune.plan.row_checks import refuse_other_tokens
 from lean_finetune.plan.step_tokens import planned_step_tokens
-from lean_finetune.rows.attachment import Attachment, measures_of, need_whole_model
+from lean_finetune.rows.attachment import Attachment, measures_of
+from lean_finetune.run.assets import Assets
 from lean_finetune.step.token_rows import read_lengths
 from lean_finetune.step.unsupported import refuse_unsupported
 
@@ -393,8 +381,8 @@ def setting_on(device: Device, p: Params, *, accumulates_gradients: bool) -> tup
     return setting, reason
 
 
-def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
-    """Read a planned run: the plan of stage bucket, the index of the training rows, the lock file of the base model.
+def read_run(p: Params, plan_path: Path, index: Path, assets: Assets) -> Run:
+    """Read a planned run: the plan of stage bucket, the index of the training rows.
 
     Raises:
         UserError: the device is unknown, or cannot run the setting; the files do not belong together.
@@ -406,18 +394,13 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
     refuse_other_tokens(plan, lengths)
     refuse_other_objective(plan, p.train.row_kind)
     plan = replace(plan, attached=attached)
-    lock = read_model_lock(model_lock)
-    config = read_config(config_directory(lock), scores=p.train.scores, images=need_whole_model(attached))
-    fakes = fakes_of(attached, tokenizer_directory(lock), config)
     step_tokens = planned_step_tokens(plan_path, p.train)
     settings = PlanSettings.from_params(p, step_tokens)
     planned = PlannedRows(plan=plan, lengths=lengths, index=index, settings=settings)
     setting, precision_reason = setting_on(device, p, accumulates_gradients=planned.accumulates_gradients)
-    setting = setting.with_train(tokens_per_step=step_tokens)
-    setting = replace(setting, train=with_token_ids(setting.train, lock.get("trained_tokens", [])))
-    config = with_rows(config, setting.train)
-    if (adapter := adapter_directory(lock)) is not None:
-        refuse_other_adapter(adapter, setting.train, config)
+    setting = replace(setting, train=assets.with_token_ids(setting.train)).with_train(tokens_per_step=step_tokens)
+    config = assets.config_to_predict(setting.train, attached)
+    assets.refuse_other_adapter(setting.train, config)
     declared_part(p.hardware)  # Counts as read on every device; on a GPU the host's RAM and disk matter too.
     run = Run(
         params=p,
@@ -431,6 +414,6 @@ def read_run(p: Params, plan_path: Path, index: Path, model_lock: Path) -> Run:
         tokens_per_step=0.0,
         micro_batches_per_step=0.0,
         reasons={"gpu": device_reason, "precision": precision_reason},
-        fakes=fakes,
+        fakes=fakes_of(attached, assets.directory, config),
     )
     return run.with_plan(planned)
