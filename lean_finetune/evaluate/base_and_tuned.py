@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,9 @@ from lean_finetune.evaluate.harness_tasks import HarnessTasks
 from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.images.attachment import images_of
 from lean_finetune.images.image_inputs import ImageTensors
-from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.images.image_parts import adapted_parts
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
@@ -185,26 +183,28 @@ def _models(
 
     `parts` are what the models have beside their language models, as of `load_base`.
     """
-    base = assets.directory
-    attention = generation_attention(read_config(base))
+    attention = generation_attention(read_config(assets.directory))
+
+    def loaded(one: Assets, stored: BaseWeights = weights) -> Any:
+        return one.load(stored, device, attention, **parts)
+
     if weights.method == "full":
-        for name, directory in zip(MODELS, (base, tuned), strict=True):
-            yield name, load_base(directory, weights, device, attention, **parts).eval()
+        for name, one in zip(MODELS, (assets, Assets(directory=tuned)), strict=True):
+            yield name, loaded(one)
         return
     replaces_parts = (tuned / ADAPTER_WEIGHTS).is_file() and "full" in adapted_parts(adapter_tensors(tuned)).values()
     apart = replaces_parts or assets.adapter is not None
     if apart:
-        yield "base", assets.load(weights, device, attention, **parts)
+        yield "base", loaded(assets)
     with _of_training():
-        adapted = load_adapter(load_base(base, weights, device, attention, **parts), tuned, weights).eval()
+        adapted = loaded(replace(assets, adapter=tuned))
     if not apart:
         with adapted.disable_adapter():
             yield "base", adapted
     yield "tuned", adapted
     if merged:
         del adapted
-        plain = weights.model_copy(update={"method": "full"})
-        yield MERGED, load_base(tuned / MERGED, plain, device, attention, **parts).eval()
+        yield MERGED, loaded(Assets(directory=tuned / MERGED), weights.model_copy(update={"method": "full"}))
 
 
 # Compute the metrics of each model, and the lines of generations.jsonl.

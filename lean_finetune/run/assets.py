@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import BaseWeights, Params, Train
 from lean_finetune.model.adapters import load_adapter
@@ -102,14 +103,11 @@ class Assets:
         if self.adapter is not None:
             refuse_other_adapter(self.adapter, train, config)
 
-    def load(
-        self, weights: BaseWeights, device: torch.device, attention: str | None = None, **parts: Any
-    ) -> PreTrainedModel:
-        """The model before training, to be read: with the rows of its trained tokens, and with its adapter.
+    def load(self, weights: BaseWeights, device: torch.device, attention: str | None = None, **parts: Any) -> nn.Module:
+        """The model as it is, not to be trained: with the rows of its trained tokens, and with its adapter.
 
-        `attention` and `parts` as of `load_base`.
+        `attention`, `parts` and errors as of `load_base`.
         """
         model = load_base(self.directory, weights, device, attention, **parts)
         add_rows(model, self.trained_tokens)
-        loaded: Any = model if self.adapter is None else load_adapter(model, self.adapter, weights)
-        return loaded.eval()
+        return (model if self.adapter is None else load_adapter(model, self.adapter, weights)).eval()

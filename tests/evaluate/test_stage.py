@@ -215,8 +215,11 @@ def test_adapter_without_finite_loss_is_one_line(place, tokens_dir, locks_dir, a
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        ("load_base", torch.OutOfMemoryError("CUDA out of memory")),
-        ("row_sums", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes.")),
+        ("run.assets.load_base", torch.OutOfMemoryError("CUDA out of memory")),
+        (
+            "evaluate.base_and_tuned.row_sums",
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes."),
+        ),
     ],
 )
 def test_out_of_memory_names_the_parameters_that_help(
@@ -227,7 +230,7 @@ def test_out_of_memory_names_the_parameters_that_help(
     def fail(*_, **__):
         raise fault
 
-    monkeypatch.setattr(f"lean_finetune.evaluate.base_and_tuned.{function}", fail)
+    monkeypatch.setattr(f"lean_finetune.{function}", fail)
     line = error(evaluate(tokens_dir, locks_dir, adapter), 3)
     assert line.startswith("evaluate.max_tokens: the base model ran out of memory") and "generate_batch_rows=32" in line
 

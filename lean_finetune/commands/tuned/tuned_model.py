@@ -32,11 +32,10 @@ from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.adapters import load_adapter
 from lean_finetune.model.attention_choice import generation_attention
 from lean_finetune.model.images.image_config import are_of_images, takes_images, with_images
 from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
-from lean_finetune.model.load_model import load_base, read_generation_config
+from lean_finetune.model.load_model import read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
 from lean_finetune.model.trained_rows import refuse_far_tokens, saved_token_ids
@@ -45,6 +44,7 @@ from lean_finetune.pinning.config_file import ADAPTER_CONFIG, refuse_no_model
 from lean_finetune.pinning.hub import download, list_files
 from lean_finetune.pinning.locate import FileVersions, versions_in
 from lean_finetune.pinning.model_files import CONFIG_FILES, INDEX, shard_names
+from lean_finetune.run.assets import Assets
 
 METHODS: Mapping[str, Method] = {"4": "qlora", "8": "int8_lora", "16": "lora"}
 """How an adapter's base is stored, by bits."""
@@ -85,10 +85,10 @@ class TunedModel:
         """
         with named_by_option():
             attention = generation_attention(self.config)
-            base = load_base(self.base, self.weights, device, attention, images=takes_images(self.config))
-            model = base if self.adapter is None else load_adapter(base, self.directory, self.weights)
+            assets = Assets(directory=self.base, adapter=None if self.adapter is None else self.directory)
+            model = assets.load(self.weights, device, attention, images=takes_images(self.config))
         self.refuse_change()
-        return model.eval()
+        return model
 
     @property
     def base_name(self) -> str:
