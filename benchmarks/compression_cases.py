@@ -21,7 +21,6 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, traced_steps
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import Plan, worst_steps
 from lean_finetune.plan.optimizer_steps import read_index
@@ -33,6 +32,7 @@ from lean_finetune.step.token_rows import TokenRows, read_lengths
 from lean_finetune.train.heldout_loss import heldout_batches
 from lean_finetune.train.monitor.measured_peak import LOAD, make_meter
 from tests.kit.estimate_cpu import CPU, CPU_TARGET
+from tests.kit.loaded import load_model
 from tests.kit.specs import Trainer
 from tests.kit.write_params import write_params
 

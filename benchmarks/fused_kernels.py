@@ -22,7 +22,6 @@ from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.batches import BatchShape
@@ -30,6 +29,7 @@ from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.estimate_cpu import CPU, CPU_TARGET, ROPE, SMALL, VOCABULARY, count, make_code_books, without_onednn
 from tests.kit.interpreted_triton import interpreted_kernels
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed, joined, padded, random_batch, train_of
 from tests.kit.tiny_config import tiny_config
 

@@ -19,11 +19,11 @@ from transformers import LlamaForCausalLM
 from benchmarks.harness import Bar, Measured, Row, at_most, benchmark
 from cuda_memory.growth import classify
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import load_model
 from lean_finetune.train.monitor.growth_advice import FIRST_CHECK_STEPS, check_is_due
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import MemoryMonitor
 from lean_finetune.train.process.training_device import training_device
+from tests.kit.loaded import load_model
 from tests.kit.specs import Trainer, changed, llama, padded, random_batch, train_of
 
 SEED = 11

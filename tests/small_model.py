@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.load_model import load_model
 from lean_finetune.train.save_model import Base
 from tests.kit.estimate_cpu import SMALL
+from tests.kit.loaded import load_model
 from tests.kit.specs import train_of
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from benchmarks.gpu.cases import LoadCase
 from benchmarks.gpu.model_configs import MODELS
 from benchmarks.harness import Row
 from lean_finetune.model.allocator_settings import use_segments
-from lean_finetune.model.load_model import load_model
+from tests.kit.loaded import load_model
 from tests.kit.random_model import base_model, free_cached
 from tests.kit.specs import train_of
 

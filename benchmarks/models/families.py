@@ -19,10 +19,10 @@ from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.empty_model import meta_model
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import refuse_merge
 from lean_finetune.model.model_config import UNREADABLE, read_config, refuse_packed_rows
 from lean_finetune.step.loss import check_head, check_packed_rows
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed, joined, padded, train_of
 from tests.kit.tiny_config import small_timm_models, tiny_config
 

@@ -92,7 +92,7 @@ def load_shared(directory: Path, train: Train, world: World) -> ParallelModel:
     """Load a model, with equal stages where it has any."""
     stages = train.pipeline_stages
     layers = (LAYERS // stages,) * stages if stages > 1 else None
-    return load_parallel(directory, train, 1, world, CPU, stage_layers=layers)
+    return load_parallel(directory, read_config(directory), train, 1, world, CPU, stage_layers=layers)
 
 
 def token_rows(rank: int, vocabulary: int) -> list[list[int]]:

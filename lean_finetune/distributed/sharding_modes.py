@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PretrainedConfig
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS
 from lean_finetune.config.parallel_layout import Dimension, ParallelLayout
@@ -23,7 +24,6 @@ from lean_finetune.distributed.tensor_shards import TensorParallelModel, TensorS
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
-from lean_finetune.model.model_config import read_config
 from lean_finetune.step.parallel_model import READ_BY_EVERY_PROCESS, ParallelModel
 
 
@@ -38,19 +38,19 @@ def division(train: Train, gpus: int, stage_layers: Sequence[int] | None) -> str
 
 def load_parallel(
     directory: Path,
+    config: PretrainedConfig,
     train: Train,
     seed: int,
     world: World,
     device: torch.device,
     *,
     adapter: Path | None = None,
-    images: bool = False,
     stage_layers: tuple[int, ...] | None = None,
     timeout: timedelta | None = None,
 ) -> ParallelModel:
-    """Load a model from its files and share it among the processes; arguments and errors as of `make_parallel`.
+    """Load a model from its files and share it among the processes.
 
-    `adapter` is the directory of one that goes on. With `images` the model has its parts for images.
+    Arguments and errors as of `load_model` and `make_parallel`.
 
     Rank 0 reads the weights for all processes where it can. Weights to be split are loaded in host memory, since no GPU
     may hold all of them.
@@ -59,9 +59,8 @@ def load_parallel(
     divided = train.sharding_on(world.size) in SPLIT_WEIGHTS or layout.tensor > 1 or layout.pipeline > 1
     loaded_on = torch.device("cpu") if divided else device
     if world.is_first or train.method in READ_BY_EVERY_PROCESS:
-        model = load_model(directory, train, loaded_on, seed, adapter, images=images)
+        model = load_model(directory, config, train, loaded_on, seed, adapter)
     else:
-        config = read_config(directory, scores=train.scores, images=images)
         model = uninitialized_model(config, train, loaded_on)
     return make_parallel(model, train, world, device, stage_layers=stage_layers, timeout=timeout)
 

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from lean_finetune.model.fused_kernels import fuse_kernels
 from lean_finetune.model.images.image_parts import freeze_images
 from lean_finetune.model.joined_adapters.join import join_adapters
 from lean_finetune.model.kernels.fuse_layers import fuse_layers
-from lean_finetune.model.model_config import read_config
 from lean_finetune.model.norms.fused_norms import fuse_norms
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation, quantize_on_meta, refuse_other_method
@@ -77,25 +77,23 @@ def replace_forwards(model: PreTrainedModel, train: Train) -> None:
 
 def load_model(
     directory: Path,
+    config: PretrainedConfig,
     train: Train,
     device: torch.device,
     seed: int = 0,
     adapter: Path | None = None,
-    *,
-    images: bool = False,
 ) -> nn.Module:
     """A model ready for training: weights loaded and quantised, adapters added, checkpointing set.
 
-    `seed` seeds what adapters start from. `adapter` is the directory of one that goes on. With `images` the model has
-    its parts for images.
+    `config` is that of the directory, as `read_config` gives it. `seed` seeds what adapters, and a new head of a reward
+    model, start from. `adapter` is the directory of one that goes on.
 
     Raises:
         UserError: weights are missing, do not fit the config, or cannot be read.
     """
-    config = read_config(directory, scores=train.scores, images=images)
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
-    model = load_base(directory, train, device, attention, scores=train.scores, seed=seed, images=images)
+    model = load_base(directory, config, train, device, attention, seed=seed if train.scores else None)
     freeze_images(model, train)
     adapted: nn.Module = model
     if train.adapted:
@@ -112,17 +110,14 @@ def load_model(
 
 def load_base(
     directory: Path,
+    config: PretrainedConfig,
     weights: BaseWeights,
     device: torch.device,
     attention: str | None = None,
     *,
-    scores: bool = False,
-    seed: int = 0,
-    images: bool = False,
+    seed: int | None = None,
 ) -> PreTrainedModel:
-    """The base model, or with `scores` a reward model, whose new head starts from `seed`.
-
-    With `images` it has its parts for images.
+    """The base model, or a reward model, as its config says; a head that its files lack starts from `seed`, if given.
 
     Weights are read one at a time; each is converted and quantised before the next is read.
     Weights in MXFP4 or FP8 are unpacked first; those that bitsandbytes packed are taken as they are.
@@ -130,14 +125,13 @@ def load_base(
     Raises:
         UserError: weights are missing, do not fit the config, are not finite, or cannot be read.
     """
-    config = read_config(directory, scores=scores, images=images)
     config_of_weights = quantisation(weights, kept_modules(config))
     quantized: dict[str, Any] = {} if config_of_weights is None else {"quantization_config": config_of_weights}
     with warnings.catch_warnings(), _threads_on_gpu_only(device), _without_load_report():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             tensors = finite_tensors(file_tensors(directory, config))
-            kind, own_config = causal_kind(without_quantisation(config))
+            kind, own_config = causal_kind(without_quantisation(deepcopy(config)))
             loaded: Any = kind.from_pretrained(
                 None,
                 state_dict=tensors,
@@ -157,7 +151,7 @@ def load_base(
             ) from None
     model, info = loaded
     new_head = f"{SCORE}.weight"
-    if scores and new_head in info["missing_keys"]:
+    if seed is not None and new_head in info["missing_keys"]:
         info["missing_keys"] = set(info["missing_keys"]) - {new_head}
         start_score(model, seed)
     for fault in ("missing_keys", "mismatched_keys"):
@@ -166,7 +160,7 @@ def load_base(
                 f"model.name: {directory}: {len(info[fault])} {fault.replace('_', ' ')}, "
                 f"first {_first_name(info[fault])}; the weights do not belong to config.json"
             )
-    if (unread := info["unexpected_keys"]) and not scores:  # A reward model has no head of a language model.
+    if (unread := info["unexpected_keys"]) and seed is None:  # A reward model has no head of a language model.
         LOG.warning(f"{directory}: {len(unread)} weights are not part of the model, first {_first_name(unread)}")
     refuse_other_heads(model)
     register_scales(model)

@@ -103,11 +103,22 @@ class Assets:
         if self.adapter is not None:
             refuse_other_adapter(self.adapter, train, config)
 
-    def load(self, weights: BaseWeights, device: torch.device, attention: str | None = None, **parts: Any) -> nn.Module:
+    def load(
+        self,
+        weights: BaseWeights,
+        device: torch.device,
+        attention: str | None = None,
+        *,
+        scores: bool = False,
+        images: bool = False,
+        seed: int = 0,
+    ) -> nn.Module:
         """The model as it is, not to be trained: with the rows of its trained tokens, and with its adapter.
 
-        `attention`, `parts` and errors as of `load_base`.
+        `scores` and `images` as of `read_config`; `attention` and errors as of `load_base`. A new head starts from
+        `seed`.
         """
-        model = load_base(self.directory, weights, device, attention, **parts)
+        config = read_config(self.directory, scores=scores, images=images)
+        model = load_base(self.directory, config, weights, device, attention, seed=seed if scores else None)
         add_rows(model, self.trained_tokens)
         return (model if self.adapter is None else load_adapter(model, self.adapter, weights)).eval()

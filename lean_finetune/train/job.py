@@ -94,6 +94,8 @@ class TrainJob:
     """Input of one training run."""
 
     assets: Assets
+    config: PretrainedConfig
+    """Of the model as this run builds it."""
     plan: Plan
     rows: TokenRows
     heldout: TokenRows
@@ -305,6 +307,7 @@ def make_job(params: Params, train: Train, device: torch.device, world: World, p
     predicted, meta = read_sealed(paths.estimate), read_sealed(paths.tokens / "meta.json")
     return TrainJob(
         assets=assets,
+        config=config,
         base_files=base_files,
         adapter_files=adapter_files,
         plan=plan,

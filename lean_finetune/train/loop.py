@@ -12,7 +12,6 @@ import torch
 
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.plan.batch_plan import MicroBatch
-from lean_finetune.rows.attachment import need_whole_model
 from lean_finetune.step.batch_stream import BatchStream
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.loss import check_context_parallel, check_head, check_packed_rows
@@ -219,12 +218,12 @@ class Trainer:
         with self.monitor.phase(LOAD), host_peak() as load_host:
             parallel = load_parallel(
                 job.assets.directory,
+                job.config,
                 job.train,
                 job.seed,
                 job.world,
                 job.device,
                 adapter=job.assets.adapter,
-                images=need_whole_model(job.rows.attached),
                 stage_layers=job.stage_layers,
                 timeout=job.rank_timeout,
             )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 
 

@@ -24,13 +24,13 @@ from lean_finetune.commands.tuned import tuned_model
 from lean_finetune.commands.tuned.chat_lines import ChatLines
 from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.conftest import ROOT
 from tests.json_answers import check_answer
+from tests.kit.loaded import load_model
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 from tests.workspace import error, invoke, write_rows

@@ -22,10 +22,10 @@ from lean_finetune.commands.tuned.conversation import Prompter
 from lean_finetune.commands.tuned.prompt_images import shown_images
 from lean_finetune.data.images.processor import ImageProcessor
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.small_vision import vision_model
 from tests.workspace import error, invoke, write_rows

@@ -15,6 +15,7 @@ from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.sharding_modes import load_parallel
+from lean_finetune.model.model_config import read_config
 from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.preferences.answers import Answers
 from lean_finetune.step.batches import Batch, collate, idle_batch, part_of, token_part
@@ -183,8 +184,9 @@ def learn(case: Case, world: World) -> Outcome:
     disk = optim.pop("disk", None)
     layout = layout_of(case, world.size)
     adapter = None if case.adapter is None else Path(case.adapter)
-    parts: dict[str, Any] = {"images": case.images, "stage_layers": case.stages}
-    parallel = load_parallel(Path(case.directory), train, 1, world, CPU, adapter=adapter, **parts)
+    directory = Path(case.directory)
+    config = read_config(directory, scores=train.scores, images=case.images)
+    parallel = load_parallel(directory, config, train, 1, world, CPU, adapter=adapter, stage_layers=case.stages)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)
     scaler = loss_scaler(train)

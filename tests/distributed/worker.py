@@ -22,6 +22,7 @@ from lean_finetune.config.schema import Train
 from lean_finetune.distributed.processes import BarrierTimeout, World, progress_barrier, wait_for_all
 from lean_finetune.distributed.sharding_modes import load_parallel
 from lean_finetune.model.files.safetensors_files import StoredTensor
+from lean_finetune.model.model_config import read_config
 from lean_finetune.train.monitor.memory_monitor import host_peak
 from lean_finetune.train.process.stop_signals import ignore_output_errors
 from tests.distributed.cases import Case, learn
@@ -94,7 +95,9 @@ def do_run_part(world: World, directory: Path, part: PartOfRun) -> dict[str, Any
 def do_wait_in_vain(world: World, directory: Path, model_directory: Path, seconds: float) -> float:
     """Share a model by hsdp; return the seconds that the first process then waits for the second."""
     train = spec_of(method="full", sharding="hsdp", shard_group_gpus=2)
-    parallel = load_parallel(model_directory, train, 1, world, CPU, timeout=timedelta(seconds=seconds))
+    parallel = load_parallel(
+        model_directory, read_config(model_directory), train, 1, world, CPU, timeout=timedelta(seconds=seconds)
+    )
     start = time.monotonic()
     if world.is_first:
         with suppress(RuntimeError):
@@ -139,7 +142,7 @@ def do_slow_first_process(
 def do_load_peaks(world: World, directory: Path, source: Path, mode: Sharding, spec: Train) -> dict[str, int]:
     """Load a model as training does; the most of the host's memory that the first process and another one took."""
     with host_peak() as host:
-        load_parallel(source, spec.model_copy(update={"sharding": mode}), 1, world, CPU)
+        load_parallel(source, read_config(source), spec.model_copy(update={"sharding": mode}), 1, world, CPU)
     assert host.added_bytes is not None
     peaks = torch.zeros(world.size, dtype=torch.int64)
     peaks[world.rank] = host.added_bytes

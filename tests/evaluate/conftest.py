@@ -11,8 +11,8 @@ from lean_finetune.core.atomic_files import sha256_file, write_json, write_seale
 from lean_finetune.evaluate.base_and_tuned import EvaluationRows
 from lean_finetune.evaluate.generate import choose_prompts
 from lean_finetune.model.adapters import add_adapters, save_adapter
-from lean_finetune.model.load_model import load_base
 from lean_finetune.step.token_rows import TokenRows
+from tests.kit.loaded import load_base
 from tests.small_model import save_small_llama
 from tests.small_model import spec_of as model_spec_of
 from tests.token_files import Row, write_tokens

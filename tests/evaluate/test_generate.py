@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer
 
 from lean_finetune.evaluate.generate import Prompt, choose_prompts, greedy_answers, special_ids, stop_ids
-from lean_finetune.model.load_model import load_base
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, EOS, PAD, heldout_rows, spec_of
+from tests.kit.loaded import load_base
 from tests.token_files import Row, heldout
 
 SPECIAL = {0, 1, 2, 3}

@@ -15,10 +15,10 @@ from lean_finetune.core.atomic_files import write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.tokenizer_files import compile_own_template
 from lean_finetune.evaluate.harness_tasks import HarnessTasks, load_tasks
-from lean_finetune.model.load_model import load_base
 from lean_finetune.step import loss
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, EOS, PAD, TOKENIZER_FILES, save_random_adapter, spec_of
+from tests.kit.loaded import load_base
 from tests.workspace import error, invoke, lay_out
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")

@@ -10,7 +10,6 @@ import torch
 from lean_finetune.config.schema import Train
 from lean_finetune.evaluate.base_and_tuned import evaluate_models
 from lean_finetune.model.files.safetensors_files import stored_tensors
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.batches import collate
@@ -26,6 +25,7 @@ from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_full, save_tuned
 from tests.evaluate.conftest import CPU, PAD, TOKENIZER_FILES, questions_of, save_random_adapter, spec_of
+from tests.kit.loaded import load_base, load_model
 from tests.kit.specs import changed
 from tests.small_model import base_of
 from tests.small_model import spec_of as model_spec_of

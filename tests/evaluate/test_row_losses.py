@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lean_finetune.evaluate.generate import batch_rows, row_sums, spread_rows
-from lean_finetune.model.load_model import load_base
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.evaluate.conftest import CPU, PAD, spec_of
+from tests.kit.loaded import load_base
 
 VOCABULARY = 1536
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.evaluate import evaluate_run
 from lean_finetune.evaluate.base_and_tuned import RESULTS, ModelOutputs, evaluate_metrics, evaluate_models
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.evaluation_limits import EvaluationLimits
@@ -23,6 +22,7 @@ from lean_finetune.step.token_rows import TokenRows
 from stages.evaluate import main
 from tests.evaluate.conftest import CPU, EOS, questions_of, save_random_adapter, spec_of
 from tests.evaluate.test_row_losses import losses_of
+from tests.kit.loaded import load_base
 from tests.token_files import Row, heldout, write_tokens
 from tests.workspace import error, invoke, lay_out, write_verdict
 

@@ -45,9 +45,9 @@ from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import target_of
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.train.monitor.measured_peak import MeasuredPeaks, make_meter
+from tests.kit.loaded import load_model
 from tests.kit.specs import Trainer, joined, padded, random_batch, train_of
 
 CPU = torch.device("cpu")

@@ -20,7 +20,6 @@ from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.cuda_kernels import without_launches
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, BatchShape, TokenPart, idle_batch, token_part
 from lean_finetune.step.offload.activation_offload import make_offload
 from lean_finetune.step.parallel_model import ParallelModel
@@ -32,6 +31,7 @@ from lean_finetune.train.checkpoint.training_state import restored_after_fault
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.distributed.image_rows import inputs_of
 from tests.kit.estimate_cpu import make_code_books, without_onednn
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed, random_batch
 from tests.memory.common import host_bytes, joined, setting_of, shape
 from tests.small_model import CPU, VOCABULARY

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lean_finetune.config.schema import Train
 from lean_finetune.model.adapters import load_adapter, save_adapter
-from lean_finetune.model.load_model import load_base, load_model
+from tests.kit.loaded import load_base, load_model
 from tests.small_model import CPU
 
 TOKENS = torch.arange(24).view(2, 12) % 60

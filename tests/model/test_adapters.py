@@ -18,7 +18,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapter_init import START_FUNCTIONS, Factors, FrozenLayer, adapted_layers
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.files.safetensors_files import model_tensors
-from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
+from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype, resolved
@@ -26,6 +26,7 @@ from lean_finetune.model.quantize import keep_trainable_on_cpu, quantisation
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.conftest import ROOT
+from tests.kit.loaded import load_base, load_model
 from tests.small_model import CPU, VOCABULARY, base_of, spec_of
 from tests.step.common import slow
 

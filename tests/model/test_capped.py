@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lean_finetune.core.errors import UserError
 from lean_finetune.evaluate.generate import Prompt, greedy_answers
 from lean_finetune.model.attention_choice import generation_attention, training_attention
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import caps_scores, read_config, refuse_packed_rows
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from tests.kit.estimate_cpu import FAMILIES, SMALL, WINDOW
+from tests.kit.loaded import load_base
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 GEMMA = FAMILIES["Gemma 2"]

@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.step.common import split
 

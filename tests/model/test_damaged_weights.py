@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_base
+from tests.kit.loaded import load_base
 from tests.small_model import CPU, save_small_llama, spec_of
 
 VALUES: tuple[Any, ...] = (None, "F64", [1, 2], [-1, 5], [10**30], {}, "x", [[1]], 5, [0, 10**20], "BOOL", "F8_E4M3")

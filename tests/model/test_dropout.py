@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig, PhiConfig, PretrainedConfig
 
-from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.step.loss import causal_lm
 from tests.kit.estimate_cpu import LAYOUTS, SMALL
+from tests.kit.loaded import load_model
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.small_model import CPU, spec_of

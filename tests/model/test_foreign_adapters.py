@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.merge_adapters import write_merged
+from tests.kit.loaded import load_base
 from tests.model.test_adapters import logits, plain_peft
 from tests.small_model import CPU, save_small_llama, spec_of
 from tests.step.common import slow

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from lean_finetune.config.schema import Train
 from lean_finetune.model.joined_adapters.calls import GatedMlp, alike_inputs, gated_mlp
 from lean_finetune.model.joined_adapters.join import apart_note, joined_layers, reason_apart, why_alone
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import autocast
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
 from tests.kit.estimate_cpu import FAMILIES
+from tests.kit.loaded import load_model
 from tests.kit.random_model import random_model
 from tests.kit.specs import llama, padded, random_batch
 from tests.kit.tiny_config import COUNTED, tiny_config

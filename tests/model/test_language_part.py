@@ -21,13 +21,13 @@ from lean_finetune.model.empty_model import left_out, left_out_text, meta_model,
 from lean_finetune.model.experts.experts_forward import expert_modules
 from lean_finetune.model.experts.grouped_matmul import packing_of
 from lean_finetune.model.files.safetensors_files import model_tensors
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED, refuse_merge
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.loss import causal_lm, check_head, check_packed_rows, decoder_hidden, head_logits
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.estimate_cpu import CPU_TARGET, Case, compare, worst_share
+from tests.kit.loaded import load_base, load_model
 from tests.kit.specs import train_of
 from tests.kit.tiny_config import small_timm_models
 from tests.memory.common import setting_of

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.load_model import load_base
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype
 from lean_finetune.model.quantize import quantisation, quantisation_tensors
@@ -18,6 +17,7 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.monitor.memory_monitor import host_peak, process_status
 from lean_finetune.train.save_model import save_full
 from tests.kit.estimate_cpu import FAMILIES, SMALL, make_code_books, save_small
+from tests.kit.loaded import load_base
 from tests.model.large import large_llama, write_checkpoint
 from tests.processes import run_bounded
 from tests.small_model import CPU, spec_of

@@ -13,9 +13,10 @@ from transformers import LlamaForCausalLM
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
-from lean_finetune.model.load_model import fake_model, load_base, load_model, uninitialized_model
+from lean_finetune.model.load_model import fake_model, uninitialized_model
 from lean_finetune.model.model_config import read_config, refuse_long_rows
 from lean_finetune.model.quantize import quantisation_tensors
+from tests.kit.loaded import load_base, load_model
 from tests.small_model import CPU, spec_of
 from tests.step.common import slow
 

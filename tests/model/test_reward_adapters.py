@@ -14,7 +14,6 @@ from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.continued_adapter import refuse_other_adapter
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import base_dtype
@@ -23,6 +22,7 @@ from lean_finetune.model.trained_rows import with_rows
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.estimate_cpu import LAYOUTS, without_onednn
+from tests.kit.loaded import load_base, load_model
 from tests.memory.common import setting_of
 from tests.memory.predict.test_measured import check
 from tests.memory.predict.test_preferences import of_kind

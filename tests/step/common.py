@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lean_finetune.config.schema import Train
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.offload.activation_offload import KEPT, KeptActivations
 from lean_finetune.step.parallel_model import ParallelModel
@@ -18,6 +17,7 @@ from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import StepResult, training_step
 from lean_finetune.step.update.loss_scaler import loss_scaler
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, VOCABULARY, spec_of
 
 

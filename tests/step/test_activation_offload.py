@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.offload.activation_offload import KEPT, ActivationOffload, DiskStore, HostStore, make_offload
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run, split
 

@@ -10,11 +10,11 @@ from lean_finetune.config.load import parse_params
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.state_formulas import Trained, optimizer_tensors
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer, device_state
 from lean_finetune.step.step_loss import TokenLoss
 from tests.conftest import ROOT
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, split

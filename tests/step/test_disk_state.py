@@ -13,11 +13,11 @@ from torch import nn
 
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.predict.process_memory import disk_state_bytes
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.offload import disk_weights
 from lean_finetune.step.offload.disk_weights import DiskFault, DiskMasterWeights, DiskPlace, StateFile
 from lean_finetune.step.run_optimizer import build_optimizer, peak_lr
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.memory.common import setting_of
 from tests.processes import run_bounded

@@ -10,7 +10,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import causal_lm
 from lean_finetune.step.offload.activation_offload import KEPT
@@ -19,6 +18,7 @@ from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import training_step
 from lean_finetune.step.update.loss_scaler import LossScaler
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import OPTIM, rows
 

@@ -13,7 +13,6 @@ from lean_finetune.core.atomic_files import FIGURES, read_sealed, write_sealed
 from lean_finetune.core.errors import DoesNotFit, UserError
 from lean_finetune.distributed.processes import uses_cuda
 from lean_finetune.memory.gpu_names import NAMED
-from lean_finetune.model.load_model import load_model
 from lean_finetune.plan.batch_plan import Plan
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.run_checks import (
@@ -34,6 +33,7 @@ from lean_finetune.train.process.training_device import (
     training_device,
 )
 from stages.train import main as train
+from tests.kit.loaded import load_model
 from tests.memory.common import micro_batch
 from tests.small_model import CPU, spec_of
 from tests.token_files import heldout

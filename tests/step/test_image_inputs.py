@@ -15,11 +15,11 @@ from lean_finetune.data.images.image_family import Size
 from lean_finetune.data.images.processor import ImageProcessor, image_family
 from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.images.image_inputs import ImageInputs, ImagePart
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES, vision_model
 

@@ -20,11 +20,11 @@ from transformers import (
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.attention.kernels import ATTENTION
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.step.batches import collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss, token_losses
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import assert_equal, joined, rows, run, slow, split
 

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 from lean_finetune.config.schema import Train
-from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Kto
 from lean_finetune.preferences.answers import Answers
@@ -19,6 +18,7 @@ from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.step_loss import DivergenceLoss, StepGoal, known_figures
 from lean_finetune.step.training_step import training_step
 from lean_finetune.step.update.loss_scaler import LossScaler
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.heldout_loss import heldout_batches, heldout_loss
 from lean_finetune.train.monitor.measured_peak import MEMORY_EVENT, memory_profile
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, VOCABULARY, spec_of
 from tests.step.common import slow, split
 from tests.token_files import heldout

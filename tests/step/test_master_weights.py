@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.offload import master_weights
 from lean_finetune.step.offload.activation_offload import KEPT
 from lean_finetune.step.offload.master_weights import HostTransfer, refuse_offloaded_state
@@ -20,6 +19,7 @@ from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import training_step
 from lean_finetune.step.update.in_backward import refuse_in_backward
 from lean_finetune.step.update.loss_scaler import LossScaler
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of

@@ -11,11 +11,11 @@ from lean_finetune.config.load import COMMON_PARAMS, load_params
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import write_sealed
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.precision import adapter_dtype, autocast, base_dtype, choose_precision, precision_of
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import run, slow, split

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.objective import PairObjective, PairSums, StepTotals
 from lean_finetune.objectives.registry import OBJECTIVES, Ipo
 from lean_finetune.preferences.answers import Answers, answers_of
@@ -21,6 +20,7 @@ from lean_finetune.step.loss import causal_lm, decoder_hidden, summed_loss
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.step_loss import FIGURES, StepGoal, known_figures
 from tests.conftest import ROOT
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 

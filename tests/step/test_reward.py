@@ -15,7 +15,6 @@ from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import save_adapter
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch
@@ -24,6 +23,7 @@ from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.step_loss import known_figures
 from lean_finetune.train.save_model import save_full
 from tests.conftest import ROOT
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.test_preference_loss import batch_of, gradients, pair_rows, step_of

@@ -11,10 +11,10 @@ import torch
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.config.schema import Train
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import summed_loss
 from lean_finetune.step.run_optimizer import build_optimizer, device_state, paging_note, peak_lr
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import OPTIM, assert_equal, run, slow, split

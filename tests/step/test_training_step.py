@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import get_linear_schedule_with_warmup
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import check_head, summed_loss
 from lean_finetune.step.run_optimizer import learning_rate
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.step.common import rows, split
 

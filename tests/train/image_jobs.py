@@ -60,4 +60,5 @@ def job_of(root: Path, steps: Sequence[Sequence[Sequence[int]]] = STEPS, **chang
     for one in (rows, heldout):
         one.attached = tuple(each.for_model(root / "model", config) for each in one.attached)
     plan: Plan = replace(plan_of(rows, steps), attached=rows.attached)
-    return make_job(root / "model", (rows, heldout), plan, measured_steps=frozenset(range(5)) - {1}, **changes)
+    own: dict[str, Any] = {"config": config, "measured_steps": frozenset(range(5)) - {1}}
+    return make_job(root / "model", (rows, heldout), plan, **{**own, **changes})

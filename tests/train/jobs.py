@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lean_finetune.config.schema import Train
+from lean_finetune.model.model_config import read_config
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.run.assets import Assets
 from lean_finetune.step.offload.activation_offload import KEPT
@@ -55,13 +56,15 @@ def make_job(
     values |= {
         name: changes.pop(name) for name in list(changes) if name in TRAIN or name.startswith(("lora_", "quant_"))
     }
+    section = changed(train or spec_of(), **values)
     job = TrainJob(
+        config=read_config(model, scores=section.scores),
         assets=Assets(directory=model, adapter=adapter),
         plan=plan,
         rows=tokens[0],
         heldout=tokens[1],
         pad_id=0,
-        train=changed(train or spec_of(), **values),
+        train=section,
         seed=1,
         foreach=False,
         offload=KEPT,

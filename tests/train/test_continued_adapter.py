@@ -17,7 +17,6 @@ from lean_finetune.core.atomic_files import read_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.adapters import load_adapter, save_adapter
 from lean_finetune.model.continued_adapter import refuse_other_adapter
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
@@ -26,6 +25,7 @@ from stages.pin import main as pin
 from stages.reference import main as reference
 from stages.tokenize import main as tokenize
 from stages.train import main as train
+from tests.kit.loaded import load_base, load_model
 from tests.small_model import CPU, moved_adapter, save_small_llama, spec_of
 from tests.train.interrupted import finish, in_parts, small_job
 from tests.workspace import error, invoke, lay_out, write_rows, write_verdict

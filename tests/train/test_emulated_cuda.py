@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lean_finetune.evaluate.generate import Prompt, greedy_answers, row_sums
-from lean_finetune.model.load_model import load_base
 from lean_finetune.step import batches
 from lean_finetune.step.evaluation_limits import EvaluationLimits
 from lean_finetune.step.offload.activation_offload import ActivationOffload, HostStore
@@ -21,6 +20,7 @@ from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped
 from tests.emulated_cuda.device import CUDA, EmulatedCuda, MixedDevices, emulated_cuda
 from tests.kit.estimate_cpu import save_small
+from tests.kit.loaded import load_base
 from tests.kit.specs import changed
 from tests.small_model import CPU, VOCABULARY, save_small_llama, spec_of
 from tests.train.interrupted import Breaking

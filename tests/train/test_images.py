@@ -23,7 +23,6 @@ from lean_finetune.memory.predict.state_formulas import model_shapes, trained_va
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward
 from lean_finetune.model.continued_adapter import refuse_other_adapter
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.token_rows import TokenRows
@@ -33,6 +32,7 @@ from stages.bucket import main as bucket
 from stages.estimate import main as estimate
 from stages.evaluate import main as evaluate
 from stages.train import main as train
+from tests.kit.loaded import load_model
 from tests.small_model import CPU, spec_of
 from tests.small_vision import FAMILIES, adapted_parts, vision_model
 from tests.train.image_jobs import image_workspace, job_of

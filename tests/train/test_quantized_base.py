@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lean_finetune.core.atomic_files import FIGURES, read_json
-from lean_finetune.model.load_model import load_base
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
 from stages.evaluate import main as evaluate
 from stages.pin import main as pin
 from stages.tokenize import main as tokenize
 from stages.train import main as train
+from tests.kit.loaded import load_base
 from tests.model.quantized import QWEN3, resized, save_fp8
 from tests.small_model import CPU, spec_of
 from tests.workspace import invoke, lay_out, write_rows

@@ -12,7 +12,6 @@ import pytest
 
 from lean_finetune.config.optimizers import OPTIMIZERS
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.objectives.row_kind import LABEL, REFERENCE, RowKind
 from lean_finetune.plan.batch_plan import MicroBatch, Plan
 from lean_finetune.step.offload.activation_offload import make_offload
@@ -22,6 +21,7 @@ from lean_finetune.train.job import TrainJob
 from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.kit.estimate_cpu import save_small
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.model.quantized import NF4, save_bitsandbytes, save_fp8_experts, save_mxfp4
 from tests.small_model import CPU, spec_of

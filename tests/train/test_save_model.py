@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.load_model import load_model
 from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, FileVersions, model_address
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
+from tests.kit.loaded import load_model
 from tests.processes import run_bounded
 from tests.small_model import CPU, base_of, spec_of
 

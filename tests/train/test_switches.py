@@ -16,10 +16,10 @@ import torch
 
 from lean_finetune.config.field_types import CompressActivations
 from lean_finetune.config.schema import Train
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.batches import Batch
 from lean_finetune.step.offload.activation_offload import make_offload
 from tests.conftest import ROOT
+from tests.kit.loaded import load_model
 from tests.kit.specs import changed
 from tests.small_model import CPU, spec_of
 from tests.step.common import joined, run, split

@@ -15,10 +15,10 @@ from lean_finetune.images.image_inputs import ImageInputs, ImagePart
 from lean_finetune.memory.predict.peak import predict
 from lean_finetune.memory.predict.traced_step import TracedModel, TracedSteps
 from lean_finetune.memory.trace.known_values import KnownImages
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.batches import Batch, BatchShape
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.loaded import load_model
 from tests.kit.specs import Trainer, padded, random_batch
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.memory.predict.test_measured import TOLERATED_BYTES, TOLERATED_SHARE

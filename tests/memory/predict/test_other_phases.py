@@ -29,7 +29,6 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import Peak
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import load_adapter
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.trained_rows import with_rows
 from lean_finetune.step.batches import Batch, BatchShape
@@ -40,6 +39,7 @@ from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.heldout_loss import batch_bounds
 from lean_finetune.train.monitor.measured_peak import make_meter
 from tests.kit.estimate_cpu import SMALL, make_code_books, save_small
+from tests.kit.loaded import load_base, load_model
 from tests.memory.common import CPU_TARGET, gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY, moved_adapter, save_small_llama, spec_of
 from tests.step.common import slow

@@ -20,11 +20,12 @@ from lean_finetune.memory.predict.state_formulas import (
 from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import GRADIENTS
 from lean_finetune.model.joined_adapters.join import reason_apart
-from lean_finetune.model.load_model import fake_model, load_model
+from lean_finetune.model.load_model import fake_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors
 from lean_finetune.step.run_optimizer import build_optimizer
 from tests.distributed.group import Group, group_of
+from tests.kit.loaded import load_model
 from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, LLAMA_3_1_8B, gpu_target, host_bytes, llama, setting_of, shape
 from tests.memory.ranks import do_host_bytes, pipeline_setting, shared_setting

@@ -14,9 +14,9 @@ from lean_finetune.memory.predict.traced_step import TracedModel
 from lean_finetune.memory.trace.memory_trace import MemoryTrace
 from lean_finetune.model.attention.kernels import ATTENTION, EAGER_ATTENTION, FLASH_ATTENTION, attention_kernel
 from lean_finetune.model.attention_choice import choose_attention, materializes_scores, training_attention
-from lean_finetune.model.load_model import load_model
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from tests.kit.estimate_cpu import FAMILIES, SMALL
+from tests.kit.loaded import load_model
 from tests.memory.common import gpu_target, setting_of, shape
 from tests.small_model import CPU, VOCABULARY, spec_of
 

@@ -24,7 +24,7 @@ from lean_finetune.model.experts.experts_forward import (
 )
 from lean_finetune.model.experts.grouped_matmul import packing_of, unpack_expert
 from lean_finetune.model.files.safetensors_files import model_tensors
-from lean_finetune.model.load_model import load_base, load_model, uninitialized_model
+from lean_finetune.model.load_model import uninitialized_model
 from lean_finetune.model.merge_adapters import MERGED, refuse_merge, write_merged
 from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.step.loss import summed_loss
@@ -33,6 +33,7 @@ from lean_finetune.step.step_loss import TokenLoss
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.estimate_cpu import EXPERTS, FAMILIES, SMALL
+from tests.kit.loaded import load_base, load_model
 from tests.kit.specs import padded, random_batch
 from tests.kit.tiny_config import tiny_config
 from tests.model.reload import TOKENS, changed_adapters, reload_adapter

@@ -15,9 +15,9 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationMeth
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.files.quantized_checkpoint import Fp8Weight, Mxfp4Weight, file_tensors
 from lean_finetune.model.files.safetensors_files import stored_tensors
-from lean_finetune.model.load_model import load_base, load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import quantisation_tensors, refuse_other_method
+from tests.kit.loaded import load_base, load_model
 from tests.model.quantized import (
     FILE,
     NF4,

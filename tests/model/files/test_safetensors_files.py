@@ -17,9 +17,9 @@ from lean_finetune.model.files.safetensors_files import (
     write_loaded,
     write_tensors,
 )
-from lean_finetune.model.load_model import load_base
 from lean_finetune.pinning.model_files import INDEX, WEIGHTS, shard_names
 from lean_finetune.train.monitor.measured_peak import make_meter
+from tests.kit.loaded import load_base
 from tests.small_model import CPU, spec_of
 
 

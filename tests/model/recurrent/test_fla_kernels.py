@@ -19,12 +19,12 @@ from lean_finetune.memory.trace.cuda_kernels import TUNING_BYTES, target_of, wit
 from lean_finetune.model import fused_kernels
 from lean_finetune.model.empty_model import causal_class
 from lean_finetune.model.fused_kernels import refuse_fused
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.recurrent import fla_kernels, packed_layers
 from lean_finetune.step.batches import pack_rows
 from lean_finetune.step.loss import causal_lm, decoder_hidden
 from tests.kit.estimate_cpu import LAYOUTS, count, make_code_books, without_onednn
+from tests.kit.loaded import load_model
 from tests.kit.tiny_config import tiny_config
 from tests.memory.common import CPU_TARGET, setting_of
 from tests.model.recurrent.test_packed_layers import LENGTHS, packed, saved

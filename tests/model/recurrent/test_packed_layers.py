@@ -10,12 +10,12 @@ import torch
 from lean_finetune.config.model_families import families_that
 from lean_finetune.core.errors import UserError
 from lean_finetune.model.empty_model import causal_class
-from lean_finetune.model.load_model import load_model
 from lean_finetune.model.model_config import read_config, refuse_packed_rows
 from lean_finetune.model.recurrent.packed_layers import Bands
 from lean_finetune.step.batches import Batch, collate
 from lean_finetune.step.loss import check_packed_rows, summed_loss
 from lean_finetune.step.step_loss import TokenLoss
+from tests.kit.loaded import load_model
 from tests.kit.tiny_config import tiny_config
 from tests.small_model import CPU, spec_of
 from tests.step.common import assert_equal, run
