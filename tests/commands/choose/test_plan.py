@@ -100,6 +100,15 @@ def test_errors_are_one_line_and_write_nothing(project: Path, words: list[str], 
     assert result.output.count("\n") == 1 and (project / "params.yaml").read_bytes() == before
 
 
+def test_tokens_that_are_trained_by_their_text_are_counted_and_stay_text(project: Path):
+    """A traceback: the step adds rows by ids, which the tokenizer knows."""
+    words = ("--length", "64", "--gpu", "1GiB", "--method", "lora", "--json")
+    results = plan(*words, "--dry-run"), plan(*words, "--set", 'train.lora.trainable_tokens=["<|im_start|>"]')
+    without, counted = (json.loads(one.output)["sets"][0]["peak_bytes"] for one in results)
+    assert counted > without
+    assert load_params(project / "params.yaml").train.lora.trainable_tokens == ["<|im_start|>"]
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Drawn images, of which one is larger and one row is of text, and a small Qwen2.5-VL."""
