@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lean_finetune.commands.tuned.tuned_files import named_by_option
 from lean_finetune.core.errors import RowFault, UsageFault, UserError
 from lean_finetune.data.chat.control_tokens import TextSegment
-from lean_finetune.data.format.format_base import IMAGE_COLUMNS, Conversation, GivenImage, ImagePart, Message
+from lean_finetune.data.format.format_base import IMAGE_COLUMNS, Conversation, GivenImage, ImageContent, Message
 from lean_finetune.data.format.image_tags import PATH_TAG
 from lean_finetune.data.format.messages import IMAGE_PARTS, read_content
 from lean_finetune.data.format.row_images import column_images, given_image, in_front, placed
@@ -186,7 +186,7 @@ def conversation_of(
     if shown and has_own:
         raise RowFault("the row has images of its own; leave out --image, or remove them")
     texts: list[Message] = []
-    parts: list[ImagePart] = []
+    parts: list[ImageContent] = []
     for number, message in enumerate(messages, start=1):
         texts.append(dict(message))
         parts += read_content(texts[-1], str(message.get("role")), f"message {number}", "content").images

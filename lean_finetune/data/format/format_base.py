@@ -45,7 +45,7 @@ class GivenImage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagePart:
+class ImageContent:
     """A content part with an image, or with the place of one; `row_images` reads it."""
 
     where: str
@@ -64,7 +64,7 @@ class Conversation:
     """Indices in `messages` of assistant turns that are shown but not trained (weight 0, or part of a prompt)."""
     images: tuple[GivenImage, ...] = ()
     """In the order of their places in all messages."""
-    image_parts: tuple[ImagePart, ...] = ()
+    image_parts: tuple[ImageContent, ...] = ()
     """The content parts that `parse_row` turns into `images`; empty in what it returns."""
 
     def trained_turns(self) -> list[int]:

@@ -9,7 +9,7 @@ from lean_finetune.core.errors import RowFault
 from lean_finetune.data.format.format_base import (
     IMAGE,
     ROLES,
-    ImagePart,
+    ImageContent,
     Message,
 )
 from lean_finetune.data.format.row_values import is_given, list_or_nothing, parse_json, parse_text, show
@@ -75,7 +75,7 @@ class _Parts(NamedTuple):
     """What the parts of a content have beside text."""
 
     calls: Sequence[Any] = ()
-    images: Sequence[ImagePart] = ()
+    images: Sequence[ImageContent] = ()
 
 
 def read_content(message: Message, role: str, where: str, text_key: str) -> _Parts:
@@ -95,7 +95,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Any] = []
-    images: list[ImagePart] = []
+    images: list[ImageContent] = []
     for part in content:
         _refuse_marks(part, where)
         if (text := _value(part, TEXT_PARTS, TEXT_KEYS)) is not None:
@@ -107,7 +107,7 @@ def read_content(message: Message, role: str, where: str, text_key: str) -> _Par
             calls += found if isinstance(found, list) else [found]
         elif isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             texts.append(IMAGE)
-            images.append(ImagePart(where=where, part=part))
+            images.append(ImageContent(where=where, part=part))
         else:
             raise RowFault(f"{where} {not_text(part)}; only text can be trained")
     if reasoning and message.get(REASONING):
@@ -175,7 +175,7 @@ class Turns:
     """Indices in `messages` of assistant turns that are not trained."""
     calls: frozenset[int] = frozenset()
     """Indices in `messages` of turns of which only tool calls were given, as with role tool_call."""
-    images: tuple[ImagePart, ...] = ()
+    images: tuple[ImageContent, ...] = ()
     """Of all content parts, in the order of the messages."""
 
     def joined(self) -> "Turns":
@@ -220,7 +220,7 @@ def parse_turns(given: list[Any], where: str) -> Turns:
     messages: list[Message] = []
     context: list[int] = []
     calls: list[int] = []
-    images: list[ImagePart] = []
+    images: list[ImageContent] = []
     for number, message in enumerate(given):
         if is_sharegpt and (plain := _plain_sharegpt(message)) is not None:
             message = plain
@@ -284,7 +284,7 @@ class _Parsed(NamedTuple):
     """Whether it is an assistant turn that is not trained."""
     is_call: bool
     """Whether its role says that its text is tool calls."""
-    images: Sequence[ImagePart]
+    images: Sequence[ImageContent]
 
 
 def parse_message(message: Any, where: str, role_key: str = "role", text_key: str = "content") -> _Parsed:

@@ -16,7 +16,7 @@ from lean_finetune.data.format.format_base import (
     Conversation,
     Example,
     GivenImage,
-    ImagePart,
+    ImageContent,
     Message,
     PlainText,
     SourceFormat,
@@ -78,7 +78,7 @@ def with_images(example: Example, row: Mapping[str, Any], source: SourceFormat) 
     return example
 
 
-def _parts(example: Conversation | PlainText) -> tuple[ImagePart, ...]:
+def _parts(example: Conversation | PlainText) -> tuple[ImageContent, ...]:
     return example.image_parts if isinstance(example, Conversation) else ()
 
 

@@ -28,7 +28,7 @@ from lean_finetune.model.experts.experts_forward import (
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
 from lean_finetune.model.images.image_config import part_of_images
-from lean_finetune.model.images.image_parts import ImagePart, image_parts, part_mode
+from lean_finetune.model.images.image_parts import VisionPart, image_parts, part_mode
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 
@@ -202,7 +202,7 @@ class ParameterShape:
     """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
     """Types of the other weights in which the family keeps this one in fp32."""
-    part: ImagePart | None = None
+    part: VisionPart | None = None
     """The part for images that it is in."""
 
     @property

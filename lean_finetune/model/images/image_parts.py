@@ -16,7 +16,7 @@ from lean_finetune.pinning.adapter_files import LORA
 
 PROJECTOR = re.compile(r"(^|[._])(merger|projector|connector|newline|deepstack_merger_list|embed_vision)([._]|$)")
 """Names of what turns the output of a vision tower into the decoder's inputs."""
-ImagePart = Literal["vision", "projector", "unread"]
+VisionPart = Literal["vision", "projector", "unread"]
 """The tower, the projector, and layers of the tower that the projector does not read."""
 
 
@@ -75,7 +75,7 @@ def vision_parts(model: nn.Module) -> tuple[str, ...]:
     return getattr(model, "vision_parts", ())
 
 
-def image_parts(model: PreTrainedModel) -> dict[str, ImagePart]:
+def image_parts(model: PreTrainedModel) -> dict[str, VisionPart]:
     """The part of each parameter and module of a model's parts for images, by name."""
     beside = vision_parts(model)
     if not beside:
@@ -88,7 +88,7 @@ def image_parts(model: PreTrainedModel) -> dict[str, ImagePart]:
     }
 
 
-def part_mode(part: ImagePart | None, train: Train) -> str | None:
+def part_mode(part: VisionPart | None, train: Train) -> str | None:
     """How a part is trained: frozen, lora or full; None of what is in no part for images."""
     modes = {"vision": train.vision, "projector": train.projector, "unread": "frozen"}
     return None if part is None else modes[part]
