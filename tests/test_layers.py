@@ -12,7 +12,7 @@ PACKAGE = "lean_finetune"
 PACKAGES = """
 core patches objectives config pinning
 data/read data/format data/images data/chat data/encode
-model/attention model/experts model/images rows images preferences islands data/shards plan
+model/attention model/experts model/images rows images preferences weights islands data/shards plan
 model/files model/recurrent model/kernels model/joined_adapters model/norms model step/offload step/update step
 run distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
@@ -21,7 +21,7 @@ evaluate report stages commands/tuned commands/convert commands/project commands
 page/project page
 """.split()
 MOST_MODULES = 15
-ISLANDS = {"images", "preferences"}
+ISLANDS = {"images", "preferences", "weights"}
 """Packages of one capability each. `islands` lists them for all others."""
 NAME_ISLANDS = """
 commands/choose/plan commands/row_lengths commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate

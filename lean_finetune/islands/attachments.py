@@ -4,8 +4,9 @@ from pathlib import Path
 
 from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.rows.attachment import Attachment
+from lean_finetune.weights.attachment import WeightAttachment
 
-ATTACHMENTS: tuple[type[Attachment], ...] = (ImageAttachment,)
+ATTACHMENTS: tuple[type[Attachment], ...] = (ImageAttachment, WeightAttachment)
 
 LIMITED_ROWS = {key: kind.rows_text for kind in ATTACHMENTS for key in kind.limits}
 """Keys of section bucket that limit what rows carry, and how messages call such rows."""

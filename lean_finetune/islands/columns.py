@@ -7,8 +7,9 @@ from lean_finetune.images.columns import ImageColumns
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.preferences.labels import LabelColumns
 from lean_finetune.rows.columns import InspectedRows, RowColumns
+from lean_finetune.weights.columns import WeightColumns
 
-COLUMNS: tuple[type[RowColumns], ...] = (LabelColumns, ImageColumns)
+COLUMNS: tuple[type[RowColumns], ...] = (LabelColumns, ImageColumns, WeightColumns)
 
 
 def carried_keys(kind: RowKind) -> tuple[str, ...]:

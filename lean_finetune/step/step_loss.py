@@ -20,6 +20,8 @@ from lean_finetune.step.head_loss import TokenRule
 from lean_finetune.step.loss import cross_entropy, head_scores, token_losses
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.step.token_rows import TokenRows
+from lean_finetune.weights.attachment import weight_scale
+from lean_finetune.weights.weight_part import weights_of
 
 FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl")
 """Figures of a step: the mean rewards of the chosen (or desirable) and of the rejected answers, their difference, the
@@ -39,6 +41,8 @@ class StepGoal:
     totals: StepTotals
     supervised_tokens: int = 1
     """Tokens of the step that are predicted and trained: the loss of tokens is divided by them."""
+    weight_scale: float = 1.0
+    """What the weights of its rows are multiplied by (`weight_scale`)."""
 
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
@@ -51,7 +55,13 @@ class StepGoal:
             better_tokens=int(tokens.supervised[rows[better]].sum()),
         )
         values = train.preference_values
-        return cls(objective=train.goal, values=values, totals=totals, supervised_tokens=supervised_tokens)
+        return cls(
+            objective=train.goal,
+            values=values,
+            totals=totals,
+            supervised_tokens=supervised_tokens,
+            weight_scale=weight_scale(tokens.attached, rows, tokens.supervised),
+        )
 
     @classmethod
     def of_any_rows(cls, train: Train, supervised_tokens: int = 1) -> "StepGoal":
@@ -66,9 +76,9 @@ class StepGoal:
 
 
 class TokenLoss:
-    """The cross-entropy of trained tokens, and what every loss of a step has."""
+    """The cross-entropy of trained tokens by the weights of their rows, and what every loss of a step has."""
 
-    def __init__(self, chunk: int | None, divisor: float = 1.0):
+    def __init__(self, chunk: int | None, divisor: float = 1.0, weight_scale: float = 1.0):
         """Without micro-batches yet.
 
         Args:
@@ -76,15 +86,24 @@ class TokenLoss:
                 With None the logits of all B × T positions exist at once.
             divisor: trained tokens of the *whole* step, divided by the loss scale (see `summed_head_loss`): so any
                 division of a step into micro-batches gives the same gradients.
+            weight_scale: as of `StepGoal`.
         """
-        self.chunk, self.divisor = chunk, divisor
+        self.chunk, self.divisor, self.weight_scale = chunk, divisor, weight_scale
 
     def before(self, batches: Iterable[Batch], evaluate: Evaluate, parallel: ParallelModel) -> None:
         """Take the step's rows of tokens that are not trained, before all others; most kinds of rows have none."""
 
     def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The part of the step's loss that a micro-batch has, an fp32 scalar, from the decoder's output."""
-        return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor)
+        return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor, self.rule(batch))
+
+    def rule(self, batch: Batch) -> TokenRule | None:
+        """What the loss of a micro-batch is instead of the mean cross-entropy of its tokens; None for that."""
+        weights_N = weights_of(batch.parts)
+        if weights_N is None:
+            return None
+        weights_N = weights_N * (self.weight_scale / self.divisor)
+        return lambda losses_N: ((losses_N * weights_N).sum(), weights_N)
 
     def mean(self, summed: float, tokens: float) -> float:
         """The loss of rows from the sum of `loss` over micro-batches of so many trained tokens, with a divisor of 1."""
@@ -106,12 +125,8 @@ class AnswerLoss(TokenLoss):
         self.sums: list[torch.Tensor] = []
         """What the objective judged of each micro-batch, fp32 (3,)."""
 
-    def loss(self, lm: PreTrainedModel, hidden_BTD: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See the base class."""
-        return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor, self.rule(batch))
-
     def rule(self, batch: Batch) -> TokenRule:
-        """The loss of a micro-batch, and its derivatives by the cross-entropy of each trained token."""
+        """See the base class: the loss of a micro-batch, and its derivatives by the cross-entropy of each token."""
         answers = answers_of(batch.parts)
 
         def rule(losses_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +214,7 @@ class DivergenceLoss(AnswerLoss):
 
 
 def _token_loss(goal: StepGoal, chunk: int | None, loss_scale: float) -> TokenLoss:
-    return TokenLoss(chunk, goal.supervised_tokens / loss_scale)
+    return TokenLoss(chunk, goal.supervised_tokens / loss_scale, goal.weight_scale)
 
 
 LOSSES: Mapping[Judged, Callable[[StepGoal, int | None, float], TokenLoss]] = {

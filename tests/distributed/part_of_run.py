@@ -29,7 +29,7 @@ from tests.kit.specs import changed
 from tests.small_model import CPU
 from tests.train.image_jobs import MIXED
 from tests.train.image_jobs import job_of as job_of_images
-from tests.train.interrupted import small_job
+from tests.train.interrupted import small_job, with_weights
 
 FILE_BYTES = 1024
 """Less than a part of any checkpoint here."""
@@ -56,6 +56,8 @@ class PartOfRun:
     vision: str = "frozen"
     workspace: str | None = None
     """Of `image_workspace`, for rows with images."""
+    weights: bool = False
+    """Whether rows have weights."""
     every_step: bool = False
     """Make a checkpoint after each step."""
 
@@ -70,6 +72,8 @@ def job_of(part: PartOfRun, world: World) -> TrainJob:
     }
     if part.workspace is None:
         job = small_job(Path(part.model), tokens, **options, lora_dropout=part.dropout)
+        if part.weights:
+            job = with_weights(job)
     else:
         job = job_of_images(Path(part.workspace), MIXED, method=part.method, vision=part.vision)
     train = changed(job.train, **sharing_of(part.mode))

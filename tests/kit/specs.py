@@ -24,6 +24,7 @@ from lean_finetune.step.step_loss import StepGoal
 from lean_finetune.step.training_step import Phase, StepResult, training_step
 from lean_finetune.step.update.loss_scaler import LossScaler, loss_scaler
 from lean_finetune.train.checkpoint.training_state import restored_after_fault
+from lean_finetune.weights.weight_part import weights_of
 
 SCRATCH = Path("scratch")
 LR = 1e-5
@@ -100,6 +101,8 @@ def random_batch(shape: BatchShape, vocabulary: int, device: torch.device | None
     if rows is not None:  # Copies, since memory meters do not count numpy's memory on a CPU.
         rows = PackedRows(lengths=rows.lengths, offsets=rows.offsets.clone(), positions_BT=rows.positions_BT.clone())
     parts = shape.empty_parts("cpu")
+    if (weights_N := weights_of(parts)) is not None:
+        weights_N.fill_(1)
     for answers in (part for part in parts if isinstance(part, Answers)):
         for values_R in (answers.reference_R, answers.desirable_R):
             if values_R is not None:

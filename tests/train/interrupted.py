@@ -4,7 +4,7 @@ import gc
 import hashlib
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lean_finetune.train.loop import train
 from lean_finetune.train.monitor.measured_peak import make_meter
 from lean_finetune.train.process.stop_signals import Stopped, StopRequest
 from lean_finetune.train.publish_outputs import train_metrics
+from lean_finetune.weights.attachment import WeightAttachment
 from tests.repeatable import repeatable
 from tests.small_model import CPU
 from tests.train.jobs import make_job, plan_of, random_lengths, random_tokens
@@ -57,6 +58,12 @@ def small_job(model: Path, directory: Path, *, optim: dict[str, Any] | None = No
         measured_steps=frozenset(range(STEPS)) - {1},
         **{**decaying, **(optim or {}), **spec},
     )
+
+
+def with_weights(job: TrainJob) -> TrainJob:
+    """The same run with weights of its training rows, 0.5 to 3."""
+    job.rows.attached = (WeightAttachment(weights=np.resize([1.0, 3.0, 0.5, 2.0], len(job.rows)).astype(np.float32)),)
+    return replace(job, plan=replace(job.plan, attached=job.rows.attached))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,8 +194,8 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     if key in ROW_WEIGHTS:
         if _number(value) not in (None, 1.0):
             raise RowFault(
-                f"{key!r} is {show(value)}, but a row is trained with weight 1 or not at all; remove the row, give its "
-                f"source a weight (data.source), or {IGNORE}"
+                f"{key!r} is {show(value)}, and is not read; {_remedy_of_weight(key, source)}, give the row's source a "
+                f"weight (data.source), or {IGNORE}"
             )
         return _number(value) is not None
     if key in ROW_MARKS:
@@ -216,6 +216,13 @@ def _agrees(key: str, row: Mapping[str, Any], source: SourceFormat) -> bool:
     if key == "input" and not is_given(row.get(source.column(row_format.question_key or ""))):
         return False
     raise RowFault(f"{key!r} is part of the question, and is not read; {_remedy(key, row, source)}, or {IGNORE}")
+
+
+def _remedy_of_weight(key: str, source: SourceFormat) -> str:
+    """How to read the weight of a row, or to do without."""
+    if source.kind.compared:
+        return f"train.objective trains {source.kind.text}, whose loss has no weights: remove it"
+    return f"name it as data.columns={{weight: {key}}} to multiply the row's loss"
 
 
 def _remedy(key: str, row: Mapping[str, Any], source: SourceFormat) -> str:
