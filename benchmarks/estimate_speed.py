@@ -20,7 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Measured, Row, at_most, benchmark
+from benchmarks.models.published import published_models
 from data.synth import images
+from lean_finetune.core.atomic_files import write_json
 from tests.small_vision import vision_model
 
 VERDICT, COMPLETE, ADVICE, PLAN = 1.0, 2.5, 4.0, 10.0
@@ -65,7 +67,20 @@ CASES: tuple[Case, ...] = (
         limit=PLAN,
     ),
 )
+OF_OTHER_FAMILIES = ("Qwen3-30B-A3B", "gpt-oss-20b", "Gemma 3 27B (text part)", "DeepSeek-V2-Lite", "Nemotron-H 8B")
+"""Models of docs/models.md with experts, windows, latent attention and state spaces."""
 ROWS_OF_IMAGES = 100
+
+
+def fits_of_other_families(directory: Path) -> list[Case]:
+    """`fit` of published models whose configs are written here."""
+    cases = []
+    for number, name in enumerate(OF_OTHER_FAMILIES):
+        config = directory / str(number) / "config.json"
+        config.parent.mkdir()
+        write_json(config, published_models()[name])
+        cases.append(fit(f"{name} QLoRA on an H100, complete answer", COMPLETE, str(config.parent), gpu="H100"))
+    return cases
 
 
 def plan_of_images(directory: Path) -> Case:
@@ -116,7 +131,8 @@ def measure(quick: bool) -> Measured:
     """Run every case once; with `quick` the first one only, without its time."""
     run(CASES[0].command)  # Files are read from the disk once, and compiled.
     with TemporaryDirectory() as directory:
-        chosen = CASES[:1] if quick else (*CASES, plan_of_images(Path(directory)))
+        others = [] if quick else [*fits_of_other_families(Path(directory)), plan_of_images(Path(directory))]
+        chosen = [*(CASES[:1] if quick else CASES), *others]
         rows, bars = [answer(case) for case in chosen], []
     for case, row in zip(chosen, rows, strict=True):
         if not quick:

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cuda_memory.units import GIB
-from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of, step_events
+from lean_finetune.memory.predict.deep_events import StepEvents, deep_events, events_of
 from lean_finetune.memory.predict.depth_extrapolation import (
     AFTER,
     BEFORE,
@@ -89,15 +88,18 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
     setting = model.setting
     if setting.is_pipeline:
         return predict(model, steps), None
-    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason)
+    repetition, reason = _repetition(model)
+    prediction = None
     if repetition is not None:
         traces = _shallow_traces(WindowTrace, model, steps, repetition, all_events=True)
-        with suppress(NotRepeated):
+        try:
             prediction, _ = _from_shallow(traces, model, steps, repetition, reason)
             return prediction, deep_events(traces, repetition)
-        return predict(model, steps), step_events(model, steps)[0]
+        except NotRepeated as error:
+            if prediction is None:  # Else the events alone do not repeat.
+                reason = _note_contradiction(model, repetition, error)
     trace, position = trace_steps(MemoryTrace, model, steps)
-    return _of_all_layers(trace, setting, only(steps, *position), reason), events_of(trace)
+    return prediction or _of_all_layers(trace, setting, only(steps, *position), reason), events_of(trace)
 
 
 def predict_from(
@@ -107,17 +109,42 @@ def predict_from(
     setting = model.setting
     if setting.is_pipeline:
         return _of_pipeline(kind, model, steps)
-    in_parts = kind is WindowTrace  # An explanation shows the windows of one part.
-    repetition, reason = find_repetition(model.config, setting.train, setting.all_layers_reason, in_parts=in_parts)
+    repetition, reason = _repetition(
+        model, in_parts=kind is WindowTrace
+    )  # An explanation shows the windows of one part.
     if repetition is not None:
         try:
             return _extrapolated(kind, model, steps, repetition, reason)
         except NotRepeated as error:
             if kind is not WindowTrace:  # Perhaps only what `kind` distinguishes does not repeat.
                 return predict(model, steps), None
-            reason = f"all {repetition.layers} layers: {error}"
+            reason = _note_contradiction(model, repetition, error)
     trace, position = trace_steps(MemoryTrace, model, steps)
     return _of_all_layers(trace, setting, only(steps, *position), reason), None
+
+
+_contradictions: dict[tuple[str, Setting], str] = {}
+
+
+def _key(model: TracedModel) -> tuple[str, Setting]:
+    config = model.config
+    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}", model.setting
+
+
+def _repetition(model: TracedModel, *, in_parts: bool = False) -> tuple[Repetition | None, str]:
+    """`find_repetition`; None for a model that contradicted it before: a search asks for many micro-batches."""
+    known = _contradictions.get(_key(model))
+    if known is not None:
+        return None, known
+    setting = model.setting
+    return find_repetition(model.config, setting.train, setting.all_layers_reason, in_parts=in_parts)
+
+
+def _note_contradiction(model: TracedModel, repetition: Repetition, error: NotRepeated) -> str:
+    """Remember that the memory of a model in its setting is not linear in depth; and why all layers are traced."""
+    reason = f"all {repetition.layers} layers: {error}"
+    _contradictions[_key(model)] = reason
+    return reason
 
 
 def _of_all_layers(trace: MemoryTrace, setting: Setting, steps_of_peak: TracedSteps, reason: str) -> Prediction:
