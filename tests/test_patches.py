@@ -25,6 +25,7 @@ SETTINGS = {("core/progress.py", "tqdm.monitor_interval")}
 """Attributes of other packages that are made to be set."""
 
 
+@pytest.mark.filterwarnings("ignore:Triton is not supported:UserWarning")  # fla on a machine without a GPU.
 @pytest.mark.parametrize("name", PATCHES)
 def test_what_a_patch_replaces_exists(name: str):
     """A release that renames or moves it: the patch replaces nothing, and memory or gradients are others."""

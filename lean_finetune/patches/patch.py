@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
-from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -102,5 +102,5 @@ def has_package(target: str) -> bool:
 def owner_of(target: str) -> tuple[Any, str]:
     """The module or class that has what a patch replaces, and its name there."""
     module, _, path = target.partition(":")
-    owner, _, name = path.rpartition(".")
-    return resolve_name(f"{module}:{owner}" if owner else module), name
+    *owners, name = path.split(".")
+    return reduce(getattr, owners, import_module(module)), name
