@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,12 +116,18 @@ def evaluate_models(
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
         of_images = has_adapter and are_of_images(adapter_tensors(tuned))
-        parts = {"scores": evaluated.compared.scored, "seed": seed, "images": evaluated.images or of_images}
-        for name, model in _models(assets, tuned, weights, device, merged, parts):
+        scored, images = evaluated.compared.scored, evaluated.images or of_images
+
+        def load(one: Assets, stored: BaseWeights = weights) -> Any:
+            config = read_config(one.directory, scores=scored, images=images)
+            attention = generation_attention(config)
+            return one.load(config, stored, device, attention, seed=seed if scored else None)
+
+        for name, model in _models(assets, tuned, load, weights, merged):
             loss_title, answers_title = (f"{name} {what}" if progress else None for what in ("loss", "answers"))
             rows, loss_rows, prompts = evaluated.rows, evaluated.loss_rows, evaluated.prompts
             stops = stop_ids(model, evaluated.eos_id, prompts, evaluated.special)
-            of_tokens = negative_scores if evaluated.compared.scored else token_losses
+            of_tokens = negative_scores if scored else token_losses
             shared_rows = {**shared, "progress": loss_title, "of_tokens": of_tokens, "complete": evaluated.complete}
             losses = row_sums(model, weights, rows.gather, rows.lengths, summed, **shared_rows)
             decoding = {**shared, "stops": stops, "progress": answers_title, "show": evaluated.show}
@@ -170,41 +176,31 @@ def _of_training() -> Iterator[None]:
 
 
 def _models(
-    assets: Assets,
-    tuned: Path,
-    weights: BaseWeights,
-    device: torch.device,
-    merged: bool,
-    parts: Mapping[str, Any],
+    assets: Assets, tuned: Path, load: Callable[..., Any], weights: BaseWeights, merged: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with its name; the base is the adapted one without its adapter, or with that of the start.
 
     An adapter with trained parts for images replaces those of its base, which is loaded on its own then.
 
-    `parts` are what the models have beside their language models, as of `load_base`.
+    `load` takes the files of a model, and how its weights are stored if that is not `weights`.
     """
-    attention = generation_attention(read_config(assets.directory))
-
-    def loaded(one: Assets, stored: BaseWeights = weights) -> Any:
-        return one.load(stored, device, attention, **parts)
-
     if weights.method == "full":
         for name, one in zip(MODELS, (assets, Assets(directory=tuned)), strict=True):
-            yield name, loaded(one)
+            yield name, load(one)
         return
     replaces_parts = (tuned / ADAPTER_WEIGHTS).is_file() and "full" in adapted_parts(adapter_tensors(tuned)).values()
     apart = replaces_parts or assets.adapter is not None
     if apart:
-        yield "base", loaded(assets)
+        yield "base", load(assets)
     with _of_training():
-        adapted = loaded(replace(assets, adapter=tuned))
+        adapted = load(replace(assets, adapter=tuned))
     if not apart:
         with adapted.disable_adapter():
             yield "base", adapted
     yield "tuned", adapted
     if merged:
         del adapted
-        yield MERGED, loaded(Assets(directory=tuned / MERGED), weights.model_copy(update={"method": "full"}))
+        yield MERGED, load(Assets(directory=tuned / MERGED), weights.model_copy(update={"method": "full"}))
 
 
 # Compute the metrics of each model, and the lines of generations.jsonl.

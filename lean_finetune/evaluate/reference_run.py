@@ -55,7 +55,7 @@ def run_stage(*, tokens: Path, model_lock: Path, precision: Path, out: Path) -> 
     of = identity(tokens, assets.lock, weights)
     key = sha256_json({"of": of, "code": code_hashes(MODULE), "device": device.type})[:32]
     with _unfinished(SCRATCH / key, splits, of) as logps:
-        model = assets.load(weights, device)
+        model = assets.load(assets.config(weights), weights, device)
         check_head(model, device)
         for files in verified:
             files.refuse_change()

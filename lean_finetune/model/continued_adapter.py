@@ -1,7 +1,6 @@
 """Go on from an adapter (model.adapter): check that it has the parameters of the run, and load its weights."""
 
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +41,7 @@ def refuse_other_adapter(directory: Path, train: Train, config: PretrainedConfig
     found = without_other_head(adapter_tensors(directory), config)
     _refuse_trained_parts(directory, found, train)
     _refuse_values(directory, _values_of(adapter, found, config), train)
-    model, base = meta_model(deepcopy(config)), _of_base(adapter, config)  # Rows that are added count in its config.
+    model, base = meta_model(config), _of_base(adapter, config)
     modules = dict(model.named_modules())
     wanted = {name: tuple(tensor.shape) for name, tensor in start_names(_on_meta(model, train), adapter).items()}
     _refuse_layers(

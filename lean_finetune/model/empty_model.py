@@ -175,7 +175,7 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     """A causal language model on the meta device: shapes, types and ties without memory.
 
     Args:
-        config: its config.
+        config: its config, of which the model has a copy.
         options: arguments of transformers' `from_config`, such as dtype and attention.
 
     Raises:
@@ -185,7 +185,7 @@ def meta_model(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     options = {**EXPERTS_OPTION, **options}
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         try:
-            model: PreTrainedModel = kind._from_config(own_config, **options)
+            model: PreTrainedModel = kind._from_config(copy.deepcopy(own_config), **options)
         except Exception as error:  # A model's code may raise anything for unexpected values.
             raise UserError(
                 f"model.name: {config.model_type} cannot be built ({_reason(error, options)}); choose another model, "

@@ -105,20 +105,17 @@ class Assets:
 
     def load(
         self,
+        config: PretrainedConfig,
         weights: BaseWeights,
         device: torch.device,
         attention: str | None = None,
         *,
-        scores: bool = False,
-        images: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> nn.Module:
         """The model as it is, not to be trained: with the rows of its trained tokens, and with its adapter.
 
-        `scores` and `images` as of `read_config`; `attention` and errors as of `load_base`. A new head starts from
-        `seed`.
+        Arguments and errors as of `load_base`.
         """
-        config = read_config(self.directory, scores=scores, images=images)
-        model = load_base(self.directory, config, weights, device, attention, seed=seed if scores else None)
+        model = load_base(self.directory, config, weights, device, attention, seed=seed)
         add_rows(model, self.trained_tokens)
         return (model if self.adapter is None else load_adapter(model, self.adapter, weights)).eval()

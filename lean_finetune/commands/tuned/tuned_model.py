@@ -33,7 +33,7 @@ from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention_choice import generation_attention
-from lean_finetune.model.images.image_config import are_of_images, takes_images, with_images
+from lean_finetune.model.images.image_config import are_of_images, with_images
 from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.load_model import read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
@@ -84,9 +84,8 @@ class TunedModel:
             UserError: weights are missing, do not fit, or changed.
         """
         with named_by_option():
-            attention = generation_attention(self.config)
             assets = Assets(directory=self.base, adapter=None if self.adapter is None else self.directory)
-            model = assets.load(self.weights, device, attention, images=takes_images(self.config))
+            model = assets.load(self.config, self.weights, device, generation_attention(self.config))
         self.refuse_change()
         return model
 
