@@ -24,7 +24,7 @@ MOST_MODULES = 15
 ISLANDS = {"images", "preferences", "weights"}
 """Packages of one capability each. `islands` lists them for all others."""
 NAME_ISLANDS = """
-commands/choose/plan commands/row_lengths commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
+commands/choose/plan commands/tuned/prompt_images evaluate/base_and_tuned evaluate/generate
 memory/advice/full_rows memory/predict/assumed_images memory/trace/known_values
 report/report_inputs step/step_loss
 """.split()

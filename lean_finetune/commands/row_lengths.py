@@ -11,17 +11,17 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from cuda_memory.user_paths import user_path
 from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
-from lean_finetune.data.images.image_files import IMAGE_SIZES, PATCHES
-from lean_finetune.images.attachment import ImageAttachment
+from lean_finetune.islands.attachments import attached_of
 from lean_finetune.pinning.config_file import json_object, vision_patch
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
-from lean_finetune.rows.attachment import Attachment
+from lean_finetune.rows.attachment import measures_of
 
 if TYPE_CHECKING:
     from lean_finetune.data.read.row_block import RowBlock
@@ -165,7 +165,7 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = unwatched_lock(OPTION, data)
     found = lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
-    if not all(one.is_empty for one in found.attached):
+    if any(measure.values.any() for measure in measures_of(found.attached)):
         raise UserError(
             f"{OPTION}: {path} has rows with images, whose sizes count too; name the size by `fit --image`, or run "
             f"`lean-finetune plan --data {path}`"
@@ -190,8 +190,8 @@ def lengths_of(
     """
     from lean_finetune.data.read.source_blocks import file_names
     from lean_finetune.data.shards.tokenize_job import prepare_job
-    from lean_finetune.images.columns import ImageColumns
     from lean_finetune.pinning.model_files import read_stop_ids
+    from lean_finetune.rows.columns import index_schema
 
     stops = read_stop_ids(directory, json_object(directory / "config.json"))
     engine, train = p.run.tokenizer_engine, p.train
@@ -200,8 +200,8 @@ def lengths_of(
     job = prepare_job(data, engine, lock, tokenizer_lock, directory, kind=train.row_kind, scored=train.scores)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
-    sizes: list[list[int]] = []
-    patches: list[int] = []
+    schema = index_schema(pa.schema([]), job.settings.attached)
+    carried = [schema.empty_table().to_batches()[0]] if len(schema) else []
     for block in blocks:
         tokens = job.tokenizer(block)
         if data.on_bad_row == "fail" and (bad := tokens.tally.bad_row) is not None:
@@ -209,21 +209,11 @@ def lengths_of(
         lengths.append(np.array([len(row) for row in tokens.train.rows.column("input_ids")], np.int32))
         supervised.append(tokens.train.supervised)
         sources.append(np.full(len(lengths[-1]), block.source, np.uint16))
-        carried = {field.name: values for field, values in tokens.train.carried}
-        sizes += carried[IMAGE_SIZES].to_pylist() if IMAGE_SIZES in carried else []
-        patches += carried[PATCHES].to_pylist() if PATCHES in carried else []
+        if tokens.train.carried:
+            carried.append(pa.record_batch([values for _, values in tokens.train.carried], schema=schema))
     found = index_of(np.concatenate(lengths), np.concatenate(supervised))
-    attached: tuple[Attachment, ...] = ()
-    if any(isinstance(one, ImageColumns) for one in job.settings.attached):
-        images = ImageAttachment(
-            sizes=np.array([edge for row in sizes for edge in row], np.int32).reshape(-1, 2),
-            bounds=np.append(0, np.cumsum([len(row) // 2 for row in sizes], dtype=np.int64)),
-            patches=np.array(patches, np.int32),
-            max_pixels=data.image_max_pixels,
-            min_pixels=data.image_min_pixels,
-        )
-        attached = (images,)
-    return replace(found, sources=np.concatenate(sources), weights=source_weights(data.source), attached=attached)
+    found = replace(found, sources=np.concatenate(sources), weights=source_weights(data.source))
+    return replace(found, attached=attached_of(carried))
 
 
 def own_data(data: Data, path: Path, max_length: int) -> Data:

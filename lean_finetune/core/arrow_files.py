@@ -7,7 +7,7 @@ columns or batches that nobody needs. CRC-32 takes 1 s for a GB: it finds damage
 
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,7 @@ def open_batches(
     return batches
 
 
-def read_column(batches: list[StoredBatch], name: str, dtype: type[np.generic]) -> np.ndarray:
+def read_column(batches: Sequence[StoredBatch | pa.RecordBatch], name: str, dtype: type[np.generic]) -> np.ndarray:
     """A column of all batches as an array, a view if there is one batch."""
     parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in batches]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])

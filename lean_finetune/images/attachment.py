@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.core.arrow_files import open_batches, read_column
+from lean_finetune.core.arrow_files import read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.images.image_files import FRAMES, IMAGE_HASHES, IMAGE_SIZES, LIMITS, PATCHES, ImageFiles
 from lean_finetune.data.images.processor import ImageProcessor, write_limits
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     from lean_finetune.config.schema import Train
     from lean_finetune.images.image_inputs import ImageInputs, ImagePart
-    from lean_finetune.rows.attachment import StoredRows
-
-IMAGE_TYPES = {IMAGE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),), FRAMES: (pa.list_(pa.int32()),)}
+    from lean_finetune.rows.attachment import IndexBatch, StoredRows
 
 Sizes = tuple[tuple[int, int], ...]
 """(height, width) in pixels of each image of a row."""
@@ -62,6 +60,7 @@ def _pixels(images: Sizes) -> int:
 class ImageAttachment(Attachment):
     """The images of every row of one split."""
 
+    columns = {IMAGE_SIZES: (pa.list_(pa.int32()),), PATCHES: (pa.int32(),), FRAMES: (pa.list_(pa.int32()),)}
     name = "images"
     rows_text = "rows with images"
     limits = ("max_patches",)
@@ -88,19 +87,13 @@ class ImageAttachment(Attachment):
     """Whether GPUs without images run the vision tower while others do (`Train.runs_towers_together`)."""
 
     @classmethod
-    def read(cls, index: Path) -> Self | None:
+    def from_columns(cls, batches: "Sequence[IndexBatch]", tokens: Path | None = None) -> Self:
         """See the base class."""
-        batches = open_batches(index, {})
-        if not batches or PATCHES not in batches[0].schema.names:
-            return None
-        batches = open_batches(index, IMAGE_TYPES)
         metadata = batches[0].schema.metadata or {}
         limits = (metadata.get(name.encode(), b"").decode() for name in LIMITS)
         max_pixels, min_pixels = (int(limit) if limit else None for limit in limits)
         lists = [batch.column(IMAGE_SIZES) for batch in batches]
         counts = np.concatenate([np.diff(one.offsets.to_numpy()) for one in lists]) // 2
-        if not counts.any():
-            return None
         frames = np.zeros((len(counts), 2), np.int32)
         padded = np.concatenate([np.diff(batch.column(FRAMES).offsets.to_numpy()) > 0 for batch in batches])
         frames[padded] = np.concatenate([batch.column(FRAMES).flatten().to_numpy() for batch in batches]).reshape(-1, 2)
@@ -111,7 +104,7 @@ class ImageAttachment(Attachment):
             patches=read_column(batches, PATCHES, np.int32),
             max_pixels=max_pixels,
             min_pixels=min_pixels,
-            files=ImageFiles(index.parent),
+            files=None if tokens is None else ImageFiles(tokens),
         )
 
     @property

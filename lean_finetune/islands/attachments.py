@@ -1,6 +1,9 @@
 """The attachments that rows may have: one class each, in a package of its own."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import pyarrow as pa
 
 from lean_finetune.images.attachment import ImageAttachment
 from lean_finetune.rows.attachment import Attachment
@@ -10,6 +13,12 @@ ATTACHMENTS: tuple[type[Attachment], ...] = (ImageAttachment, WeightAttachment)
 
 LIMITED_ROWS = {key: kind.rows_text for kind in ATTACHMENTS for key in kind.limits}
 """Keys of section bucket that limit what rows carry, and how messages call such rows."""
+
+
+def attached_of(batches: Sequence[pa.RecordBatch]) -> tuple[Attachment, ...]:
+    """What rows in memory carry besides tokens, from record batches of an index; also what none of them has."""
+    names = set(batches[0].schema.names) if batches else set()
+    return tuple(kind.from_columns(batches) for kind in ATTACHMENTS if kind.columns.keys() <= names)
 
 
 def read_attached(index: Path) -> tuple[Attachment, ...]:

@@ -4,12 +4,15 @@ An attachment is added by a subclass, listed in `lean_finetune/islands/attachmen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
+import pyarrow as pa
+
+from lean_finetune.core.arrow_files import StoredBatch, open_batches
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
     from lean_finetune.config.schema import Train
     from lean_finetune.rows.batch_part import BatchPart
+
+
+IndexBatch: TypeAlias = StoredBatch | pa.RecordBatch
+"""Rows of an index, in a file or in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +82,8 @@ class AttachedShape(ABC):
 class Attachment(ABC):
     """What the rows of one split carry besides tokens."""
 
+    columns: ClassVar[Mapping[str, Collection[pa.DataType]]]
+    """Its columns of the index, with their types."""
     name: ClassVar[str]
     """In messages: the … of every row."""
     rows_text: ClassVar[str]
@@ -87,9 +96,18 @@ class Attachment(ABC):
     """Why such rows cannot be packed, for messages; empty if they can."""
 
     @classmethod
-    @abstractmethod
     def read(cls, index: Path) -> Self | None:
         """That of the rows of an index; None if no row has any. Raises UserError if the index is damaged."""
+        batches = open_batches(index, {})
+        if not batches or cls.columns.keys().isdisjoint(batches[0].schema.names):
+            return None
+        found = cls.from_columns(open_batches(index, cls.columns), index.parent)
+        return None if found.is_empty else found
+
+    @classmethod
+    @abstractmethod
+    def from_columns(cls, batches: "Sequence[IndexBatch]", tokens: Path | None = None) -> Self:
+        """That of one or more record batches with its columns of an index; `tokens` has the files of the rows."""
 
     @property
     @abstractmethod

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import pyarrow as pa
 
-from lean_finetune.core.arrow_files import open_batches, read_column
+from lean_finetune.core.arrow_files import read_column
 from lean_finetune.rows.attachment import AttachedShape, Attachment, Measure
 from lean_finetune.weights.columns import WEIGHT
 
 if TYPE_CHECKING:
     import torch
 
-    from lean_finetune.rows.attachment import StoredRows
+    from lean_finetune.rows.attachment import IndexBatch, StoredRows
     from lean_finetune.weights.weight_part import WeightPart
 
 TRAIN_INDEX = "train-index.arrow"
@@ -53,6 +53,7 @@ class WeightShape(AttachedShape):
 class WeightAttachment(Attachment):
     """The weight of every row of the training split."""
 
+    columns = {WEIGHT: (pa.float32(),)}
     name = "weights"
     rows_text = "rows with weights"
 
@@ -61,11 +62,13 @@ class WeightAttachment(Attachment):
 
     @classmethod
     def read(cls, index: Path) -> Self | None:
+        """See the base class; None for held-out rows."""
+        return super().read(index) if index.name == TRAIN_INDEX else None
+
+    @classmethod
+    def from_columns(cls, batches: "Sequence[IndexBatch]", tokens: Path | None = None) -> Self:
         """See the base class."""
-        batches = open_batches(index, {}) if index.name == TRAIN_INDEX else []
-        if not batches or WEIGHT not in batches[0].schema.names:
-            return None
-        return cls(weights=read_column(open_batches(index, {WEIGHT: (pa.float32(),)}), WEIGHT, np.float32))
+        return cls(weights=read_column(batches, WEIGHT, np.float32))
 
     @property
     def measures(self) -> Sequence[Measure]:

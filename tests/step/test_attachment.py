@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from lean_finetune.core.arrow_files import ArrowWriter, read_column
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.predict.other_phases import shapes_carried
 from lean_finetune.memory.predict.traced_step import halved, traced_steps
@@ -75,14 +77,15 @@ class SoundPart(BatchPart):
 class Sounds(Attachment):
     """Sounds of every row."""
 
+    columns = {"frames": (pa.int32(),)}
     name, rows_text = "sounds", "rows with sound"
     limits = ("max_frames",)
 
     frames: np.ndarray
 
     @classmethod
-    def read(cls, index: Path) -> "Sounds | None":
-        return None
+    def from_columns(cls, batches: Any, tokens: Path | None = None) -> "Sounds":
+        return cls(frames=read_column(batches, "frames", np.int32))
 
     @property
     def measures(self) -> tuple[Measure, ...]:
@@ -106,6 +109,21 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     opened = TokenRows(write_tokens(tmp_path_factory.mktemp("tokens"), made, block=7), "train")
     opened.attached = (Sounds(frames=FRAMES),)
     return opened
+
+
+def test_it_is_read_from_its_columns_of_an_index(tmp_path):
+    """Sounds of rows without any, or of a file whose column was changed."""
+    for name, frames in (("some", [3, 0]), ("none", [0, 0])):
+        batch = pa.record_batch({"frames": pa.array(frames, pa.int32())})
+        with ArrowWriter(tmp_path / name, batch.schema) as writer:
+            writer.write(batch)
+    found = Sounds.read(tmp_path / "some")
+    assert found is not None and found.frames.tolist() == [3, 0] and Sounds.read(tmp_path / "none") is None
+    assert Sounds.read(write_tokens(tmp_path / "tokens", [([1, 2], [1, 2], None)]) / "train-index.arrow") is None
+    with ArrowWriter(tmp_path / "other", pa.schema([("frames", pa.int64())])) as writer:
+        writer.write(pa.record_batch({"frames": pa.array([1], pa.int64())}))
+    with pytest.raises(UserError, match="frames must be int32"):
+        Sounds.read(tmp_path / "other")
 
 
 def planned(rows: TokenRows, most: int | None) -> Plan:
