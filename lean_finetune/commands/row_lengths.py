@@ -201,7 +201,7 @@ def lengths_of(
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]
     schema = index_schema(pa.schema([]), job.settings.attached)
-    carried = [schema.empty_table().to_batches()[0]] if len(schema) else []
+    carried = [pa.record_batch([pa.array([], one.type) for one in schema], schema=schema)] if len(schema) else []
     for block in blocks:
         tokens = job.tokenizer(block)
         if data.on_bad_row == "fail" and (bad := tokens.tally.bad_row) is not None:
