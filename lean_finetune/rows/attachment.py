@@ -107,7 +107,7 @@ class Attachment(ABC):
     @classmethod
     @abstractmethod
     def from_columns(cls, batches: "Sequence[IndexBatch]", tokens: Path | None = None) -> Self:
-        """That of one or more record batches with its columns of an index; `tokens` has the files of the rows."""
+        """Create it from record batches of an index, at least one; `tokens` is the directory with the rows' files."""
 
     @property
     @abstractmethod

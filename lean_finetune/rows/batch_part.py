@@ -20,7 +20,7 @@ class BatchPart(ABC):
         """The same in page-locked memory."""
 
     def of_tokens(self, chosen_N: np.ndarray) -> Self | None:
-        """That of a part of the tokens, of which these trained ones are, bool (N,); None if the part needs none."""
+        """Select what belongs to trained tokens, by a bool mask of shape (N,); None if they need nothing of it."""
         return None
 
     @property

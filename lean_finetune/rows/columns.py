@@ -62,7 +62,7 @@ class RowColumns(ABC):
     @classmethod
     @abstractmethod
     def of(cls, rows: InspectedRows) -> Self | None:
-        """That of a run's rows; None if they carry none."""
+        """Create it for the rows of a run; None if no row has a value."""
 
     @classmethod
     def keys(cls, kind: "RowKind") -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Assets:
 
     @classmethod
     def pinned(cls, model_lock: Path, *, weights: bool = True) -> Self:
-        """Those of locks/model.json; on a hub, they are downloaded: without `weights`, all others of the base.
+        """Read locks/model.json. Files of a hub model are downloaded; without `weights`, all files but the weights.
 
         Raises:
             UserError: the lock is damaged, a file is gone (`ModelFault`), or the hub cannot be reached.
@@ -57,9 +57,9 @@ class Assets:
 
     @classmethod
     def named(cls, p: Params) -> Self:
-        """Those that parameters name, for a prediction: of a hub model config.json alone, or with its tokenizer.
+        """Find the files that parameters name, for a prediction.
 
-        The tokenizer is needed for trained tokens that are text.
+        Of a hub model, only config.json is downloaded. The tokenizer is too if trained tokens are given as text.
 
         Raises:
             UserError: there are no such files, a token is not in the vocabulary, or the hub cannot be reached.
@@ -87,7 +87,7 @@ class Assets:
         return with_token_ids(train, self.trained_tokens)
 
     def config(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
-        """The config of the model as a run builds it whose rows carry `attached`.
+        """Read the config of the model that a run builds. Rows with images (`attached`) need its parts for images.
 
         Raises:
             UserError: as `read_config`.
@@ -95,7 +95,7 @@ class Assets:
         return read_config(self.directory, scores=train.scores, images=need_whole_model(attached))
 
     def config_to_predict(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
-        """`config` with the rows of the trained tokens, which are added when weights are loaded."""
+        """Read `config` with the rows that trained tokens add to the embedding when weights are loaded."""
         return with_rows(self.config(train, attached), self.with_token_ids(train))
 
     def refuse_other_adapter(self, train: Train, config: PretrainedConfig) -> None:
@@ -112,7 +112,7 @@ class Assets:
         *,
         seed: int | None = None,
     ) -> nn.Module:
-        """The model as it is, not to be trained: with the rows of its trained tokens, and with its adapter.
+        """Load the model for evaluation, with the rows of its trained tokens and with its adapter.
 
         Arguments and errors as of `load_base`.
         """

@@ -42,7 +42,7 @@ class StepGoal:
     supervised_tokens: int = 1
     """Tokens of the step that are predicted and trained: the loss of tokens is divided by them."""
     weight_scale: float = 1.0
-    """What the weights of its rows are multiplied by (`weight_scale`)."""
+    """Factor of the weights of its rows (see `weight_scale`)."""
 
     @classmethod
     def of(cls, train: Train, tokens: TokenRows, rows: np.ndarray, supervised_tokens: int = 1) -> "StepGoal":
@@ -98,7 +98,7 @@ class TokenLoss:
         return cross_entropy(lm, hidden_BTD, batch, self.chunk, self.divisor, self.rule(batch))
 
     def rule(self, batch: Batch) -> TokenRule | None:
-        """What the loss of a micro-batch is instead of the mean cross-entropy of its tokens; None for that."""
+        """Return how the loss of a micro-batch follows from the losses of its tokens; None for their mean."""
         weights_N = weights_of(batch.parts)
         if weights_N is None:
             return None

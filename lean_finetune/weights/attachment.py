@@ -98,7 +98,7 @@ class WeightAttachment(Attachment):
 
 
 def weight_scale(attached: Iterable[Attachment], rows: np.ndarray, supervised: np.ndarray) -> float:
-    """What the weights of a step's rows are multiplied by, so that the mean over their trained tokens is 1.
+    """Return the factor that makes the mean weight over the trained tokens of a step 1.
 
     `supervised` are the trained tokens of every row of the split. 1 for rows without weights.
     """

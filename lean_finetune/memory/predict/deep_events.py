@@ -127,7 +127,7 @@ class _Part:
 
 
 def deep_events(traces: Sequence[MemoryTrace], repetition: Repetition) -> StepEvents:
-    """The events of a model of `repetition.layers` layers, from traces of models as in `repetition.traced`.
+    """Extrapolate the events of a deep model from traces with the numbers of layers in `repetition.traced`.
 
     Raises:
         NotRepeated: the deepest trace does not follow from the other two.

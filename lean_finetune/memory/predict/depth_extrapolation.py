@@ -184,7 +184,9 @@ class WindowTrace(MemoryTrace):
 def deep_windows(
     traces: Sequence[WindowTrace], repetition: Repetition, granularity_bytes: int
 ) -> dict[WindowKey, Window]:
-    """Windows near both ends of each part of a model's layers, from traces of models as in `repetition.traced`.
+    """Extrapolate the windows near both ends of each part of a deep model's layers.
+
+    `traces` have the numbers of layers in `repetition.traced`.
 
     Raises:
         NotRepeated: memory is not linear in depth.
@@ -215,7 +217,7 @@ def deep_peaks(windows: Mapping[WindowKey, Window], granularity_bytes: int) -> t
 
 
 def offloaded_bytes(traces: Sequence[MemoryTrace], repetition: Repetition) -> int:
-    """Peak of offloaded bytes in a deep model, from traces of models as in `repetition.traced`.
+    """Peak of offloaded bytes in a deep model, from traces with the numbers of layers in `repetition.traced`.
 
     Raises:
         NotRepeated: they are not linear in depth.

@@ -139,10 +139,15 @@ _known_signatures: dict[str, list[Signature] | None] = {}
 
 def _signatures(config: PretrainedConfig) -> list[Signature] | None:
     """Signature of each layer, or None if the model has no list of layers. A search asks for few configs many times."""
-    key = f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
+    key = config_key(config)
     if key not in _known_signatures:
         _known_signatures[key] = _find_signatures(config)
     return _known_signatures[key]
+
+
+def config_key(config: PretrainedConfig) -> str:
+    """Key of a config in a dictionary: equal for configs of the same class and values."""
+    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
 def _find_signatures(config: PretrainedConfig) -> list[Signature] | None:

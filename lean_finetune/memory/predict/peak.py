@@ -25,6 +25,7 @@ from lean_finetune.memory.predict.depth_extrapolation import (
 )
 from lean_finetune.memory.predict.layer_repetition import (
     Repetition,
+    config_key,
     divide_layers,
     find_repetition,
     shallow_models,
@@ -97,7 +98,7 @@ def predict_with_events(model: TracedModel, steps: TracedSteps) -> tuple[Predict
             return prediction, deep_events(traces, repetition)
         except NotRepeated as error:
             if prediction is None:  # Else the events alone do not repeat.
-                reason = _note_contradiction(model, repetition, error)
+                reason = _note_not_linear(model, repetition, error)
     trace, position = trace_steps(MemoryTrace, model, steps)
     return prediction or _of_all_layers(trace, setting, only(steps, *position), reason), events_of(trace)
 
@@ -109,41 +110,38 @@ def predict_from(
     setting = model.setting
     if setting.is_pipeline:
         return _of_pipeline(kind, model, steps)
-    repetition, reason = _repetition(
-        model, in_parts=kind is WindowTrace
-    )  # An explanation shows the windows of one part.
+    in_parts = kind is WindowTrace  # An explanation shows the windows of one part.
+    repetition, reason = _repetition(model, in_parts=in_parts)
     if repetition is not None:
         try:
             return _extrapolated(kind, model, steps, repetition, reason)
         except NotRepeated as error:
             if kind is not WindowTrace:  # Perhaps only what `kind` distinguishes does not repeat.
                 return predict(model, steps), None
-            reason = _note_contradiction(model, repetition, error)
+            reason = _note_not_linear(model, repetition, error)
     trace, position = trace_steps(MemoryTrace, model, steps)
     return _of_all_layers(trace, setting, only(steps, *position), reason), None
 
 
-_contradictions: dict[tuple[str, Setting], str] = {}
-
-
-def _key(model: TracedModel) -> tuple[str, Setting]:
-    config = model.config
-    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}", model.setting
+_not_linear: dict[tuple[str, Setting], str] = {}
+"""Why all layers of a model are traced in a setting, if its memory was not linear in depth for some micro-batches."""
 
 
 def _repetition(model: TracedModel, *, in_parts: bool = False) -> tuple[Repetition | None, str]:
-    """`find_repetition`; None for a model that contradicted it before: a search asks for many micro-batches."""
-    known = _contradictions.get(_key(model))
-    if known is not None:
-        return None, known
+    """Call `find_repetition`, but return None if the model's memory was not linear before.
+
+    A search predicts many micro-batches of one model, and shallow traces would be wasted for each.
+    """
     setting = model.setting
+    if _not_linear and (known := _not_linear.get((config_key(model.config), setting))) is not None:
+        return None, known
     return find_repetition(model.config, setting.train, setting.all_layers_reason, in_parts=in_parts)
 
 
-def _note_contradiction(model: TracedModel, repetition: Repetition, error: NotRepeated) -> str:
-    """Remember that the memory of a model in its setting is not linear in depth; and why all layers are traced."""
+def _note_not_linear(model: TracedModel, repetition: Repetition, error: NotRepeated) -> str:
+    """Remember that a model's memory is not linear in depth, and return why all layers are traced."""
     reason = f"all {repetition.layers} layers: {error}"
-    _contradictions[_key(model)] = reason
+    _not_linear[config_key(model.config), model.setting] = reason
     return reason
 
 
@@ -169,14 +167,14 @@ def _extrapolated(
 def _shallow_traces(
     kind: type[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, *, all_events: bool
 ) -> list[WindowTrace]:
-    """Traces of the model with fewer layers, of models as in `repetition.traced`."""
+    """Trace the model with the numbers of layers in `repetition.traced`."""
     return [trace_steps(kind, one, steps, all_events=all_events)[0] for one in shallow_models(model, repetition)]
 
 
 def _from_shallow(
     traces: Sequence[WindowTrace], model: TracedModel, steps: TracedSteps, repetition: Repetition, reason: str
 ) -> tuple[Prediction, Extrapolation]:
-    """The prediction from traces of models as in `repetition.traced`."""
+    """Extrapolate the prediction from traces with the numbers of layers in `repetition.traced`."""
     granularity_bytes = model.target.granularity_bytes
     windows = deep_windows(traces, repetition, granularity_bytes)
     by_phase, micro_batch = deep_peaks(windows, granularity_bytes)
