@@ -23,9 +23,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WRITTEN_BY_BENCHMARKS = {"depth", "families", "planned", "published_images", "published_models"}
 """Their tables are in docs/models.md, which `python -m benchmarks.models` writes."""
-UNCOMMITTED = {
-    *("batching", "data", "families", "loader", "monitor"),
-}
+UNCOMMITTED = {"data", "families"}
 """Measured before the harness compared the commit after a run, too. They are to be measured again."""
 FIGURE = re.compile(
     r"(?P<text>[-+]?\d[\d,]*(?:\.\d+)?(?:e-\d+)?)(?P<unit>[^\n<|\d*,]{0,12}?)<!--= (?P<source>[^>]*?) -->"
