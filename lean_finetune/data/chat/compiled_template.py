@@ -3,6 +3,7 @@
 import copy
 import json
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,6 +83,14 @@ def work_limits(size_bytes: int | None = None, seconds: float | None = None) -> 
         nonlocal ticks
         ticks = 0
 
+    unraisable_hook = sys.unraisablehook
+
+    def drop_signals(unraisable: Any) -> None:
+        """Drop a TooMuchWork that met a destructor, where Python only prints it: the next tick raises it again."""
+        if not isinstance(unraisable.exc_value, TooMuchWork):
+            unraisable_hook(unraisable)
+
+    sys.unraisablehook = drop_signals
     handler = signal.signal(signal.SIGVTALRM, tick)
     outer = signal.setitimer(signal.ITIMER_VIRTUAL, tick_seconds, tick_seconds)
     try:
@@ -91,6 +100,7 @@ def work_limits(size_bytes: int | None = None, seconds: float | None = None) -> 
         ticks = None
         signal.setitimer(signal.ITIMER_VIRTUAL, *outer)
         signal.signal(signal.SIGVTALRM, handler)
+        sys.unraisablehook = unraisable_hook
 
 
 def product_size(operator: str, left: Any, right: Any) -> float:

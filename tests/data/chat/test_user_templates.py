@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_template_that_runs_without_end_is_refused(tiny_dir, source, monkeypat
         ):
             load_template(text + LOOP, tiny_dir, {}, "assistant", DATE)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+class _Slow:
+    """An object whose destructor runs until a signal ends it."""
+
+    def __del__(self):
+        while True:
+            pass
+
+
+def test_a_limit_met_in_a_destructor_is_raised_after_it_and_nothing_is_printed(capsys, monkeypatch):
+    """Python drops exceptions of destructors, and prints them."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    with pytest.raises(compiled_template.TooMuchWork), compiled_template.work_limits(seconds=0.1):
+        del_me = _Slow()
+        del del_me
+        while True:
+            pass
+    assert capsys.readouterr().err == ""
+    assert sys.unraisablehook is sys.__unraisablehook__
 
 
 def test_a_template_is_refused_if_it_computes_large_integers(tiny_dir):
