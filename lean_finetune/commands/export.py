@@ -1,7 +1,6 @@
 """The command `lean-finetune export`: a tuned model for other programs, and on the hub."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from cuda_memory.terminal import echo
 from cuda_memory.user_paths import PATH, no_option, shell_line
 from lean_finetune.commands.chat import BITS, MODEL
 from lean_finetune.core.errors import UsageFault, UserError
+from lean_finetune.core.file_names import copy_below
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.pinning.config_file import refuse_no_model
 
@@ -86,23 +86,23 @@ def write_export(tuned: "TunedModel", out: Path, what: str, title: str) -> None:
         if tuned.adapter is not None:
             with named_by_option():
                 refuse_merge(tuned.base, tuned.weights, experts=bool(tuned.adapter.get("target_parameters")))
-    copied = [tuned.directory / name for name in TOKENIZER_FILES]
+    names = [*TOKENIZER_FILES]
     if what == "adapter":
-        copied += [tuned.directory / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS)]
+        names += [ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_WEIGHTS]
     elif tuned.adapter is None:
-        copied += [tuned.directory / name for name in tuned.weight_files()]
-    copied = [file for file in copied if file.is_file()]
-    for file in copied:
-        refuse_foreign_link(file)
+        names += tuned.weight_files()
+    names = [name for name in names if (tuned.directory / name).is_file()]
+    for name in names:
+        refuse_foreign_link(tuned.directory / name)
     with named_by_option(), atomic_directory(out) as directory:
         if what == "merged" and tuned.adapter is not None:
             write_merged(tuned.base, tuned.weight_files(), tuned.directory, tuned.weights, directory)
-        for file in copied:
-            if file.name.endswith(SUFFIX):
-                fault = of_adapter(file) if file.name == ADAPTER_WEIGHTS else of_model(file)
-                copy_finite(file, directory / file.name, fault)
+        for name in names:
+            if name.endswith(SUFFIX):
+                file = tuned.directory / name
+                copy_finite(file, directory / name, of_adapter(file) if name == ADAPTER_WEIGHTS else of_model(file))
             else:
-                shutil.copyfile(file, directory / file.name)
+                copy_below(tuned.directory, name, directory)
         (directory / "README.md").write_text(card(tuned, title, what), encoding="utf-8")
         if modelfile_text is not None:
             (directory / "Modelfile").write_text(modelfile_text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Names of files that a file lists, and links: both can lead out of the directory that they belong to."""
 
 import os
+import shutil
 from pathlib import Path, PurePath
 from typing import TypeGuard
 
@@ -43,3 +44,9 @@ def refuse_link_out(directory: Path, path: Path) -> None:
         )
     if path.is_symlink() and not path.exists():
         raise UserError(f"{path}: is a link to {os.readlink(path)}, which does not exist; remove it")
+
+
+def copy_below(source: Path, name: str, target: Path) -> None:
+    """Copy the file `name` below one directory to the same place below another."""
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / name, target / name)

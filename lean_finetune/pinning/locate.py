@@ -63,11 +63,14 @@ EXAMPLE_CONFIGS = Path(__file__).parents[1] / "example_configs"
 """A directory for each shipped config.json, such as llama-3.1-8b: a prediction needs no more of a model."""
 CHAT_TEMPLATE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""Beside it: the template of conversations with tools."""
 # The files of a tokenizer, and of a multimodal model's processor. The first is required, the others are optional.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     CHAT_TEMPLATE,
+    TOOL_TEMPLATE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from lean_finetune.core.errors import UserError, shortened
 from lean_finetune.core.file_names import is_name_inside
-from lean_finetune.core.regular_files import read_regular, refuse_irregular
+from lean_finetune.core.regular_files import refuse_irregular
 from lean_finetune.pinning.config_file import (
     CONFIG_FILE,
     MOST_INDEX_BYTES,
     json_object,
     read_config_json,
     reason_of,
-    refuse_other_text,
 )
+from lean_finetune.pinning.template_files import find_template
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,14 +90,7 @@ def check_tokenizer(directory: Path, config: dict[str, Any], tokens: Iterable[st
     path, tokenizer = directory / "tokenizer.json", load_tokenizer(directory)
     if (special := directory / "special_tokens_map.json").exists():
         json_object(special)
-    template = directory / "chat_template.jinja"
-    try:
-        if template.exists():
-            read_regular(template).decode()
-            refuse_other_text("model.name", template)
-    except (UnicodeDecodeError, OSError) as error:
-        reason = reason_of(template, error)
-        raise UserError(f"model.name: {template} is not UTF-8 text ({reason}); save it as UTF-8") from error
+    find_template(directory)
     ids = trained_ids(directory, tokens) if tokens else []
     largest_id = max(_used_ids(tokenizer, directory).difference(ids), default=-1)
     text_config = config.get("text_config")
@@ -128,11 +121,11 @@ def _used_ids(tokenizer: "Tokenizer", directory: Path) -> set[int]:
 
     Text of rows never becomes a special token, and Gemma 3 1B has one for images behind its vocabulary.
     """
-    config, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     roles: dict[str, Any] = {}
-    for file in (directory / "special_tokens_map.json", config):
+    for file in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):
         roles |= json_object(file) if file.exists() else {}
-    source = read_regular(template).decode() if template.exists() else str(roles.get("chat_template"))
+    template = find_template(directory)
+    source = "" if template is None else template.source + template.tool_source
     tokens = [roles[role] for role in roles if role in TEXT_ROLES or (role.endswith("_token") and role in source)]
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     named = {text for text in texts if isinstance(text, str)}

@@ -110,7 +110,7 @@ def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
         check_weights(directory / shard)
 
     def hashes(wanted: Iterable[str]) -> dict[str, str]:
-        return {name: sha256_file(directory / name) for name in wanted if name in names}
+        return {name: sha256_file(directory / name) for name in wanted if (directory / name).is_file()}
 
     return hashes([*CONFIG_FILES, INDEX, *shards]), _tokenizer_lock(hashes(TOKENIZER_FILES), directory, config), ids
 

@@ -18,6 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lean_finetune.config.schema import BaseWeights
 from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
+from lean_finetune.core.file_names import copy_below
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.empty_model import stored_left_out
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
@@ -26,7 +27,7 @@ from lean_finetune.model.images.image_config import without_images
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
-from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, FileVersions
+from lean_finetune.pinning.locate import CHAT_TEMPLATE, NO_FILES, TOOL_TEMPLATE, FileVersions
 from lean_finetune.pinning.model_files import WEIGHTS
 from lean_finetune.rows.attachment import Attachment
 from lean_finetune.step.parallel_model import ParallelModel
@@ -53,8 +54,10 @@ class Base:
 
     def copy_tokenizer(self, out: Path) -> None:
         """Copy the tokenizer to `out`, with the chat template and what attachments need."""
+        own_templates = (CHAT_TEMPLATE, TOOL_TEMPLATE) if self.chat_template is not None else ()
         for name in self.tokenizer_files:
-            shutil.copyfile(self.directory / name, out / name)
+            if name not in own_templates:
+                copy_below(self.directory, name, out)
         if self.chat_template is not None:
             shutil.copyfile(self.chat_template, out / CHAT_TEMPLATE)
         for one in self.attached:

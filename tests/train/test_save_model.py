@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lean_finetune.core.errors import UserError
-from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, FileVersions, model_address
+from lean_finetune.pinning.locate import TINY_DIRECTORY, TOKENIZER_FILES, TOOL_TEMPLATE, FileVersions, model_address
 from lean_finetune.step.parallel_model import ParallelModel
 from lean_finetune.train.save_model import save_tuned
 from tests.kit.loaded import load_model
@@ -126,6 +126,18 @@ def test_saved_model_loads_with_its_template_from_any_directory(method, tmp_path
             for directory in [tmp_path / name] + ([tmp_path / name / "merged"] if merge else []):
                 text = AutoTokenizer.from_pretrained(directory).apply_chat_template(TURN, tokenize=False)
                 assert text == ("[Hi]" if template else "<|im_start|>user\nHi<|im_end|>\n")
+
+
+def test_the_template_of_rows_with_tools_goes_with_the_tokenizer_unless_another_was_trained(tmp_path: Path):
+    own = shutil.copytree(TINY_DIRECTORY, tmp_path / "own")
+    (own / TOOL_TEMPLATE).parent.mkdir()
+    (own / TOOL_TEMPLATE).write_text("{{ messages }}")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    base = base_of(own, *(one for one in TOKENIZER_FILES if (own / one).exists()))
+    for name, template, kept in (("with", None, True), ("without", tmp_path / "mine.jinja", False)):
+        (tmp_path / name).mkdir()
+        replace(base, chat_template=template).copy_tokenizer(tmp_path / name)
+        assert (tmp_path / name / TOOL_TEMPLATE).exists() == kept
 
 
 def test_adapter_config_names_a_base_that_outlives_the_run(small_llama: Path, tmp_path: Path, monkeypatch):

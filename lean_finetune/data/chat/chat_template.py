@@ -13,7 +13,6 @@ from lean_finetune.data.chat.assistant_turns import (
     REASONING_FIELDS,
     TurnFinder,
     generation_prompt,
-    in_its_form,
 )
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, rendering, work_limits
 from lean_finetune.data.chat.control_tokens import TextSegment, any_of, segments_of_spans, split_segments
@@ -35,8 +34,9 @@ from lean_finetune.data.chat.template_probes import (
     reasoning_of,
     thoughts,
 )
-from lean_finetune.data.chat.tokenizer_files import read_template
+from lean_finetune.data.chat.tokenizer_files import compile_template, read_template
 from lean_finetune.data.format.format_base import Conversation, EmptyAnswer, Message
+from lean_finetune.pinning.template_files import TemplateText
 
 DIRECTORY = Path(__file__).parent / "templates"
 FAMILIES = {
@@ -194,6 +194,8 @@ class ChatTemplate:
         """How turns end, if data.end_of_turn changes what the template writes."""
         self.reasoning_left_out = 0
         """Rows so far with an earlier trained turn whose reasoning the template does not show."""
+        self.with_tools = self
+        """The template of conversations with tools, if the tokenizer has another for them."""
 
     def render(self, conversation: Conversation) -> list[TextSegment]:
         """The conversation as text segments; joined they are the template's rendering, and an end where it writes none.
@@ -202,6 +204,11 @@ class ChatTemplate:
         template refuses the conversation or omits a part of it, or a trained turn cannot be located. Raises EmptyAnswer
         if the template shows nothing of a trained turn except its end.
         """
+        if conversation.tools is not None and self.with_tools is not self:
+            left_out = self.with_tools.reasoning_left_out
+            segments = self.with_tools.render(conversation)
+            self.reasoning_left_out += self.with_tools.reasoning_left_out - left_out
+            return segments
         if self._omitted:
             self._check_shown(conversation)
         # A list comprehension, and one search for both tags, since every row comes here.
@@ -377,20 +384,29 @@ def load_template(
                 "lacks; use tokenizer, or the path of a template made for it"
             )
         control |= set(CHATML_TOKENS)
-        source, name, title = read_bundled("chatml"), "data.chat_template: chatml", "the built-in ChatML template"
+        written = TemplateText.of(read_bundled("chatml"))
+        name, title = "data.chat_template: chatml", "the built-in ChatML template"
     elif chat_template == "tokenizer":
-        source, file = read_template(directory)
-        name, title = f"model.name: the chat template in {file}", "the tokenizer's own template"
+        written = read_template(directory)
+        name, title = f"model.name: the chat template in {written.file}", "the tokenizer's own template"
     else:
-        source, name, title = chat_template, "data.chat_template: the template", "the template of data.chat_template"
+        written = TemplateText.of(chat_template)
+        name, title = "data.chat_template: the template", "the template of data.chat_template"
+
+    def checked(own: CompiledTemplate) -> ChatTemplate:
+        template = ChatTemplate(own, title, control, control | added.keys(), eos, train_on)
+        if template.method == "segments":
+            check_last_end(own, name, control, eos)
+        template.end_turns(end_of_turn, stops, special_tokens, control)
+        return template
+
+    eos = special_tokens.get("eos_token")
     try:
         with work_limits():
-            own = in_its_form(CompiledTemplate(source, special_tokens, name, date))
-            eos = special_tokens.get("eos_token")
-            template = ChatTemplate(own, title, control, control | added.keys(), eos, train_on)
-            if template.method == "segments":
-                check_last_end(own, name, control, eos)
-            template.end_turns(end_of_turn, stops, special_tokens, control)
+            own = compile_template(written, special_tokens, name, date)
+            template = checked(own)
+            if own.tool_template is not own:
+                template.with_tools = checked(own.tool_template)
     except LIMITS_MET as error:
         raise UserError(
             f"{name} {limit_met(error)} a conversation of two messages; correct it, or name another in "

@@ -213,6 +213,18 @@ class CompiledTemplate:
         self._captures_marks = self.has_marks and _captures(tree)
         self._special_tokens, self._date = dict(special_tokens), date
         self._form: Callable[[list[Message]], list[Message]] | None = None
+        self._tool_template: CompiledTemplate | None = None
+
+    @property
+    def tool_template(self) -> "CompiledTemplate":
+        """The template of conversations with tools; itself unless the tokenizer has another for them."""
+        return self if self._tool_template is None else self._tool_template
+
+    def with_tool_template(self, template: "CompiledTemplate") -> "CompiledTemplate":
+        """The same template, with another for conversations with tools."""
+        both = copy.copy(self)
+        both._tool_template = template
+        return both
 
     def with_source(self, source: str, name: str) -> "CompiledTemplate":
         """Another template with the same special tokens and date."""
@@ -231,6 +243,8 @@ class CompiledTemplate:
 
         Raises RowFault if the template refuses the conversation, and one of LIMITS_MET at a limit of `work_limits`.
         """
+        if tools is not None and self._tool_template is not None:
+            return self._tool_template.parts(messages, tools, add_generation_prompt=add_generation_prompt)
         try:
             context = self._template.new_context(
                 {
@@ -255,8 +269,9 @@ class CompiledTemplate:
 
     def text(self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
         """The rendering as one text, without sentinels. Raises RowFault if the template refuses the conversation."""
-        text = "".join(self.parts(messages, tools, add_generation_prompt=add_generation_prompt))
-        return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if self.has_marks else text
+        template = self if tools is None else self.tool_template
+        text = "".join(template.parts(messages, tools, add_generation_prompt=add_generation_prompt))
+        return text.replace(TRAINED_START, "").replace(TRAINED_END, "") if template.has_marks else text
 
     def bounded_text(
         self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False

@@ -1,12 +1,26 @@
 """What the files of a tokenizer say about chats: its template and its special tokens."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.assistant_turns import in_its_form
 from lean_finetune.data.chat.compiled_template import LIMITS_MET, CompiledTemplate, limit_met, work_limits
-from lean_finetune.pinning.config_file import json_object, reason_of, refuse_other_text
+from lean_finetune.pinning.config_file import json_object
+from lean_finetune.pinning.locate import CHAT_TEMPLATE
+from lean_finetune.pinning.template_files import TemplateText, find_template
+
+
+def compile_template(text: TemplateText, special_tokens: Mapping[str, str], name: str, date: str) -> CompiledTemplate:
+    """Compile a template in the form of messages that it renders. Messages call it `name`.
+
+    Raises UserError if it is no template, and one of LIMITS_MET at a limit of `work_limits`.
+    """
+    template = in_its_form(CompiledTemplate(text.source, special_tokens, name, date))
+    if text.tool_source == text.source:
+        return template
+    return template.with_tool_template(in_its_form(template.with_source(text.tool_source, f"{name} (tool_use)")))
 
 
 def compile_own_template(directory: Path, date: str) -> CompiledTemplate:
@@ -14,50 +28,27 @@ def compile_own_template(directory: Path, date: str) -> CompiledTemplate:
 
     Raises UserError if it has none, or that meets a limit of `work_limits`.
     """
-    source, file = read_template(directory)
-    template = CompiledTemplate(source, read_special_tokens(directory), file, date)
+    own = read_template(directory)
     try:
         with work_limits():
-            return in_its_form(template)
+            return compile_template(own, read_special_tokens(directory), str(own.file), date)
     except LIMITS_MET as error:
-        raise UserError(f"{file} {limit_met(error)} a conversation of two messages; correct it") from None
+        raise UserError(f"{own.file} {limit_met(error)} a conversation of two messages; correct it") from None
 
 
-def read_template(directory: Path) -> tuple[str, str]:
-    """A tokenizer's chat template, and the path of its file. Raises UserError if it has none."""
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = reason_of(file, error)
-            raise UserError(f"model.name: {file} is not UTF-8 text ({reason}); save it as UTF-8") from None
-        refuse_other_text("model.name", file)
-        return text, str(file)
-    file = directory / "tokenizer_config.json"
-    template = _template_of_config(file)
-    if template is None:
+def read_template(directory: Path) -> TemplateText:
+    """A tokenizer's chat template. Raises UserError if it has none."""
+    if (own := find_template(directory)) is None:
         raise UserError(
             f"model.name: the tokenizer in {directory} has no chat template; set data.chat_template to chatml or to "
             "the path of one, or use data.format prompt_completion or text"
         )
-    return template, str(file)
+    return own
 
 
 def has_template(directory: Path) -> bool:
     """Whether a tokenizer has a chat template."""
-    return (directory / "chat_template.jinja").exists() or (
-        _template_of_config(directory / "tokenizer_config.json") is not None
-    )
-
-
-def _template_of_config(file: Path) -> str | None:
-    """The default chat template in tokenizer_config.json."""
-    template = json_object(file).get("chat_template") if file.exists() else None
-    if isinstance(template, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    return (directory / CHAT_TEMPLATE).exists() or find_template(directory) is not None
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:

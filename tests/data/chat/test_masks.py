@@ -8,14 +8,16 @@ from itertools import islice
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
+from transformers import AutoTokenizer
 
-from lean_finetune.core.atomic_files import write_json
+from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.data.chat.chat_template import ChatTemplate, load_template
 from lean_finetune.data.chat.control_tokens import TRAINED_END, TRAINED_START, TextSegment, split_segments
-from lean_finetune.data.chat.tokenizer_files import read_template
+from lean_finetune.data.chat.tokenizer_files import compile_own_template, read_special_tokens, read_template
 from lean_finetune.data.encode.row_tokenizer import RowTokenizer
 from lean_finetune.data.format.row_formats import Conversation, PlainText, RowFault
+from lean_finetune.pinning.template_files import TemplateText
 from tests.data.common import DATE, MESSAGES, EncodedRow, chat_row, decoder, encode_one, row_tokenizer
 
 CONTROL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -235,15 +237,51 @@ def test_keys_are_read_before_methods_of_the_same_name_only_where_the_sandbox_do
     assert render(source, messages)[0].text == "True False userQ"
 
 
-def test_a_template_is_read_from_its_file_or_from_the_configuration(own):
+def test_a_template_is_read_where_transformers_reads_it(own):
+    """First its own file, then the tokenizer's, then the processor's: chat_template.json was that until 2025."""
     jinja = (own / "chat_template.jinja").read_text()
     config = own / "tokenizer_config.json"
     write_json(config, {"chat_template": "T"})
-    assert read_template(own) == (jinja, str(own / "chat_template.jinja"))
+    write_json(own / "chat_template.json", {"chat_template": "P"})
+    write_json(own / "processor_config.json", {"chat_template": {"default": "Q", "tool_use": "V"}})
+    assert read_template(own) == TemplateText(source=jinja, tool_source=jinja, file=own / "chat_template.jinja")
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates/tool_use.jinja").write_text("A")
+    assert (read_template(own).source, read_template(own).tool_source) == (jinja, "A")
     (own / "chat_template.jinja").unlink()
-    assert read_template(own) == ("T", str(config))
+    assert read_template(own) == TemplateText(source="T", tool_source="T", file=config)
     write_json(config, {"chat_template": [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "D"}]})
-    assert read_template(own)[0] == "D"
+    assert read_template(own) == TemplateText(source="D", tool_source="U", file=config)
     config.unlink()
+    assert read_template(own).source == "P"
+    (own / "chat_template.json").unlink()
+    assert (read_template(own).source, read_template(own).tool_source) == ("Q", "V")
+    (own / "processor_config.json").unlink()
     with pytest.raises(UserError, match="has no chat template; set data.chat_template to chatml or to the path"):
         read_template(own)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_rows_with_tools_are_rendered_by_the_template_for_them_as_transformers_does(own):
+    """Hermes 3 and Command R have two templates; the default one of them leaves tools out."""
+    default = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    default += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for_tools = "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}" + default
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": for_tools}]
+    (own / "chat_template.jinja").unlink()
+    config = read_json(own / "tokenizer_config.json")
+    write_json(own / "tokenizer_config.json", {**config, "chat_template": named})
+    special = read_special_tokens(own)
+    template = load_template("tokenizer", own, special, "assistant", DATE)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    theirs = AutoTokenizer.from_pretrained(own)
+    for tools in (None, [TOOL]):
+        conversation = Conversation(messages=messages, tools=tools)
+        segments = template.render(conversation)
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert "".join(text for text, _ in segments) == expected
+        assert ("TOOLS" in expected) == (tools is not None)
+        assert [text.strip() for text, trained in segments if trained] == ["A<|im_end|>"]
+        assert compile_own_template(own, DATE).text(messages, tools) == expected
