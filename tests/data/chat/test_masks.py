@@ -4,6 +4,7 @@ import json
 import shutil
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,7 +262,7 @@ def test_a_template_is_read_where_transformers_reads_it(own):
         read_template(own)
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL: dict[Any, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 def test_rows_with_tools_are_rendered_by_the_template_for_them_as_transformers_does(own):
