@@ -76,7 +76,6 @@ ISLANDS: Mapping[str, str] = {
     "memory/tool_step": "other tools",
     "model/attention": "packed rows",
     "model/experts": "experts",
-    "model/images": "images",
     "objectives": "preferences",
     "preferences": "preferences",
     "step/offload": "offload",
@@ -99,7 +98,7 @@ ASSEMBLY: Mapping[str, Set[str]] = {
     "precision": {"precision_on", "precision_of", "resolved", "base_weights_from"},
     "adapter": {"adapter_directory", "find_adapter", "load_adapter", "verify_adapter", "read_adapter"},
     "trained tokens": {"with_rows", "with_token_ids", "add_rows", "trained_ids"},
-    "images": {"for_model", "with_images"},
+    "images": {"for_model", "whole_config"},
 }
 """Parts of a run, and the functions that make them."""
 ASSEMBLED_PARTS = 4

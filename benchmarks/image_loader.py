@@ -99,7 +99,7 @@ def photograph(draw: np.random.Generator) -> Image.Image:
 
 def train(directory: Path, threads: int) -> Row:
     """One epoch; how long it took, how long it waited for batches, and what memory the process took."""
-    config = read_config(directory / "model", images=True)
+    config = read_config(directory / "model", whole=True)
     tokens, plan = TokenRows(directory / "data/tokens", "train"), read_plan(directory / "data/batches/plan.arrow")
     shown = images_of(tokens.attached)
     assert shown is not None, "every row has an image"

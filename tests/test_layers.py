@@ -12,9 +12,9 @@ PACKAGE = "lean_finetune"
 PACKAGES = """
 core patches objectives config pinning
 data/read data/format data/images data/chat data/encode
-model/attention model/experts model/images rows images preferences weights islands data/shards plan
-model/files model/recurrent model/kernels model/joined_adapters model/norms model step/offload step/update step
-run distributed
+model/attention model/experts rows images preferences weights islands data/shards plan
+model/beside model/files model/recurrent model/kernels model/joined_adapters model/norms model
+step/offload step/update step run distributed
 memory memory/trace memory/predict memory/tool_step memory/advice memory/choice
 train/monitor train/process train/checkpoint train/callbacks train
 evaluate report stages commands/tuned commands/convert commands/project commands commands/choose commands/run

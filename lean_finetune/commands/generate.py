@@ -68,7 +68,7 @@ def generate(
     with image_reader(tuned, prompter) as reader:
         lines = read_prompts(prompts, PromptReader(prompter, reader, given_files(images), tuned, max_new_tokens))
         shown = [line.images for line in lines if line.images]
-        tuned = tuned.with_images() if shown else tuned
+        tuned = tuned.whole() if shown else tuned
         known = reader.known(shown) if reader is not None and shown else None
         longest = max(len(line.ids) for line in lines) + max_new_tokens
         at_once = rows_at_once(tuned, min(rows, len(lines)), longest, max_new_tokens, known)

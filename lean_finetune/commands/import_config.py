@@ -70,5 +70,5 @@ def _refuse_other_families(converted: Converted, params: Params) -> str | None:
         return f"whether {params.model.name} is trained with images: its config.json is not here; `fit --image` says so"
     from lean_finetune.model.model_config import read_config  # Here: imports torch.
 
-    read_config(directory, images=True)
+    read_config(directory, whole=True)
     return None

@@ -24,7 +24,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.tensor_shards import TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
-from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.step.parallel_model import NamedParameters, ParallelModel, Result, ShardSlice, named_trained
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -116,8 +116,8 @@ class ShardedModel(ParallelModel):
         self._shard_rank, self._shards = mesh.get_local_rank(SHARD), mesh[SHARD].size()
         self._first_replica = REPLICATE not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank(REPLICATE) == 0
         self._sum_every_micro_batch = sum_every_micro_batch
-        # Torch loses a part's gradients where the step's last micro-batch does not reach it: one without images.
-        self._sum_between_groups_every_time = any(part_of_images(name) for name, _ in named_trained(model))
+        # Torch loses a part's gradients where the step's last micro-batch does not reach it: rows of text.
+        self._sum_between_groups_every_time = any(TOWER.is_beside(name) for name, _ in named_trained(model))
         layers = layers_to_shard(model)
         check_same_shapes(model, world, device)
         pinned = device.type == "cuda"

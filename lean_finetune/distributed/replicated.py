@@ -19,7 +19,7 @@ from torch import nn
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.core.errors import UserError
 from lean_finetune.distributed.processes import World
-from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.step.parallel_model import (
     NamedParameters,
     ParallelModel,
@@ -142,14 +142,14 @@ class _Bucket:
     def send(self) -> dist.Work | None:
         """Start the all-reduce: of a single gradient in place, of several in a tensor of which they become views.
 
-        None if there is no gradient: in a step without images, of the parts for images.
+        None if there is no gradient: in a step of text, of the parts beside the decoder.
 
         Raises:
             UserError: a gradient is missing.
         """
         reached = [parameter for _, parameter in self.parameters if parameter.grad is not None]
         for name, parameter in self.parameters:
-            if parameter.grad is None and not part_of_images(name):
+            if parameter.grad is None and not TOWER.is_beside(name):
                 raise UserError(
                     f"train.sharding: ddp and zero1 sum the gradients of all trained tensors; {name} got none in this "
                     "step; set hardware.num_gpus=1, or adapt other modules (train.lora.targets)"

@@ -22,6 +22,7 @@ from lean_finetune.distributed.processes import World
 from lean_finetune.distributed.replicated import ReplicatedModel
 from lean_finetune.distributed.tensor_shards import TensorParallelModel, TensorShards
 from lean_finetune.distributed.weight_broadcast import broadcast_weights, check_same_shapes
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.model.attention.kernels import TokenExchange
 from lean_finetune.model.load_model import load_model, uninitialized_model
 from lean_finetune.step.parallel_model import READ_BY_EVERY_PROCESS, ParallelModel
@@ -155,7 +156,7 @@ def _sharded(
         offload_weights=train.offload == "parameters",
         # Full gradients of all weights would be the largest tensors of all; gradients of adapters are small.
         sum_every_micro_batch=all(parameter.requires_grad for parameter in model.parameters())
-        or (train.adapted and (bool(train.lora.modules_to_save) or "full" in (train.vision, train.projector))),
+        or (train.adapted and (bool(train.lora.modules_to_save) or "full" in TOWER.modes(train).values())),
     )
 
 

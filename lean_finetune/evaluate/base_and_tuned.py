@@ -24,8 +24,8 @@ from lean_finetune.evaluate.held_out_answers import HeldoutAnswers
 from lean_finetune.images.attachment import images_of
 from lean_finetune.images.image_inputs import ImageTensors
 from lean_finetune.model.attention_choice import generation_attention
-from lean_finetune.model.images.image_config import are_of_images
-from lean_finetune.model.images.image_parts import adapted_parts
+from lean_finetune.model.beside.parts import adapted_parts
+from lean_finetune.model.beside.whole_config import any_beside
 from lean_finetune.model.merge_adapters import MERGED
 from lean_finetune.model.model_config import read_config
 from lean_finetune.pinning.adapter_files import AGAIN, adapter_tensors
@@ -115,11 +115,11 @@ def evaluate_models(
     try:
         # A missing file is named when the adapter is loaded.
         has_adapter = weights.method != "full" and (tuned / ADAPTER_WEIGHTS).is_file()
-        of_images = has_adapter and are_of_images(adapter_tensors(tuned))
+        of_images = has_adapter and any_beside(adapter_tensors(tuned))
         scored, images = evaluated.compared.scored, evaluated.images or of_images
 
         def load(one: Assets, stored: BaseWeights = weights) -> Any:
-            config = read_config(one.directory, scores=scored, images=images)
+            config = read_config(one.directory, scores=scored, whole=images)
             attention = generation_attention(config)
             return one.load(config, stored, device, attention, seed=seed if scored else None)
 

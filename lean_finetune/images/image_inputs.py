@@ -18,7 +18,7 @@ from transformers import AutoModel, PretrainedConfig
 from lean_finetune.data.images.families import MASK_ARGUMENTS
 from lean_finetune.data.images.image_family import Size, blank
 from lean_finetune.data.images.processor import ImageProcessor
-from lean_finetune.model.images.image_config import mask_argument
+from lean_finetune.images.tower import ImageTower
 from lean_finetune.rows.batch_part import BatchPart
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ImageInputs:
         made = self._processor.arguments(images)
         if hasattr(self._model, "get_rope_index"):
             made["position_ids"] = self._positions(ids_BT, made)
-        masks = mask_argument(self._config)
+        masks = ImageTower().mask_argument(self._config)
         return {**made, **({} if masks is None else self._kinds(ids_BT, masks))}
 
     @cached_property

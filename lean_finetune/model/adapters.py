@@ -22,6 +22,7 @@ from lean_finetune.config.model_families import family_of
 from lean_finetune.config.schema import BaseWeights, Train
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.model.adapter_init import (
     ADAPTER,
     PEFT_PREFIX,
@@ -30,6 +31,14 @@ from lean_finetune.model.adapter_init import (
     on_original_weights,
     refuse_start,
 )
+from lean_finetune.model.beside.parts import (
+    adapted_parts,
+    fully_trained_modules,
+    other_copies,
+    refuse_unadapted,
+    unadapted_layers,
+)
+from lean_finetune.model.beside.trained_parts import forget_originals, train_parts
 from lean_finetune.model.empty_model import ScoredModel, left_out, meta_model, pattern_of, token_layers
 from lean_finetune.model.experts.expert_adapters import (
     ExpertAdapter,
@@ -45,16 +54,6 @@ from lean_finetune.model.experts.experts_forward import gates, has_experts
 from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finite
 from lean_finetune.model.files.safetensors_files import write_loaded
 from lean_finetune.model.files.saved_adapter import saved_config
-from lean_finetune.model.images.image_config import part_of_images
-from lean_finetune.model.images.image_parts import (
-    PROJECTOR,
-    adapted_parts,
-    copies_beside_images,
-    fully_trained_modules,
-    refuse_unadapted,
-    unadapted_layers,
-)
-from lean_finetune.model.images.trained_parts import forget_originals, train_parts
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.model.quantize import keep_trainable_on_cpu
 from lean_finetune.model.trained_rows import add_rows, compute_rows_alone, saved_token_ids, token_ids, token_indices
@@ -149,8 +148,7 @@ def refuse_modules(model: PreTrainedModel, train: Train) -> None:
     for name in names:
         paths = [path for path in modules if path == name or path.endswith(f".{name}")]
         if len(paths) != 1 or modules[paths[0]] not in layers:
-            if PROJECTOR.search(name) or any(map(part_of_images, paths)):
-                part = "projector" if PROJECTOR.search(name) else "vision"
+            if (part := TOWER.kind_of_modules(name, paths)) is not None:
                 raise UserError(
                     f"train.lora.modules_to_save: names the embedding and the head alone; got {name}; set "
                     f"train.{part}=full instead"
@@ -236,7 +234,7 @@ def add_adapters(model: PreTrainedModel, train: Train, *, seed: int | None) -> P
         target_experts(config, model, train.lora.expert_rank)
     if seed is not None:
         torch.manual_seed(seed)
-    trained_parts = fully_trained_modules(model, vision=train.vision, projector=train.projector)
+    trained_parts = fully_trained_modules(model, TOWER.modes(train))
     try:
         with _without_peft_warnings(), names_as_given():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=True, low_cpu_mem_usage=seed is None)
@@ -272,7 +270,7 @@ def _cast_adapters(model: PeftModel, weights: BaseWeights) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, ModulesToSaveWrapper):
             continue
-        if isinstance(module.original_module, nn.Embedding) or part_of_images(name):
+        if isinstance(module.original_module, nn.Embedding) or TOWER.is_beside(name):
             # The model expects what it computes in the type of its other weights, which autocast does not give. So the
             # activations between a tower's layers have 16 bits.
             module.modules_to_save[ADAPTER].register_forward_hook(partial(_as_type, dtype=base_dtype(weights)))
@@ -347,7 +345,7 @@ def _ordered(value: Any) -> Any:
 def load_adapter(model: PreTrainedModel, directory: Path, weights: BaseWeights) -> PeftModel:
     """Load a saved adapter onto its base, frozen.
 
-    If it has parts for images that were trained in full, there is no model without the adapter.
+    If it has parts beside decoder and head that were trained in full, there is no model without the adapter.
 
     Raises:
         UserError: the adapter's files are missing or do not fit the model.
@@ -387,11 +385,11 @@ def _refuse_unloaded(model: PeftModel, directory: Path) -> None:
 
 
 def _name_trained_parts(config: LoraConfig, model: PreTrainedModel, directory: Path) -> None:
-    """Name the modules of trained parts for images as training here does; other tools may name a whole tower."""
+    """Name the modules of trained parts as training here does; other tools may name a whole tower."""
     tensors = adapter_tensors(directory)
-    modules = fully_trained_modules(model, **adapted_parts(tensors))
+    modules = fully_trained_modules(model, adapted_parts(tensors))
     stored = [name for name in modules if any(one.startswith(f"{PEFT_PREFIX}{name}.") for one in tensors)]
-    config.modules_to_save = [*copies_beside_images(vars(config), tensors), *stored] or None
+    config.modules_to_save = [*other_copies(vars(config), tensors), *stored] or None
 
 
 def _without_head(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from lean_finetune.config.field_types import AttentionName
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.model.attention.kernels import (
     ATTENTION,
     CAPPED_ATTENTION,
@@ -16,7 +17,7 @@ from lean_finetune.model.attention.kernels import (
     FLASH_CAPABILITY,
     FLASH_MAX_HEAD_SIZE,
 )
-from lean_finetune.model.images.image_config import masks_images
+from lean_finetune.model.beside.whole_config import masks_rows
 from lean_finetune.model.model_config import (
     caps_scores,
     computes_own_attention,
@@ -92,8 +93,8 @@ def _no_flash(
         return f"needs 16 bits, not train.precision={train.precision}"
     if head_size > FLASH_MAX_HEAD_SIZE:
         return f"needs heads of at most {FLASH_MAX_HEAD_SIZE} values, not {head_size}"
-    if masks_images(config):
-        return "takes no mask, with which the tokens of an image see each other"
+    if masks_rows(config):
+        return TOWER.masks
     return "takes no mask, which rows longer than the model's window need" if masked else None
 
 

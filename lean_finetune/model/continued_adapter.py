@@ -11,12 +11,13 @@ from transformers import PretrainedConfig
 
 from lean_finetune.config.schema import Train
 from lean_finetune.core.errors import UserError, shortened
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import SCORES, add_adapters
+from lean_finetune.model.beside.parts import adapted_parts, other_copies
 from lean_finetune.model.empty_model import SCORE, ScoredModel, language_head, meta_model, scoring_class
 from lean_finetune.model.files.finite_values import of_adapter, refuse_not_finite
 from lean_finetune.model.files.safetensors_files import stored_tensors
-from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
 from lean_finetune.model.trained_rows import saved_token_ids
 from lean_finetune.pinning.adapter_files import AGAIN, LORA, MERGE_FIRST, adapter_tensors, fault, read_adapter
 from lean_finetune.pinning.config_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -89,9 +90,9 @@ def _refuse_kind(directory: Path, adapter: Mapping[str, Any], train: Train) -> N
 
 
 def _refuse_trained_parts(directory: Path, tensors: Iterable[str], train: Train) -> None:
-    """Refuse an adapter with a tower or projector that was trained in full, if the run does not so, and the reverse."""
+    """Refuse an adapter with a part that was trained in full where the run does not so, and the reverse."""
     for part, mode in adapted_parts(tensors).items():
-        wanted = train.vision if part == "vision" else train.projector
+        wanted = TOWER.modes(train)[part]
         if (mode == "full") != (wanted == "full"):
             needed = "full" if mode == "full" else "lora, or frozen"
             raise UserError(f"train.{part}: must be {needed}, as in model.adapter={directory}; got {wanted}; change it")
@@ -105,7 +106,7 @@ def _expert_targets(adapter: Mapping[str, Any]) -> list[str]:
 def _values_of(adapter: Mapping[str, Any], tensors: Iterable[str], config: PretrainedConfig) -> dict[str, Any]:
     """The values of `train.lora` that an adapter was made with, by key; without heads that a reward model trains."""
     experts = _expert_targets(adapter)
-    copies = set(copies_beside_images(adapter, tensors))
+    copies = set(other_copies(adapter, tensors))
     if scoring_class(config) is not None:
         copies -= {*HEADS_OF_SCORES, language_head(config)}
     values: dict[str, Any] = {

@@ -25,15 +25,15 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nModel
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 
 from lean_finetune.core.errors import UserError
+from lean_finetune.model.beside.parts import WholeModel, kept_parts, parts_beside_text
+from lean_finetune.model.beside.whole_config import is_whole
 from lean_finetune.model.experts.experts_forward import EXPERTS_OPTION, Llama4
 from lean_finetune.model.files.safetensors_files import FileTensor
-from lean_finetune.model.images.image_config import takes_images
-from lean_finetune.model.images.image_parts import WithImages, parts_beside_text, vision_parts
 from lean_finetune.model.recurrent.packed_layers import OF_PACKED_ROWS
 from lean_finetune.model.recurrent.selective_scan import selective_scan
 from lean_finetune.patches import of_models
 
-# The language model inside a multimodal checkpoint: the full model's class without its vision and audio parts.
+# The language model inside a multimodal checkpoint: the full model's class without its other parts.
 #
 # The model is built by the family's own class, and every part that text never reaches is then left out. So parameters
 # have the names of the full model, an adapter loads into it, and a saved model only lacks the tensors of those parts,
@@ -58,7 +58,7 @@ class LanguagePart:
 
 
 class _Gemma3nOfText(Gemma3nModel):
-    """Gemma 3n's model, which otherwise embeds every token as one of images and of sound too."""
+    """Gemma 3n's model, which otherwise embeds every token as one of its encoders too."""
 
     def forward(self, input_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
         if input_ids is not None:
@@ -68,7 +68,7 @@ class _Gemma3nOfText(Gemma3nModel):
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
-    """Whether transformers has a class for this config that takes images or sound as well as text."""
+    """Whether transformers has a class for this config that takes more than text."""
     return type(config) in AutoModelForMultimodalLM._model_mapping
 
 
@@ -83,7 +83,7 @@ def _leave_out(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def _leave_out_nested(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Remove embeddings of images and sound inside the decoder (Phi-4): the modules that own an encoder."""
+    """Remove embeddings beside those of tokens inside the decoder (Phi-4): the modules that own an encoder."""
     decoder = model.get_decoder()
     base = next(name for name, module in model.named_modules() if module is decoder)
     encoders = [name for name, module in decoder.named_modules() if name and isinstance(module, PreTrainedModel)]
@@ -152,7 +152,7 @@ def stored_left_out(model: PreTrainedModel, stored: Mapping[str, FileTensor]) ->
 def full_or_mask(
     config: PretrainedConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **more: Any
 ) -> Any:
-    """Transformers' mask for attention in both directions, as in vision towers; none where nothing is hidden.
+    """Transformers' mask for attention in both directions, as in encoders; none where nothing is hidden.
 
     `attention_mask` is (B, T). transformers looks at its values too, but not in a trace, which would then count a mask
     that does not exist.
@@ -299,7 +299,7 @@ def causal_class(config: PretrainedConfig) -> Any:
     multimodal = is_multimodal(config)
     kind = _get_model_class(config, (AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM)._model_mapping)
     of_models.use_in_family(kind, REPLACEMENTS)
-    parts = WithImages if takes_images(config) else LanguagePart
+    parts = WholeModel if is_whole(config) else LanguagePart
     ours = (parts,) * multimodal + (Llama4,) * issubclass(kind, Llama4PreTrainedModel)
     return _subclass(kind, ours) if ours else kind
 
@@ -325,7 +325,7 @@ def refuse_other_heads(model: PreTrainedModel) -> None:
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     parts = [part for part in (decoder, head) if part is not None]
-    beside = vision_parts(model)
+    beside = kept_parts(model)
     seen = {id(parameter) for part in parts for parameter in part.parameters()}
     between = sorted(
         name

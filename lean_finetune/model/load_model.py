@@ -24,6 +24,7 @@ from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import start_adapters
 from lean_finetune.model.adapters import add_adapters
 from lean_finetune.model.attention_choice import of_parts, training_attention
+from lean_finetune.model.beside.parts import freeze_parts
 from lean_finetune.model.checkpointing import enable_checkpointing, enable_tiles
 from lean_finetune.model.continued_adapter import load_start
 from lean_finetune.model.dropout import switch_off_dropout
@@ -40,7 +41,6 @@ from lean_finetune.model.experts.grouped_matmul import register_scales
 from lean_finetune.model.files.finite_values import finite_tensors
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, kept_modules, without_quantisation
 from lean_finetune.model.fused_kernels import fuse_kernels
-from lean_finetune.model.images.image_parts import freeze_images
 from lean_finetune.model.joined_adapters.join import join_adapters
 from lean_finetune.model.kernels.fuse_layers import fuse_layers
 from lean_finetune.model.norms.fused_norms import fuse_norms
@@ -94,7 +94,7 @@ def load_model(
     refuse_other_method(config, train)
     attention = training_attention(config, train.attention)
     model = load_base(directory, config, train, device, attention, seed=seed if train.scores else None)
-    freeze_images(model, train)
+    freeze_parts(model, train)
     adapted: nn.Module = model
     if train.adapted:
         adapted = add_adapters(model, train, seed=seed)
@@ -256,7 +256,7 @@ def uninitialized_model(
     with unset_fake_temporarily(), torch.device("meta"), init.no_init_weights():
         if quantisation(train) is not None:
             quantize_on_meta(model, train)
-        freeze_images(model, train)
+        freeze_parts(model, train)
         trained = add_adapters(model, train, seed=None) if train.adapted and adapted else model
         if train.method == "full":
             prepare_routers(model, train.router)

@@ -24,6 +24,7 @@ from lean_finetune.core.errors import UserError
 from lean_finetune.core.optional_bitsandbytes import bnb
 from lean_finetune.model.adapter_init import PEFT_PREFIX
 from lean_finetune.model.adapters import take_experts
+from lean_finetune.model.beside.whole_config import any_beside
 from lean_finetune.model.empty_model import SCORE, conversions_in_model, meta_model, names_in_model, scoring_config
 from lean_finetune.model.experts.expert_adapters import ExpertAdapter
 from lean_finetune.model.experts.experts_forward import expert_modules, expert_parameters, is_transposed
@@ -41,7 +42,6 @@ from lean_finetune.model.files.quantized_checkpoint import (
     write_16_bit_config,
 )
 from lean_finetune.model.files.safetensors_files import FileTensor, TensorSpec, write_tensors
-from lean_finetune.model.images.image_config import are_of_images
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.quantize import as_trained, quantisation, quantize_on_meta
 from lean_finetune.model.trained_rows import DELTA, ids_of_layer, mean_row
@@ -212,7 +212,7 @@ def write_merged(base: Path, files: Iterable[str], adapter: Path, weights: BaseW
     config = read_adapter(adapter)
     tensors = load_file(adapter / ADAPTER_WEIGHTS)
     refuse_not_finite(tensors.items(), of_adapter(adapter / ADAPTER_WEIGHTS))
-    base_config = read_config(base, images=are_of_images(tensors))
+    base_config = read_config(base, whole=any_beside(tensors))
     model, stored_in_base = meta_model(base_config), file_tensors(base, base_config)
     tensors_of_base = finite_tensors(stored_in_base)
     packed = [name for name, one in stored_in_base.items() if isinstance(one, BitsAndBytesWeight)]

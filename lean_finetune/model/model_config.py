@@ -11,11 +11,11 @@ from transformers.activations import ACT2CLS
 
 from lean_finetune.config.model_families import NEEDS_MASK, family_of
 from lean_finetune.core.errors import UserError, shortened
-from lean_finetune.data.images.families import MODELS
+from lean_finetune.islands.tower import TOWER
+from lean_finetune.model.beside.whole_config import is_whole, whole_config
 from lean_finetune.model.empty_model import causal_class, is_multimodal, scoring_config
 from lean_finetune.model.files.quantized_checkpoint import unsupported_format
 from lean_finetune.model.files.safetensors_files import stored_names
-from lean_finetune.model.images.image_config import takes_images, with_images
 from lean_finetune.model.recurrent.packed_layers import DELTA_RULE_CHUNK
 from lean_finetune.pinning.config_file import read_config_json
 
@@ -45,10 +45,10 @@ UNREADABLE = (
 """Exceptions of transformers for a faulty config.json."""
 
 
-def read_config(directory: Path, *, scores: bool = False, images: bool = False) -> PretrainedConfig:
+def read_config(directory: Path, *, scores: bool = False, whole: bool = False) -> PretrainedConfig:
     """The model's config, checked against what the training step supports.
 
-    With `scores` that of a reward model, with `images` that of a model with its parts for images.
+    With `scores` that of a reward model, with `whole` that of a model with its parts beside decoder and head.
 
     Raises:
         UserError: it is unreadable, needs remote code, or is not a supported causal language model; or transformers
@@ -57,13 +57,9 @@ def read_config(directory: Path, *, scores: bool = False, images: bool = False) 
     config = _parsed(directory)
     if fault := next(_faults(config, directory), None):
         raise UserError(f"model.name: {fault}")
-    if images:
-        if config.model_type not in MODELS:  # Others may have the same processor.
-            raise UserError(
-                f"model.name: rows with images are not offered for {config.model_type}; choose a model of "
-                f"{', '.join(MODELS)}, or name their column in data.ignore_columns to train the text alone"
-            )
-        return with_images(config)
+    if whole:
+        TOWER.refuse_family(config.model_type)
+        return whole_config(config)
     if not scores:
         return config
     if is_multimodal(config):
@@ -324,8 +320,8 @@ def refuse_packed_rows(config: PretrainedConfig, longest: int) -> None:
     Raises:
         UserError: naming what the model has, and the remedy.
     """
-    if takes_images(config):
-        raise UserError("bucket.mode: vision towers do not know packed rows; got packed; set bucket.mode=bucketed")
+    if is_whole(config):
+        raise UserError(f"bucket.mode: {TOWER.unpackable}; got packed; set bucket.mode=bucketed")
     packs_other_layers = family_of(config.model_type).packs_other_layers
     if (kinds := other_layers(config)) and not packs_other_layers:
         raise UserError(

@@ -87,12 +87,12 @@ class Assets:
         return with_token_ids(train, self.trained_tokens)
 
     def config(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
-        """Read the config of the model that a run builds. Rows with images (`attached`) need its parts for images.
+        """Read the config of the model that a run builds, with the parts that its rows need.
 
         Raises:
             UserError: as `read_config`.
         """
-        return read_config(self.directory, scores=train.scores, images=need_whole_model(attached))
+        return read_config(self.directory, scores=train.scores, whole=need_whole_model(attached))
 
     def config_to_predict(self, train: Train, attached: Iterable[Attachment] = ()) -> PretrainedConfig:
         """Read `config` with the rows that trained tokens add to the embedding when weights are loaded."""

@@ -4,7 +4,7 @@ import torch
 
 from cuda_memory.units import counted
 from lean_finetune.core.errors import UserError
-from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.plan.batch_plan import MicroBatch
 from lean_finetune.step.parallel_model import ParallelModel
 
@@ -39,10 +39,10 @@ def refuse_non_finite(
     )
 
 
-def refuse_dead_adapters(parallel: ParallelModel, *, images: bool) -> None:
+def refuse_dead_adapters(parallel: ParallelModel, *, whole: bool) -> None:
     """Refuse adapters without a gradient in the first step: they would learn nothing while the loss looks normal.
 
-    `images`: whether the step has any; without, those of the parts for images have none.
+    `whole`: whether the step reaches the parts beside decoder and head; those have none otherwise.
 
     Raises:
         UserError: naming the first such layer.
@@ -51,7 +51,7 @@ def refuse_dead_adapters(parallel: ParallelModel, *, images: bool) -> None:
     adapters = {
         name: parameter
         for name, parameter in parallel.trained_parameters()
-        if "lora_B." in name and (images or not part_of_images(name))
+        if "lora_B." in name and (whole or not TOWER.is_beside(name))
     }
     alive = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in adapters.values()]
     for name, is_alive in zip(adapters, _in_any(parallel, alive), strict=True):

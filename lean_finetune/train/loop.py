@@ -210,7 +210,7 @@ class Trainer:
         """Stop before an update that would break the weights, or if an adapter would never train."""
         refuse_non_finite(losses, norm, step, micro_batches)
         if step == 0:
-            refuse_dead_adapters(parallel, images=any(shape.of_rows for one in micro_batches for shape in one.attached))
+            refuse_dead_adapters(parallel, whole=any(shape.of_rows for one in micro_batches for shape in one.attached))
 
     def load(self) -> tuple[TrainingRun, HostPeak]:
         """Load the model and create its optimizer with all its state; then seed dropout."""

@@ -21,9 +21,10 @@ from lean_finetune.core.atomic_files import (
     write_sealed,
     write_text,
 )
+from lean_finetune.islands.tower import TOWER
+from lean_finetune.model.beside.parts import kept_parts
 from lean_finetune.model.experts.expert_adapters import trained_in_experts
 from lean_finetune.model.experts.experts_forward import has_experts
-from lean_finetune.model.images.image_parts import vision_parts
 from lean_finetune.pinning.locate import (
     NO_FILES,
     FileVersions,
@@ -106,9 +107,9 @@ def model_card(
     data_lock: Mapping[str, Any],
     params: Mapping[str, Any],
     metrics: Mapping[str, Any],
-    images: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Return Markdown with the metadata block that model hubs read; `images`: of a model with its parts for them."""
+    """Return Markdown with the metadata block that model hubs read; `whole`: its model has parts beside the decoder."""
     adapter = params["train"]["method"] != "full"
     shown = {key: value for key, value in metrics.items() if value is not None}
     return "\n".join(
@@ -116,7 +117,7 @@ def model_card(
             "---",
             f"base_model: {model_lock['name']}",
             f"library_name: {'peft' if adapter else 'transformers'}",
-            f"pipeline_tag: {'image-text-to-text' if images else 'text-generation'}",
+            f"pipeline_tag: {TOWER.task if whole else 'text-generation'}",
             "tags:",
             "- lean-finetune",
             f"- {params['train']['method']}",
@@ -175,7 +176,7 @@ def publish_record(result: TrainResult, figures: dict[str, Any], params: Params,
         data_lock=read_data_lock(paths.data_lock),
         params=tracked_values(params),
         metrics=figures,
-        images=bool(vision_parts(causal_lm(result.model))),
+        whole=bool(kept_parts(causal_lm(result.model))),
     )
     with atomic_directory(paths.curves) as directory:
         write_csv(directory / "curves.csv", curve_columns(result.curves), result.curves)

@@ -20,10 +20,10 @@ from lean_finetune.core.atomic_files import atomic_directory, write_json
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.file_names import copy_below
 from lean_finetune.model.adapters import save_adapter
+from lean_finetune.model.beside.whole_config import as_published
 from lean_finetune.model.empty_model import stored_left_out
 from lean_finetune.model.files.quantized_checkpoint import file_tensors, without_quantisation
 from lean_finetune.model.files.safetensors_files import FileTensor, LazyTensor, write_loaded
-from lean_finetune.model.images.image_config import without_images
 from lean_finetune.model.merge_adapters import MERGED, write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_json
@@ -72,12 +72,12 @@ def save_full(
 ) -> None:
     """Write a model as `save_pretrained` does, but tensor by tensor into one file: no second copy of the weights.
 
-    `others` are tensors of the base's files that are not loaded: those of vision and audio parts.
+    `others` are tensors of the base's files that are not loaded: those of parts beside the decoder.
     For a sharded model the first process calls this and all others call `_send_shards`.
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
-    without_images(without_quantisation(model.config)).save_pretrained(str(directory))
+    as_published(without_quantisation(model.config)).save_pretrained(str(directory))
     model.generation_config.save_pretrained(str(directory))
     write_loaded(directory / WEIGHTS, _tensors_of(model, parallel or ParallelModel(model)), others)
 

@@ -91,5 +91,5 @@ def test_plan_writes_what_the_page_says(options: str):
 def test_configs_of_models_with_images_have_the_published_parameters(tmp_path):
     for model in (one for one in read_json(IMAGE_MODELS) if not one["model"].endswith("†")):
         write_json(tmp_path / "config.json", model["config"])
-        config = read_config(tmp_path, images=True)
+        config = read_config(tmp_path, whole=True)
         assert_published(model_shapes(config).values, model["published_parameters"])

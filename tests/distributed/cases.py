@@ -185,7 +185,7 @@ def learn(case: Case, world: World) -> Outcome:
     layout = layout_of(case, world.size)
     adapter = None if case.adapter is None else Path(case.adapter)
     directory = Path(case.directory)
-    config = read_config(directory, scores=train.scores, images=case.images)
+    config = read_config(directory, scores=train.scores, whole=case.images)
     parallel = load_parallel(directory, config, train, 1, world, CPU, adapter=adapter, stage_layers=case.stages)
     optimizer = build_optimizer(parallel.local_shard, spec_of(**optim), disk=disk)
     torch.manual_seed(0)

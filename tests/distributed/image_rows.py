@@ -22,7 +22,7 @@ SIZES: dict[int, list[tuple[int, int]]] = {0: [(60, 90)], 3: [(56, 56), (84, 120
 @cache
 def inputs_of(directory: str) -> ImageInputs:
     """What makes a model's arguments for images."""
-    return ImageInputs(ImageProcessor(Path(directory)), read_config(Path(directory), images=True))
+    return ImageInputs(ImageProcessor(Path(directory)), read_config(Path(directory), whole=True))
 
 
 def _photo(size: tuple[int, int]) -> Image.Image:

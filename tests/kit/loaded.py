@@ -21,7 +21,7 @@ def load_model(
     images: bool = False,
 ) -> nn.Module:
     """A model ready for training, as `lean_finetune.model.load_model.load_model` loads it."""
-    config = read_config(directory, scores=train.scores, images=images)
+    config = read_config(directory, scores=train.scores, whole=images)
     return of_config.load_model(directory, config, train, device, seed, adapter)
 
 

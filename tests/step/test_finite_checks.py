@@ -149,12 +149,12 @@ def test_adapters_without_a_gradient_are_refused(small_llama: Path):
     model = load_model(small_llama, spec_of(method="lora"), CPU)
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    refuse_dead_adapters(ParallelModel(model), images=True)
+    refuse_dead_adapters(ParallelModel(model), whole=True)
     dead = next(p for name, p in model.named_parameters() if "lora_B" in name)
     for gradient in (torch.zeros_like(dead), None):
         dead.grad = gradient
         with pytest.raises(UserError, match=r"every adapter must receive a gradient; .*lora_B.* is zero in the first"):
-            refuse_dead_adapters(ParallelModel(model), images=True)
+            refuse_dead_adapters(ParallelModel(model), whole=True)
 
 
 def test_broken_weights_are_not_saved():

@@ -96,7 +96,7 @@ def test_sizes_say_how_many_patches_and_tokens_the_processor_makes(model):
 
 def test_losses_and_gradients_equal_those_of_transformers_called_directly(model):
     """Another token, position or pixel, or a mask that shows a padding token."""
-    config, processor = read_config(model, images=True), ImageProcessor(model)
+    config, processor = read_config(model, whole=True), ImageProcessor(model)
     theirs = processor._processor
     inputs, words = ImageInputs(processor, config), AutoTokenizer.from_pretrained(model)
     images = [[photo(*size, seed=n) for n, size in enumerate(SIZES)], [photo(90, 120, seed=7)], []]
@@ -210,7 +210,7 @@ def test_a_limit_below_one_token_or_crop_is_refused(model):
 
 def test_a_config_with_another_image_token_than_the_tokenizer_is_refused(model):
     """Transformers fails at it in the first forward pass."""
-    config = read_config(model, images=True)
+    config = read_config(model, whole=True)
     none = np.zeros((0, 2), np.int32)
     images = ImageAttachment(sizes=none, bounds=none[:, 0], patches=none[:, 0], max_pixels=None, min_pixels=None)
     assert images.for_model(model, config).inputs is not None
@@ -275,7 +275,7 @@ def test_a_family_with_the_same_processor_is_refused_by_name(tmp_path):
 
 def test_a_model_of_text_takes_no_images(tiny_dir):
     with pytest.raises(UserError, match="model.name: rows with images are not offered for llama; choose a model of"):
-        read_config(tiny_dir, images=True)
+        read_config(tiny_dir, whole=True)
 
 
 def test_crops_of_pan_and_scan_are_refused(tmp_path):

@@ -56,7 +56,7 @@ def image_workspace(root: Path, family: str = "qwen2_5_vl", **values: Any) -> Pa
 def job_of(root: Path, steps: Sequence[Sequence[Sequence[int]]] = STEPS, **changes: Any) -> TrainJob:
     """A job over the rows of a workspace, in micro-batches of these rows."""
     rows, heldout = (TokenRows(root / "data/tokens", side) for side in ("train", "heldout"))
-    config = read_config(root / "model", images=True)
+    config = read_config(root / "model", whole=True)
     for one in (rows, heldout):
         one.attached = tuple(each.for_model(root / "model", config) for each in one.attached)
     plan: Plan = replace(plan_of(rows, steps), attached=rows.attached)

@@ -22,11 +22,11 @@ from lean_finetune.images.image_inputs import ImageInputs
 from lean_finetune.memory.predict.state_formulas import model_shapes, trained_values
 from lean_finetune.model.adapters import save_adapter
 from lean_finetune.model.attention.kernels import maskless_forward
+from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.continued_adapter import refuse_other_adapter
 from lean_finetune.model.merge_adapters import write_merged
 from lean_finetune.model.model_config import read_config
 from lean_finetune.step.token_rows import TokenRows
-from lean_finetune.step.unsupported import refuse_parts
 from lean_finetune.train.save_model import Base, save_full
 from stages.bucket import main as bucket
 from stages.estimate import main as estimate
@@ -148,7 +148,7 @@ def test_parts_are_trained_as_the_parameters_say(workspace, changes, trained):
     output = visual(torch.randn(16, 1176), grid_thw=torch.tensor([[1, 4, 4]])).pooler_output
     assert output.requires_grad == bool(trained)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shapes = model_shapes(read_config(workspace / "model", images=True))
+    shapes = model_shapes(read_config(workspace / "model", whole=True))
     assert trained_values(shapes, spec_of(**changes)) == count  # Frozen parts once counted as trained state.
     if trained:  # A frozen projector once left the tower without gradients.
         output.square().sum().backward()
@@ -197,7 +197,7 @@ def logits_of(model: Any, root: Path) -> torch.Tensor:
     image = Image.open(sorted((root / "shapes/images").glob("*.png"))[0]).convert("RGB")
     text = f"{processor.expansion(Size(image.height, image.width))} Which colour?"
     ids_BT = AutoTokenizer.from_pretrained(root / "model")(text, return_tensors="pt").input_ids
-    given = ImageInputs(processor, read_config(root / "model", images=True)).for_generation(ids_BT, [[image]])
+    given = ImageInputs(processor, read_config(root / "model", whole=True)).for_generation(ids_BT, [[image]])
     # In training, our attention makes a mask of images where the step asks for it.
     with torch.no_grad(), maskless_forward(None, keeps_masks=True):
         found: torch.Tensor = model.eval()(input_ids=ids_BT, **given).logits
@@ -225,7 +225,7 @@ def check_plain_copies(root: Path, adapter: Path, changes: dict[str, Any]) -> No
     adapter.mkdir()
     save_adapter(model, adapter, str(base))
     expected = logits_of(model, root)
-    config = read_config(base, images=True)
+    config = read_config(base, whole=True)
     refuse_other_adapter(adapter, spec, config)
     for part in ("vision", "projector"):
         full = getattr(spec, part) == "full"
@@ -280,7 +280,7 @@ def test_a_model_trained_in_full_loads_in_plain_transformers(workspace, tmp_path
     spec = spec_of(method="full", vision="full", projector="full")
     model: Any = shuffled(load_model(workspace / "model", spec, CPU, images=True), r"visual\.patch_embed")
     save_full(model, tmp_path)
-    assert "_takes_images" not in json.loads((tmp_path / "config.json").read_text())
+    assert "_is_whole" not in json.loads((tmp_path / "config.json").read_text())
     torch.testing.assert_close(logits_of(plain(tmp_path), workspace), logits_of(model, workspace))
 
 
@@ -296,7 +296,7 @@ def test_a_model_trained_in_full_loads_in_plain_transformers(workspace, tmp_path
     ids=str,
 )
 def test_switches_that_do_not_know_a_tower_are_refused(workspace, changes, message):
-    config = read_config(workspace / "model", images=True)
+    config = read_config(workspace / "model", whole=True)
     with pytest.raises(UserError, match=message):
         refuse_parts(spec_of(**changes), config)
 

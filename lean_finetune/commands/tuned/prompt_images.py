@@ -120,7 +120,7 @@ def shown_images(tuned: "TunedModel", prompter: "Prompter", files: Sequence[str]
             images = reader.stored(given_files(files), Path())
         except RowFault as fault:
             raise UserError(f"--image: {fault}") from None
-        yield ShownImages(tuned=tuned.with_images(), _reader=reader, _images=images)
+        yield ShownImages(tuned=tuned.whole(), _reader=reader, _images=images)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.known_values import KnownImages
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.attention_choice import generation_attention
-from lean_finetune.model.images.image_config import are_of_images, with_images
-from lean_finetune.model.images.image_parts import adapted_parts, copies_beside_images
+from lean_finetune.model.beside.parts import adapted_parts, other_copies
+from lean_finetune.model.beside.whole_config import any_beside, whole_config
 from lean_finetune.model.load_model import read_generation_config
 from lean_finetune.model.model_config import max_positions, read_config
 from lean_finetune.model.precision import BASE_WEIGHTS, base_weights_from
@@ -73,9 +73,9 @@ class TunedModel:
         with named_by_option():
             self.read.refuse_change("run the command again")
 
-    def with_images(self) -> "TunedModel":
-        """The same, to be loaded with its parts for images."""
-        return replace(self, config=with_images(self.config))
+    def whole(self) -> "TunedModel":
+        """The same, to be loaded with its parts beside decoder and head."""
+        return replace(self, config=whole_config(self.config))
 
     def load(self, device: torch.device) -> nn.Module:
         """The model, ready to answer.
@@ -135,7 +135,7 @@ class TunedModel:
                 "targets": _adapted_names(tensors, adapter) or [ALL_LINEAR],
                 "rslora": adapter.get("use_rslora", False),
                 "dora": adapter.get("use_dora", False),
-                "modules_to_save": copies_beside_images(adapter, tensors),
+                "modules_to_save": other_copies(adapter, tensors),
                 "trainable_tokens": saved_token_ids(adapter),
                 "experts": "all" if experts else "none",
                 "expert_rank": next(iter(experts.values())) if experts else 1,
@@ -157,7 +157,7 @@ class TunedModel:
     ) -> int:
         """The most tokens of a prompt with its answer, at most `wanted`, whose predicted peak fits the free memory.
 
-        A prompt has more than `least` tokens, those of the images that are `shown` in it.
+        A prompt has more than `least` tokens, those of what is `shown` in it.
 
         Raises:
             DoesNotFit: not even a short prompt fits.
@@ -185,7 +185,7 @@ class TunedModel:
 def _adapted_names(tensors: Iterable[str], adapter: Mapping[str, Any]) -> list[str]:
     """What names the layers with adapters, as train.lora.targets: the ends of their paths, of two parts.
 
-    `target_modules` also has names of layers without one, such as those of a frozen vision tower.
+    `target_modules` also has names of layers without one, such as those of frozen parts beside the decoder.
     """
     experts = tuple(name.rpartition(".")[0] for name in adapter.get("target_parameters") or ())
     names = set()
@@ -222,7 +222,7 @@ def find_tuned(directory: Path, bits: str | None) -> TunedModel:
         base = base_directory(adapter)
         read = FileVersions({**read.versions, **versions_in(base).versions})
         with named_by_option():
-            config = read_config(base, images=are_of_images(adapter_tensors(directory)))
+            config = read_config(base, whole=any_beside(adapter_tensors(directory)))
             refuse_far_tokens(directory, adapter, config)
             check_weights(base)
             read_generation_config(base)

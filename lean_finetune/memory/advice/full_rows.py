@@ -22,7 +22,7 @@ from lean_finetune.memory.predict.traced_step import TracedSteps
 from lean_finetune.memory.trace.fake_batches import TEXT_ALONE
 from lean_finetune.memory.trace.gradients_alone import first_before
 from lean_finetune.memory.trace.setting import Setting
-from lean_finetune.model.images.image_config import with_images
+from lean_finetune.model.beside.whole_config import whole_config
 from lean_finetune.model.model_config import max_positions
 from lean_finetune.objectives.row_kind import RowKind
 from lean_finetune.plan.planner import pad_multiple
@@ -113,7 +113,7 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     assumed = None
     if images is not None:
         _refuse_images(p, config)
-        config, (size, count) = with_images(config), images
+        config, (size, count) = whole_config(config), images
         from lean_finetune.memory.predict.assumed_images import AssumedImages  # Here: most runs have rows of text.
 
         assumed = AssumedImages(size=size, count=count, directory=assets.directory, beside_text=shorten)

@@ -37,8 +37,8 @@ from lean_finetune.model import fused_kernels
 from lean_finetune.model.adapters import layers_without_adapters
 from lean_finetune.model.allocator_settings import environment_notes, segments_from_environment
 from lean_finetune.model.attention_choice import materializes_scores
+from lean_finetune.model.beside.whole_config import masks_rows
 from lean_finetune.model.empty_model import left_out_text, meta_model
-from lean_finetune.model.images.image_config import masks_images
 from lean_finetune.model.joined_adapters.join import apart_note
 from lean_finetune.model.model_config import attention_window, chunk_tokens, refuse_context_parallel
 from lean_finetune.model.precision import resolved
@@ -193,8 +193,8 @@ class Run:
 
     @property
     def _beyond_window(self) -> bool:
-        """Whether rows are longer than the window of windowed layers, or have masks of their images."""
-        return self.longest >= (attention_window(self.config) or math.inf) or masks_images(self.config)
+        """Whether rows are longer than the window of windowed layers, or have masks of their own."""
+        return self.longest >= (attention_window(self.config) or math.inf) or masks_rows(self.config)
 
     @property
     def attention(self) -> str:

@@ -26,10 +26,10 @@ from lean_finetune.memory.advice.switch import (
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
+from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.rows.attachment import measures_of
 from lean_finetune.step.batches import BatchShape
-from lean_finetune.step.unsupported import refuse_parts
 
 MICRO_BATCH = "micro_batch"
 """The switch of section `bucket`: smaller micro-batches, then shorter rows."""

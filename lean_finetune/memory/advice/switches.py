@@ -11,6 +11,7 @@ from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.advice.switch import (
     ACTIVATION_SWITCHES,
     EFFECTS,
@@ -78,13 +79,8 @@ def with_method(method: Method) -> Values:
 
 
 def _frozen_parts(setting: Setting, support: Support) -> Iterable[Values]:
-    """Adapters of a tower that is trained in full; a frozen one, which saves no activations; a frozen projector too."""
-    if setting.train.vision == "full" and setting.train.adapted:
-        yield {"train.vision": "lora"}
-    if setting.train.vision != "frozen":
-        yield {"train.vision": "frozen"}
-    if setting.train.projector != "frozen":
-        yield {"train.vision": "frozen", "train.projector": "frozen"}
+    """Parts beside the decoder that are trained by adapters, or frozen."""
+    return TOWER.lighter(setting.train)
 
 
 def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Values]:
@@ -171,8 +167,8 @@ SWITCHES = [
         ease=6,
     ),
     Switch(
-        name="images",
-        parameters=("train.vision", "train.projector"),
+        name=TOWER.switch,
+        parameters=tuple(f"train.{kind}" for kind in TOWER.kinds),
         lighter=_frozen_parts,
         shown=_frozen_parts,
         effect=OTHER_WEIGHTS,

@@ -23,9 +23,9 @@ from lean_finetune.memory.advice.switches import SWITCHES, different, setting_wi
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.traced_step import halved
 from lean_finetune.memory.trace.setting import Setting
+from lean_finetune.model.beside.whole_config import refuse_parts
 from lean_finetune.model.model_config import max_positions, row_loop
 from lean_finetune.model.quantize import method_fault
-from lean_finetune.step.unsupported import refuse_parts
 
 if TYPE_CHECKING:
     from lean_finetune.memory.predict.assumed_images import RowOfImages

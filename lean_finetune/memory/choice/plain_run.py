@@ -15,6 +15,7 @@ from lean_finetune.config.load import with_flags
 from lean_finetune.config.rules import SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.advice.full_rows import full_rows_run, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Option
@@ -24,7 +25,7 @@ from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
 from lean_finetune.memory.predict.assumed_images import AssumedImages
 from lean_finetune.model.attention.kernels import FLASH_CAPABILITY
-from lean_finetune.model.images.image_config import takes_images
+from lean_finetune.model.beside.whole_config import is_whole
 from lean_finetune.model.model_config import refuse_packed_rows
 from lean_finetune.plan.optimizer_steps import RowIndex
 from lean_finetune.plan.planner import PlanSettings, pad_multiple
@@ -120,8 +121,8 @@ def _packing(
         return p.bucket.mode == "packed", "as set"
     if index is None:
         return False, "rows of one length have no padding"
-    if takes_images(config):
-        return False, "rows with images are not packed"
+    if is_whole(config):
+        return False, f"{TOWER.rows_text} are not packed"
     try:
         refuse_packed_rows(config, int(index.lengths.max()))
     except UserError:

@@ -14,9 +14,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from lean_finetune.config.field_types import OptimizerName
 from lean_finetune.config.optimizers import OPTIMIZERS, OptimizerEntry
 from lean_finetune.config.schema import Train
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.trace.memory_trace import ADAPTERS, GRADIENTS, OPTIMIZER, QUANTISATION_STATE, WEIGHTS
 from lean_finetune.memory.trace.setting import Setting
 from lean_finetune.model.adapters import adaptable_layers, adapts_by_name
+from lean_finetune.model.beside.parts import part_kinds, part_mode
 from lean_finetune.model.empty_model import SCORE, kept_in_fp32, meta_model, token_layers
 from lean_finetune.model.experts.experts_forward import (
     expert_modules,
@@ -27,8 +29,6 @@ from lean_finetune.model.experts.experts_forward import (
 )
 from lean_finetune.model.experts.grouped_matmul import BLOCK_WEIGHTS, BYTE_LEVELS, LEVELS_4BIT, NESTED_BLOCK_VALUES
 from lean_finetune.model.files.quantized_checkpoint import kept_modules
-from lean_finetune.model.images.image_config import part_of_images
-from lean_finetune.model.images.image_parts import VisionPart, image_parts, part_mode
 from lean_finetune.model.precision import adapter_dtype, base_dtype
 from lean_finetune.step.run_optimizer import is_paged
 
@@ -202,8 +202,8 @@ class ParameterShape:
     """The family's code never trains it: the bias by which ERNIE's routers balance their experts."""
     fp32_in: frozenset[torch.dtype] = frozenset()
     """Types of the other weights in which the family keeps this one in fp32."""
-    part: VisionPart | None = None
-    """The part for images that it is in."""
+    part: str | None = None
+    """The kind of the part beside decoder and head that it is in."""
 
     @property
     def values(self) -> int:
@@ -265,7 +265,7 @@ def model_shapes(config: PretrainedConfig, tensor_parallel: int = 1) -> ModelSha
     routers = {id(parameter) for parameter in router_parameters(model).values()}
     of_tokens = {id(layer.weight) for layer in token_layers(model)}
     kept = {dtype: kept_in_fp32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
-    part_of = image_parts(model)
+    part_of = part_kinds(model)
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -317,9 +317,8 @@ def state_lines(
     updated = updated_tensors(trained, masters=masters)
     if train.method != "full":
         kind = "DoRA" if train.lora.dora else "LoRA"
-        parts = {"vision": train.vision, "projector": train.projector}
         copies = f" and copies of {', '.join(train.lora.modules_to_save)}" if train.lora.modules_to_save else ""
-        copies += "".join(f" and the {part} part" for part, mode in parts.items() if mode == "full")
+        copies += "".join(f" and the {part} part" for part, mode in TOWER.modes(train).items() if mode == "full")
         copies += f" and rows of {len(train.lora.trainable_tokens)} tokens" if train.lora.trainable_tokens else ""
         lines += by_type(ADAPTERS, f"{kind} of rank {train.lora.rank}{copies}, {{type}}", trained)
         if train.lora.changes_frozen_weights and not cuda:
@@ -460,9 +459,9 @@ def copied_weights(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape
 
 
 def trained_parts(shapes: ModelShapes, train: Train) -> Iterator[ParameterShape]:
-    """Weights of parts for images that are trained themselves beside adapters, in the type of these."""
+    """Weights of parts beside decoder and head that are trained themselves beside adapters, in the type of these."""
     for parameter in shapes.parameters if train.adapted else ():
-        if part_mode(parameter.part, train) == "full" and part_of_images(parameter.name.rpartition(".")[0]):
+        if part_mode(parameter.part, train) == "full" and TOWER.is_beside(parameter.name.rpartition(".")[0]):
             yield parameter
 
 

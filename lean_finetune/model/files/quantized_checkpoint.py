@@ -16,9 +16,10 @@ from transformers.utils import CONFIG_NAME
 from lean_finetune.config.model_families import family_of
 from lean_finetune.core.atomic_files import read_json, write_json
 from lean_finetune.core.optional_bitsandbytes import bnb
+from lean_finetune.islands.tower import TOWER
+from lean_finetune.model.beside.whole_config import is_whole
 from lean_finetune.model.experts.grouped_matmul import INT8, INT8_LARGEST
 from lean_finetune.model.files.safetensors_files import FileTensor, StoredTensor, give_back_memory, model_tensors
-from lean_finetune.model.images.image_config import VISION_PARTS, takes_images
 from lean_finetune.pinning.model_files import INDEX
 
 # Quantised weights in a model's files, read one at a time in 16 bits: MXFP4, FP8, and bitsandbytes in 4 and 8 bits.
@@ -271,14 +272,14 @@ def format_text(config: PretrainedConfig) -> str | None:
 def kept_modules(config: PretrainedConfig) -> list[str] | None:
     """Names or patterns of layers that are not packed, besides the head; None without any.
 
-    A vision tower is small beside its decoder, and stays in 16 bits.
+    What stands beside the decoder is small, and stays in 16 bits.
     """
     kept = [*family_of(config.get_text_config().model_type).read_unpacked]
     if stored_format(config) in BITSANDBYTES:
         skipped = stored_quantisation(config).get("llm_int8_skip_modules")
         kept += skipped if isinstance(skipped, list) else []
-    elif takes_images(config):
-        kept += VISION_PARTS
+    elif is_whole(config):
+        kept += TOWER.parts
     return kept or None
 
 

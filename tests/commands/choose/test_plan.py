@@ -135,7 +135,7 @@ def test_images_of_the_rows_are_those_of_the_set(drawn: Path):
     shown = images_of(index.attached)
     assert shown is not None and len(shown.patches) == len(index.lengths) == 14
     assert shown.patches[-1] == 0 and shown.worst[0] == (84, 112)
-    config = read_config(drawn / "model", images=True)
+    config = read_config(drawn / "model", whole=True)
     assumed = most_images(shown, config, drawn / "model", p.data)
     assert (assumed.size, assumed.count) == (Size(height=84, width=112), 2)
     assert assumed.made(config, p.data).row_patches >= shown.patches.max()

@@ -103,7 +103,7 @@ def counted(directory: Path, changes: Mapping[str, Any], inputs: ImageInputs) ->
 )
 def test_the_prediction_equals_what_the_allocator_counted(tmp_path, family, changes):
     directory = vision_model(tmp_path / family, family)
-    config = read_config(directory, images=True)
+    config = read_config(directory, whole=True)
     inputs = ImageInputs(ImageProcessor(directory), config)
     inputs.of_shapes(torch.zeros(1, 200, dtype=torch.int64), [[(60, 60)]])  # Caches of the processor.
     predicted = predict(TracedModel(config, setting_of(**changes), CPU_TARGET, KnownImages(inputs)), STEPS)

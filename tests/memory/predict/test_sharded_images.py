@@ -77,7 +77,7 @@ def test_every_process_counts_what_is_predicted(tmp_path, pair: Group, family, m
     if mode == "zero1" or (family, mode, method) == ("internvl", "zero3", "full"):
         by_rank = [pair.ask(do_image_peaks, directory, setting, (own, own)) for own in steps]
         counted = [{phase: max(one[phase] for one in found) for phase in found[0]} for found in by_rank]
-    config, images = read_config(directory, images=True), KnownImages(inputs_of(str(directory)))
+    config, images = read_config(directory, whole=True), KnownImages(inputs_of(str(directory)))
     with without_onednn():  # As in the processes: it embeds patches otherwise.
         predicted = [predict(TracedModel(config, setting, CPU_TARGET, images), own).by_phase for own in steps]
     for rank, phase in product(range(2), predicted[0]):

@@ -1,4 +1,4 @@
-"""Parts for images that are trained in full beside adapters: in peft's form, without peft's copy."""
+"""Parts beside the decoder that are trained in full beside adapters: in peft's form, without peft's copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from peft import PeftModel
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from lean_finetune.model.images.image_config import part_of_images
+from lean_finetune.islands.tower import TOWER
 from lean_finetune.patches.of_models import TRAINED_PARTS
 
 
@@ -43,9 +43,9 @@ def train_parts(adapted: PeftModel, names: Sequence[str]) -> None:
 
 
 def forget_originals(adapted: PeftModel) -> None:
-    """Free the modules that a loaded adapter replaces; without its adapter the model then has no parts for images."""
+    """Free the modules that a loaded adapter replaces; without its adapter the model then lacks these parts."""
     named = ((name, module) for name, module in adapted.named_modules() if isinstance(module, ModulesToSaveWrapper))
-    replaced: list[Any] = [module for name, module in named if part_of_images(name)]
+    replaced: list[Any] = [module for name, module in named if TOWER.is_beside(name)]
     for number, module in enumerate(replaced):
         module.original_module = None if number else _of_type(module.original_module)
 
