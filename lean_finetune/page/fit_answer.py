@@ -8,7 +8,7 @@ from cuda_memory.page.charts import Bar, Picture, bar_chart, figure
 from cuda_memory.page.html import Html, Table, document, html, joined, table
 from cuda_memory.units import counted, readable_size
 from lean_finetune.page.project.documents import STYLE
-from lean_finetune.report.pictures import CATEGORY_COLORS
+from lean_finetune.report.charts import CATEGORY_COLORS
 
 Answer = Mapping[str, Any]
 SEGMENTS = {"native": "fixed", "expandable": "expandable"}
@@ -27,7 +27,7 @@ def _body(answer: Answer, words: Sequence[str]) -> Iterator[Html]:
     if (of_tool := answer.get("as_tool")) is not None:
         yield from _of_tool(of_tool, answer)
     yield Html("<h2>Memory</h2>")
-    yield html('<div class="columns">{}{}</div>', figure(phases_picture(answer)), figure(_peak_picture(answer)))
+    yield html('<div class="columns">{}{}</div>', figure(phases_chart(answer)), figure(_peak_chart(answer)))
     if answer["tiers"]:
         yield from _tiers(answer["tiers"])
     if not fits:
@@ -53,7 +53,7 @@ def _results(answer: Answer) -> Iterator[tuple[str, str, str]]:
         yield "Largest image", f"{largest['width']} x {largest['height']}", f"by {largest.get('limit') or 'memory'}"
 
 
-def phases_picture(answer: Answer) -> Picture:
+def phases_chart(answer: Answer) -> Picture:
     """The peak of each phase by category, with the limit of the GPU."""
     bars = []
     for phase, found in answer["phases"].items():
@@ -69,7 +69,7 @@ def phases_picture(answer: Answer) -> Picture:
     return Picture(title, bar_chart(bars, title=title, capacity=answer["usable_bytes"]), legend, note)
 
 
-def _peak_picture(answer: Answer) -> Picture:
+def _peak_chart(answer: Answer) -> Picture:
     """The categories of the highest phase, largest first."""
     sizes = answer["phases"][answer["worst_phase"]]["by_category_bytes"]
     bars = [

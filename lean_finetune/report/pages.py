@@ -23,8 +23,8 @@ from lean_finetune.core.versions import install_extra
 from lean_finetune.data.images.image_files import ImageFiles
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report import content, pairs
+from lean_finetune.report.charts import charts
 from lean_finetune.report.content import NOT_EVALUATED, WITHOUT_TEXT
-from lean_finetune.report.pictures import pictures
 from lean_finetune.report.report_inputs import Inputs
 
 MARKUP = re.compile(r"[\\`<>\[\]|&]")
@@ -177,7 +177,7 @@ def html_page(inputs: Inputs, parameters: Mapping[str, Any], metrics: Mapping[st
         metrics=metrics,
         content=content,
         pairs=pairs,
-        pictures=pictures(inputs),
+        charts=charts(inputs),
         thumbnails=partial(thumbnails, inputs.image_files),
         command=command(parameters),
         locks=locks_table(inputs),

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import TEXT, Bar, Line, bar_chart, line_chart
 from lean_finetune.report import pages
-from lean_finetune.report.pictures import CATEGORY_COLORS
+from lean_finetune.report.charts import CATEGORY_COLORS
 from stages.report import main
 from tests.report.browser import look, needs_chromium
 from tests.report.conftest import GENERATION, GPU, PAIR, curves, seal, write_inputs, write_pairs

@@ -13,8 +13,8 @@ from ruamel.yaml import YAML
 
 from cuda_memory.page.charts import SERIES_COLORS
 from cuda_memory.units import GIB, reading_unit
+from lean_finetune.report.charts import CATEGORY_COLORS
 from lean_finetune.report.pages import plots_with_data, write_template
-from lean_finetune.report.pictures import CATEGORY_COLORS
 from tests.conftest import ROOT
 from tests.report.browser import look, needs_chromium
 

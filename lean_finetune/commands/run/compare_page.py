@@ -12,8 +12,8 @@ from cuda_memory.page.charts import SERIES_COLORS, Bar, Line, Picture, bar_chart
 from cuda_memory.page.html import Html, Table, document, html, joined, table
 from cuda_memory.units import GIB, readable_size
 from lean_finetune.core.errors import UserError
+from lean_finetune.report.charts import memory_chart
 from lean_finetune.report.compare_experiments import WORKSPACE
-from lean_finetune.report.pictures import memory_picture
 from lean_finetune.report.report_inputs import read_csv
 
 TITLES = {
@@ -127,8 +127,8 @@ def _memory(one: Drawn) -> Html:
     peak_bytes = None if predicted is None else round(predicted * GIB)
     if peak_bytes is None and not any(one.points(name) for name in ("allocated_bytes", "live_bytes")):
         return Html("")
-    picture = memory_picture(one.steps, peak_bytes, on_gpu=on_gpu, note=_changed(one.row))
-    return figure(picture._replace(title=f"{one.name}: {picture.title[0].lower()}{picture.title[1:]}"))
+    chart = memory_chart(one.steps, peak_bytes, on_gpu=on_gpu, note=_changed(one.row))
+    return figure(chart._replace(title=f"{one.name}: {chart.title[0].lower()}{chart.title[1:]}"))
 
 
 def _changed(row: Mapping[str, Any]) -> str:

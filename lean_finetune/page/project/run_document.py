@@ -11,8 +11,8 @@ from lean_finetune.commands.run.outcome import Outcome, change_text, last_turn, 
 from lean_finetune.page.project.documents import STYLE
 from lean_finetune.page.project.project_run import RunState
 from lean_finetune.page.project.training_curves import Step
+from lean_finetune.report.charts import loss_chart, memory_chart
 from lean_finetune.report.formats import percent
-from lean_finetune.report.pictures import loss_picture, memory_picture
 
 SPEED_STEPS = 10
 """Last steps whose speed is shown."""
@@ -47,7 +47,7 @@ def _body(state: RunState, training: Training) -> Iterator[Html]:
         result = '<div><dt>{}</dt><dd class="value">{}</dd><dd class="quiet">{}</dd></div>\n'
         results = joined(html(result, *each) for each in _results(steps, peak_bytes, training.planned_steps))
         yield html('<dl class="results">\n{}</dl>', results)
-        yield html('<div class="columns">{}</div>', joined(_pictures(steps, peak_bytes)))
+        yield html('<div class="columns">{}</div>', joined(_charts(steps, peak_bytes)))
     if ended is not None:
         figures: dict[str, Any] = {name: ended.get(name) for name in Outcome.__annotations__}
         yield from _outcome(Outcome(**figures))
@@ -93,12 +93,12 @@ def _results(steps: Sequence[Step], peak_bytes: int | None, planned: int | None)
         yield "Speed", f"{speed:,.0f} tokens/s", f"over {len(last)} steps"
 
 
-def _pictures(steps: Sequence[Step], peak_bytes: int | None) -> Iterator[Html]:
+def _charts(steps: Sequence[Step], peak_bytes: int | None) -> Iterator[Html]:
     """Those of the report, as far as training is."""
-    yield figure(loss_picture(steps))
+    yield figure(loss_chart(steps))
     if peak_bytes is not None:
         on_gpu = any(step.get("pinned_bytes") for step in steps)
-        yield figure(memory_picture(steps, peak_bytes, on_gpu=on_gpu, note="A few steps are measured."))
+        yield figure(memory_chart(steps, peak_bytes, on_gpu=on_gpu, note="A few steps are measured."))
 
 
 def _outcome(found: Outcome) -> Iterator[Html]:

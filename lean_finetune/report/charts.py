@@ -1,4 +1,4 @@
-"""The pictures of report.html, each with its legend."""
+"""The charts of report.html, each with its legend."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -41,12 +41,12 @@ CATEGORY_COLORS = {
 """Colour of each category of memory, from the most persistent to the most temporary."""
 
 
-def pictures(inputs: Inputs) -> dict[str, Picture]:
-    """Return the pictures by name; `reserved` exists only for a GPU whose plan was replayed, the last two for pairs."""
+def charts(inputs: Inputs) -> dict[str, Picture]:
+    """Return the charts by name; `reserved` exists only for a GPU whose plan was replayed, the last two for pairs."""
     curves = inputs.curves
     found = {
         "phases": _phases(inputs),
-        "steps": memory_picture(
+        "steps": memory_chart(
             curves,
             inputs.estimate["peak_bytes_predicted"],
             on_gpu=inputs.train["device"] != CPU,
@@ -54,7 +54,7 @@ def pictures(inputs: Inputs) -> dict[str, Picture]:
         ),
         "timeline": _timeline(inputs),
         "switches": _switches(inputs),
-        "loss": loss_picture(curves),
+        "loss": loss_chart(curves),
     }
     if _is_paired(curves):
         found["accuracy"] = _by_step(curves, "Share of pairs in the right order", "reward_accuracy")
@@ -105,7 +105,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def memory_picture(curves: Curves, peak_bytes: int | None, *, on_gpu: bool, note: str) -> Picture:
+def memory_chart(curves: Curves, peak_bytes: int | None, *, on_gpu: bool, note: str) -> Picture:
     """Memory over optimizer steps; on a CPU the peaks only, because malloc counts all of Python's memory.
 
     `peak_bytes` is the predicted peak; None if it is not known, but a step was measured.
@@ -134,7 +134,7 @@ def _reserved(inputs: Inputs) -> Picture:
     return memory_lines("Predicted memory of the plan, step by step", lines, plan_note(inputs))
 
 
-def loss_picture(curves: Curves) -> Picture:
+def loss_chart(curves: Curves) -> Picture:
     """The loss of training and of the held-out rows over optimizer steps."""
     of_pairs = "Loss, mean over the pairs of a step"
     return _by_step(curves, of_pairs if _is_paired(curves) else "Loss, nats per trained token", "loss")
