@@ -1,6 +1,6 @@
 """What the library knows of families of models beyond their config and transformers' code, by `model_type`.
 
-A family that is not listed is of the usual kind. What concerns images is in `data/images/families.py`.
+A family that is not listed is of the usual kind.
 """
 
 from collections.abc import Mapping

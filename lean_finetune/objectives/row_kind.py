@@ -58,7 +58,7 @@ class RowKind:
     unit: int = 1
     token_rows: int = 1
     compared: bool = False
-    """Whether the objective compares answers. Then batches have the length of each, and no images."""
+    """Whether the objective compares answers. Then batches have the length of each, and no parts beside tokens."""
     labels: tuple[str, ...] = ()
     """Columns of the data, of which each row has one: true if its answer is desirable."""
     balance: str = ""

@@ -119,7 +119,7 @@ def read_stop_ids(directory: Path, config: dict[str, Any]) -> list[int]:
 def _used_ids(tokenizer: "Tokenizer", directory: Path) -> set[int]:
     """The ids that rows can get: those of special tokens only if a role of text or the chat template names them.
 
-    Text of rows never becomes a special token, and Gemma 3 1B has one for images behind its vocabulary.
+    Text of rows never becomes a special token, and Gemma 3 1B has one behind its vocabulary.
     """
     roles: dict[str, Any] = {}
     for file in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):

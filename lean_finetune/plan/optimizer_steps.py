@@ -77,7 +77,7 @@ class RowIndex:
     def shortened(self, max_length: int) -> "RowIndex":
         """The rows, cut to `max_length` tokens; as many supervised tokens as possible remain.
 
-        Raises UserError if a longer row carries what is not cut, such as images.
+        Raises UserError if a longer row carries what is not cut.
         """
         for one in self.attached:
             one.refuse_cut(self.lengths, max_length)

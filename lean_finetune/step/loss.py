@@ -236,7 +236,7 @@ def check_head(model: nn.Module, device: torch.device) -> None:
     input_ids = torch.arange(PROBE_TOKENS, device=device)[None] % lm.config.get_text_config().vocab_size
     try:
         own = lm(input_ids=input_ids, use_cache=False).logits.float()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # A family's code may need an image.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # A family's code may need more than text.
         if not left_out(lm):
             raise
         raise UserError(

@@ -73,7 +73,7 @@ def _name(entry: Any) -> str:
 
 
 def check_kinds(data: Mapping[str, Any], path: Path, objective: str) -> None:
-    """Refuse data sets that have images or are not for the objective, where dataset_info.json is found.
+    """Refuse data sets that have more than text or are not for the objective, where dataset_info.json is found.
 
     Raises:
         UserError: a data set is of such a kind.

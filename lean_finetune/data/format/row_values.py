@@ -25,7 +25,7 @@ def show(value: Any) -> str:
 def is_given(value: Any) -> bool:
     """Whether a value is more than null, blank text, or a list or object of such values.
 
-    Data sets write an absent image as {"bytes": null, "path": null}.
+    Data sets write an absent file as {"bytes": null, "path": null}.
     """
     if isinstance(value, str):
         return value.strip() not in _BLANK_TEXTS

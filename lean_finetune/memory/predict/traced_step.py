@@ -160,7 +160,7 @@ def trace_steps(
 ) -> tuple[Trace, tuple[int, int]]:
     """Build model and optimizer without weights, and trace optimizer steps of these micro-batch shapes.
 
-    Without `all_events`, events of frozen vision parts that set no peak may be missing.
+    Without `all_events`, events of frozen parts beside the decoder that set no peak may be missing.
 
     Returns:
         The trace; and the step and index of the micro-batch that set the peak.

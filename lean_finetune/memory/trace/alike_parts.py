@@ -117,7 +117,7 @@ def _repeat(trace: MemoryTrace, events: _Events, result: torch.Tensor | None) ->
     return trace.stand_in(result, events.first + events.kept + offset)
 
 
-# Layers of frozen vision towers, which keep nothing for backward: of those with the same weights and the same inputs,
+# Layers of frozen towers, which keep nothing for backward: of those with the same weights and the same inputs,
 # two run.
 
 
@@ -134,7 +134,7 @@ class _Layers:
 
 
 def skip_alike_layers(model: nn.Module, trace: MemoryTrace, *, all_events: bool) -> None:
-    """Let layers of a model's frozen vision parts repeat the events of an equal layer, once two have the same.
+    """Let layers of frozen parts beside a decoder repeat the events of an equal layer, once two have the same.
 
     Without `all_events` they repeat the allocation of their result alone, where as many bytes exist as before.
     """

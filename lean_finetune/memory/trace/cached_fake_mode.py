@@ -298,7 +298,7 @@ def cache_key(mode: FakeTensorMode, func: Any, args: Sequence, kwargs: Mapping) 
 def _makes_new_memory(func: OpOverload) -> bool:
     """Whether a result has memory of its own: then it is the same wherever the arguments begin in theirs.
 
-    A tower calls attention for each of a thousand images, on parts of the same tensors.
+    A tower may call attention a thousand times, on parts of the same tensors.
     """
     schema = func._schema
     aliases = schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)

@@ -111,7 +111,7 @@ def _flash_tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
 
 
 def embedding_cpu_bytes(x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Sequence[int], *rest: Any) -> int:
-    """What the embedding of a vision tower's patches needs: the weight in oneDNN's order, or `columns_bytes`."""
+    """What the embedding of a tower's patches needs: the weight in oneDNN's order, or `columns_bytes`."""
     if torch.backends.mkldnn.enabled:
         return weight.nbytes if _is_of_patches(weight, stride) else 0
     return columns_bytes(x, weight, stride)

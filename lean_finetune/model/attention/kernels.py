@@ -83,7 +83,7 @@ class CurrentForward:
     parts: int = 1
     """Processes that share the tokens of each row (context parallelism)."""
     keeps_masks: bool = False
-    """Whether the model's own masks are made: tokens of an image see each other."""
+    """Whether the model's own masks are made: some tokens see later ones."""
     got_rows: list[bool] = field(default_factory=list)
     """For each call of attention with packed rows or context parallelism: whether it received them. For packed rows
     also each call of another function that mixes tokens."""
