@@ -1,6 +1,7 @@
 """The command `lean-finetune doctor`: check this machine."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -13,9 +14,10 @@ from typing import Literal
 
 import click
 
-from cuda_memory.gpus import BF16_CAPABILITY
+from cuda_memory.gpus import BF16_CAPABILITY, gpu_names
 from cuda_memory.terminal import echo, echo_json, echo_text
 from cuda_memory.units import GIB, labelled, readable_size
+from lean_finetune.core.errors import UsageFault
 from lean_finetune.core.memory_limits import free_host_bytes, memory_limits
 from lean_finetune.core.stage_command import StageCommand
 from lean_finetune.core.systems import usable_cores
@@ -267,28 +269,65 @@ LABEL_WIDTH = 19
 
 
 @click.command(cls=StageCommand)
+@click.option("--model", help="Say what this model can do instead: a hub id, a directory, or a shipped one.")
+@click.option("--gpu", shell_complete=gpu_names, help="With --model: on this GPU. Default: this machine's.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(model: str | None, gpu: str | None, as_json: bool) -> None:
     """Check this machine. Exits with 1 if something fails.
 
     Checks GPUs, kernels, memory, disk, versions, DVC and git. Each line starts with ok, note (it works, with less
     than possible) or fail. The line below says what to do.
+
+    With --model, tries each method, objective, switch and way to share a run with few layers of the model, without
+    weights, and says what is refused and why. Takes a minute.
     """
+    if gpu is not None and model is None:
+        raise UsageFault("--gpu: belongs to --model; `lean-finetune doctor` checks the GPUs of this machine")
     findings = []
-    for check in CHECKS:
-        for finding in check():
-            findings.append(finding)
-            if as_json:
-                continue
-            first = f"{finding.level:<5} {finding.what:<13}"
-            echo_text(labelled(first, finding.text, LABEL_WIDTH))
-            if finding.remedy:
-                echo_text(labelled(" " * LABEL_WIDTH + "→", finding.remedy, LABEL_WIDTH + 2))
+    for finding in _of_machine() if model is None else _of_model(model, gpu or "auto"):
+        findings.append(finding)
+        if as_json:
+            continue
+        first = f"{finding.level:<5} {finding.what:<13}"
+        echo_text(labelled(first, finding.text, LABEL_WIDTH))
+        if finding.remedy:
+            echo_text(labelled(" " * LABEL_WIDTH + "→", finding.remedy, LABEL_WIDTH + 2))
     fails = sum(finding.level == "fail" for finding in findings)
     if as_json:
         echo_json({"ok": not fails, "findings": list(map(asdict, findings))})
-    elif fails:
-        echo(f"{fails} of {len(findings)} checks failed")
-    else:
-        echo("this machine can do it; `lean-finetune fit` says which runs fit")
+    elif model is None:
+        done = "this machine can do it; `lean-finetune fit` says which runs fit"
+        echo(f"{fails} of {len(findings)} checks failed" if fails else done)
     sys.exit(1 if fails else 0)
+
+
+def _of_machine() -> Iterator[Finding]:
+    for check in CHECKS:
+        yield from check()
+
+
+def _of_model(name: str, gpu: str) -> Iterator[Finding]:
+    """What a model can do on a GPU, and what is refused."""
+    from lean_finetune.commands.without_compiler import importing_without_compiler
+    from lean_finetune.config.load import COMMON_PARAMS, load_params, with_flags
+    from lean_finetune.memory.gpu_names import named_gpu
+    from lean_finetune.pinning.locate import find_model
+
+    if gpu.lower() != "auto":
+        named_gpu(gpu)
+    flags = [f"{key}={json.dumps(value)}" for key, value in (("model.name", name), ("hardware.gpu", gpu))]
+    p = with_flags(load_params(COMMON_PARAMS), flags)
+    find_model(p.model.name, p.model.revision)  # Wrong names are refused before torch is imported.
+    with importing_without_compiler():
+        from lean_finetune.memory.advice.full_rows import fit_run
+        from lean_finetune.memory.choice.model_abilities import abilities, described
+
+    run = fit_run(p, shorten=True)
+    yield from (Finding(level="ok", what=what, text=text) for what, text in described(run))
+    for ability in abilities(run.params, run.config, run.device):
+        if ability.works:
+            yield Finding(level="ok", what=ability.what, text=", ".join(ability.works))
+        level: Literal["note", "fail"] = "note" if ability.works else "fail"
+        for reason, refused in ability.refused.items():
+            rule, _, remedy = reason.rpartition("; ")
+            yield Finding(level=level, what=ability.what, text=f"not {', '.join(refused)}: {rule}", remedy=remedy)

@@ -112,7 +112,7 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     config = assets.config_to_predict(p.train)
     assumed = None
     if images is not None:
-        _refuse_images(p, config)
+        refuse_images(p, config)
         config, (size, count) = whole_config(config), images
         from lean_finetune.memory.predict.assumed_images import AssumedImages  # Here: most runs have rows of text.
 
@@ -126,7 +126,7 @@ def fit_run(p: Params, *, shorten: bool = False, images: tuple[Size, int] | None
     return run
 
 
-def _refuse_images(p: Params, config: PretrainedConfig) -> None:
+def refuse_images(p: Params, config: PretrainedConfig) -> None:
     """Refuse rows with images for a model or an objective that does not take them."""
     if config.model_type not in MODELS:
         raise UserError(
