@@ -18,10 +18,10 @@ from lean_finetune.config.data_schema import Data
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.attachments import attached_of
-from lean_finetune.pinning.config_file import json_object, vision_patch
+from lean_finetune.islands.pins import config_facts
+from lean_finetune.pinning.config_file import json_object
 from lean_finetune.pinning.locate import find_model
 from lean_finetune.plan.optimizer_steps import RowIndex, source_weights
-from lean_finetune.rows.attachment import measures_of
 
 if TYPE_CHECKING:
     from lean_finetune.data.read.row_block import RowBlock
@@ -165,11 +165,12 @@ def _tokenized(path: Path, p: Params, *, truncates: bool) -> RowIndex:
     data = own_data(p.data, path, p.data.max_length if truncates else LONGEST_ROW)
     lock = unwatched_lock(OPTION, data)
     found = lengths_of(read_blocks(lock, max_rows=MOST_ROWS, progress=lambda _: None), lock, data, p, directory)
-    if any(measure.values.any() for measure in measures_of(found.attached)):
-        raise UserError(
-            f"{OPTION}: {path} has rows with images, whose sizes count too; name the size by `fit --image`, or run "
-            f"`lean-finetune plan --data {path}`"
-        )
+    for one in found.attached:
+        if one.sizes_option and not one.is_empty:
+            raise UserError(
+                f"{OPTION}: {path} has {one.rows_text}, whose sizes count too; name the size by `fit "
+                f"{one.sizes_option}`, or run `lean-finetune plan --data {path}`"
+            )
     return replace(found, attached=())
 
 
@@ -193,10 +194,9 @@ def lengths_of(
     from lean_finetune.pinning.model_files import read_stop_ids
     from lean_finetune.rows.columns import index_schema
 
-    stops = read_stop_ids(directory, json_object(directory / "config.json"))
+    config = json_object(directory / "config.json")
     engine, train = p.run.tokenizer_engine, p.train
-    patch = vision_patch(json_object(directory / "config.json"))
-    tokenizer_lock = {"files": {}, "stop_ids": stops, **({} if patch is None else {"vision_patch": patch})}
+    tokenizer_lock = {"files": {}, "stop_ids": read_stop_ids(directory, config), **config_facts(config)}
     job = prepare_job(data, engine, lock, tokenizer_lock, directory, kind=train.row_kind, scored=train.scores)
     names = file_names(lock)
     lengths, supervised, sources = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.uint16)]

@@ -65,6 +65,7 @@ class ImageAttachment(Attachment):
     rows_text = "rows with images"
     limits = ("max_patches",)
     whole_model = True
+    sizes_option = "--image"
     unpackable = "vision towers of their families do not know packed rows"
 
     sizes: np.ndarray

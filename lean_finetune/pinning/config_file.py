@@ -214,14 +214,6 @@ def json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         raise UserError(f"model.name: {path} {error}; download or save it again") from None
 
 
-def vision_patch(config: dict[str, Any]) -> list[int] | None:
-    """Height and width in pixels of a patch of the vision tower; None if config.json leaves them to its class."""
-    vision = config.get("vision_config")
-    size = vision.get("patch_size") if isinstance(vision, dict) else None
-    sizes: list[Any] = size if isinstance(size, list) else [size, size]
-    return sizes if len(sizes) == 2 and all(type(edge) is int and edge > 0 for edge in sizes) else None
-
-
 def _values(config: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each value with the keys that lead to it; entries of a list have its keys."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), config)]

@@ -26,7 +26,6 @@ from lean_finetune.pinning.config_file import (
     reason_of,
 )
 from lean_finetune.pinning.hub import DEFAULT_SPLIT, HUB_ID, list_files, split_files
-from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import template_file
 from lean_finetune.pinning.read_locks import DATA_SCHEMA
 from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, Watched, git_output, refuse_outputs, watch_sources
@@ -237,14 +236,24 @@ def _pin_file(parameter: str, path: Path, name: str) -> dict[str, Any]:
 # Pinning of the data: locks/data.json names the files that later stages read, with their content hashes.
 
 
-FindImages = Callable[[Mapping[str, Any]], Mapping[str, Path]]
-"""From an entry of the lock to the images that its rows name by path, by name."""
+@dataclass(frozen=True, kw_only=True)
+class NamedFiles:
+    """Files that rows name by path."""
+
+    key: str
+    """Of a source's entry in the lock, for those that it names."""
+    word: str
+    """How messages call one."""
+    find: Callable[[Mapping[str, Any]], Mapping[str, Path]]
+    """From an entry of the lock to the files that its rows name, by name."""
+    pin: Callable[[Mapping[str, Path]], dict[str, Any]]
+    """From these to what the lock has of them."""
 
 
-def pin_data(data: Data, locks: Path, find_images: FindImages = lambda entry: {}) -> str | None:
+def pin_data(data: Data, locks: Path, named_files: NamedFiles) -> str | None:
     """Write locks/data.json for data.source and data.heldout_source, and link local files so that DVC watches them.
 
-    The images that `find_images` finds are pinned and watched too.
+    The files that rows name are pinned and watched too.
     A list entry that can have them inherits the section's `revision`, `config` and `split`, unless it sets its own. A
     source's weight is not pinned, because it does not change the rows. Returns a note for the user, None for none.
     Raises UserError if a source is missing, empty, of an unknown kind, or on a hub that cannot be reached.
@@ -258,11 +267,11 @@ def pin_data(data: Data, locks: Path, find_images: FindImages = lambda entry: {}
         entry, local = _pin_source(parameter, one, data)
         pinned.append(entry)
         if local is not None:
-            images = find_images(entry)
-            if images:
-                entry["images"] = pin_images(images)
-            refuse_unignored(parameter, one.source, [*local.paths, *images.values()])
-            watched.append(Watched(root=local.root, files=local.paths, images=images))
+            others = named_files.find(entry)
+            if others:
+                entry[named_files.key] = named_files.pin(others)
+            refuse_unignored(parameter, one.source, [*local.paths, *others.values()])
+            watched.append(Watched(root=local.root, files=local.paths, named=others))
     if data.split is not None and all(entry["split"] is None for entry in pinned):
         refuse_split("data.split", data.split, ", ".join(repr(entry["source"]) for entry in pinned[:3]))
     _hold_out(pinned[:trained], pinned[trained:])
@@ -275,8 +284,8 @@ def pin_data(data: Data, locks: Path, find_images: FindImages = lambda entry: {}
     }
     write_json(locks / "data.json", lock)
     unlinked, unwatched = watch_sources(locks, watched, template)
-    missing = sum(entry["images"]["missing"] for entry in pinned if "images" in entry)
-    return "; ".join(_notes(unlinked, unwatched, missing)) or None
+    missing = sum(entry[named_files.key]["missing"] for entry in pinned if named_files.key in entry)
+    return "; ".join(_notes(unlinked, unwatched, missing, named_files.word)) or None
 
 
 def _template_hash(template: Path) -> str:
@@ -286,7 +295,7 @@ def _template_hash(template: Path) -> str:
         raise UserError(f"data.chat_template: {template} cannot be read ({error.strerror}); name another") from None
 
 
-def _notes(unlinked: list[Path], unwatched: list[Path], missing: int) -> Iterator[str]:
+def _notes(unlinked: list[Path], unwatched: list[Path], missing: int, word: str) -> Iterator[str]:
     """What DVC cannot notice."""
     again = "run `dvc repro -sf pin_data`"
     if unlinked:
@@ -296,11 +305,11 @@ def _notes(unlinked: list[Path], unwatched: list[Path], missing: int) -> Iterato
         )
     if unwatched:
         yield (
-            f"data.source: DVC does not notice changes of {counted(len(unwatched), 'image')}, such as "
-            f"{unwatched[0]}; after changing them {again}, or put all images of a source into one directory"
+            f"data.source: DVC does not notice changes of {counted(len(unwatched), word)}, such as "
+            f"{unwatched[0]}; after changing them {again}, or put all {word}s of a source into one directory"
         )
     if missing:
-        yield f"data.source: rows name {counted(missing, 'image')} that cannot be read; after adding them {again}"
+        yield f"data.source: rows name {counted(missing, word)} that cannot be read; after adding them {again}"
 
 
 def _pin_source(parameter: str, one: Source, data: Data) -> tuple[dict[str, Any], LocalSource | None]:

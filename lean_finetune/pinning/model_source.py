@@ -1,6 +1,6 @@
 """Pin the model, and an adapter of it: a local directory by the content of its files, a hub id by its commit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from lean_finetune.pinning.config_file import (
     IS_ADAPTER,
     NAME_BASE,
     refuse_adapter,
-    vision_patch,
 )
 from lean_finetune.pinning.data_source import refuse_unignored
 from lean_finetune.pinning.hub import HUB_ID, download, list_files
@@ -40,6 +39,9 @@ from lean_finetune.pinning.model_files import (
 )
 from lean_finetune.pinning.watched_links import NOTHING_LOCAL, watch
 
+Facts = Callable[[dict[str, Any]], dict[str, Any]]
+"""From config.json to what the tokenizer's lock has of it."""
+
 
 def pin_model(
     name: str,
@@ -49,10 +51,11 @@ def pin_model(
     adapter: str | None = None,
     adapter_revision: str | None = None,
     tokens: Sequence[str | int] = (),
+    facts: Facts = lambda config: {},
 ) -> None:
     """Write locks/model.json and locks/tokenizer.json; link the model and an adapter as locks/watched-model, -adapter.
 
-    The tokenizer's lock has content hashes, the tokens at which generation stops, the size of a vision tower's patches,
+    The tokenizer's lock has content hashes, the tokens at which generation stops, the `facts` of config.json,
     and no names, so that a model with the same tokenizer does not tokenize again. The model's lock has the ids of the
     trained `tokens`, if there are any.
 
@@ -63,7 +66,7 @@ def pin_model(
     commit = None
     if not local.is_dir():
         kind, watched = "hub", NOTHING_LOCAL
-        commit, files, tokenizer, ids = _pin_hub(name, revision, tokens)
+        commit, files, tokenizer, ids = _pin_hub(name, revision, tokens, facts)
     elif revision is not None:
         raise UserError(
             f"model.revision: only a hub model has revisions; got {revision!r} with model.name={name!r}; "
@@ -74,7 +77,7 @@ def pin_model(
         kind, watched = (TINY, NOTHING_LOCAL) if name == TINY else ("directory", local)
         if name != TINY:
             refuse_unignored("model.name", name, (path for path in local.iterdir() if path.is_file()))
-        files, tokenizer, ids = _pin_directory(local, tokens)
+        files, tokenizer, ids = _pin_directory(local, tokens, facts)
     lock: dict[str, Any] = {"kind": kind, "name": name, "revision": commit, "files": files}
     lock |= {"tokenizer_files": sorted(tokenizer["files"])} | ({"trained_tokens": ids} if ids else {})
     watched_adapter = NOTHING_LOCAL
@@ -90,14 +93,12 @@ Pinned = tuple[dict[str, str], dict[str, Any], list[int]]
 """Hashes of the model's files, the content of the tokenizer's lock, and the ids that are trained."""
 
 
-def _tokenizer_lock(files: dict[str, str], directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer_lock(files: dict[str, str], directory: Path, config: dict[str, Any], facts: Facts) -> dict[str, Any]:
     """The content of locks/tokenizer.json; `files` are hashes of the tokenizer's files."""
-    patch = vision_patch(config)
-    lock = {"files": files, "stop_ids": read_stop_ids(directory, config)}
-    return lock if patch is None else {**lock, "vision_patch": patch}
+    return {"files": files, "stop_ids": read_stop_ids(directory, config), **facts(config)}
 
 
-def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
+def _pin_directory(directory: Path, tokens: Sequence[str | int], facts: Facts) -> Pinned:
     """Check a local directory."""
     names = {path.name for path in directory.iterdir() if path.is_file()}
     if CONFIG_FILE not in names:
@@ -112,10 +113,14 @@ def _pin_directory(directory: Path, tokens: Sequence[str | int]) -> Pinned:
     def hashes(wanted: Iterable[str]) -> dict[str, str]:
         return {name: sha256_file(directory / name) for name in wanted if (directory / name).is_file()}
 
-    return hashes([*CONFIG_FILES, INDEX, *shards]), _tokenizer_lock(hashes(TOKENIZER_FILES), directory, config), ids
+    return (
+        hashes([*CONFIG_FILES, INDEX, *shards]),
+        _tokenizer_lock(hashes(TOKENIZER_FILES), directory, config, facts),
+        ids,
+    )
 
 
-def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int]) -> tuple[str, *Pinned]:
+def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int], facts: Facts) -> tuple[str, *Pinned]:
     """A hub model's commit, and what is pinned. Small files are downloaded and checked."""
     if name in example_names():
         raise UserError(
@@ -136,7 +141,7 @@ def _pin_hub(name: str, revision: str | None, tokens: Sequence[str | int]) -> tu
     if missing := [file for file in wanted if file not in blobs]:
         raise UserError(f"model.name: {INDEX} of {name} names {missing[0]}, which it lacks; name another revision")
     tokenizer = {file: blobs[file] for file in TOKENIZER_FILES if file in blobs}
-    return commit, {file: blobs[file] for file in wanted}, _tokenizer_lock(tokenizer, directory, config), ids
+    return commit, {file: blobs[file] for file in wanted}, _tokenizer_lock(tokenizer, directory, config, facts), ids
 
 
 def _check_names(names: set[str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Links through which DVC watches local sources and their images: it follows a link when it hashes a dependency.
+"""Links through which DVC watches local sources and files that rows name: it follows one when it hashes a dependency.
 
 `dvc exp run` adds the files below such a link to git unless .gitignore names the link; ours does, so weights and data
 stay out of git.
@@ -26,8 +26,8 @@ DIRECTORY_LINKS = ("watched-data", "watched-data-1", "watched-data-2", "watched-
 # In a directory that is a dependency, DVC follows any number of links to files.
 FILE_LINKS = "watched-files"
 MODEL_LINKS = ("watched-adapter", "watched-model")
-MOST_IMAGE_LINKS = 100
-"""Images that are linked one by one, where no link is left for their directory. Each takes git two calls."""
+MOST_NAMED_LINKS = 100
+"""Files named by rows that are linked singly, where no link is left for their directory. Each takes git two calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class Watched:
     root: Path
     """A file, or the directory of all files."""
     files: Sequence[Path]
-    images: Mapping[str, Path] = field(default_factory=dict)
-    """Images by name. A relative name lies below the directory of its row's file."""
+    named: Mapping[str, Path] = field(default_factory=dict)
+    """Files that its rows name, by name. A relative name lies below the directory of its row's file."""
 
 
 def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None) -> tuple[list[Path], list[Path]]:
-    """Link the local sources, the directories of their images, and the user's chat template.
+    """Link the local sources, the directories of files that rows name, and the user's chat template.
 
-    Returns the directories for which no directory link is left, and images without any link. The files of such a
+    Returns the directories for which no directory link is left, and named files without any link. The files of such a
     directory are linked one by one, so that DVC does not notice files added to them. Raises UserError if the disk
     cannot be written.
     """
@@ -52,9 +52,9 @@ def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None
     folders = roots if len(roots) == 1 else [root for root in roots if not root.is_file()]
     directories, others = folders[: len(DIRECTORY_LINKS)], folders[len(DIRECTORY_LINKS) :]
     paths = [path for source in sources if source.root not in directories for path in source.files]
-    with_images, single = _image_folders([source.images for source in sources], directories)
-    directories = directories + with_images
-    files = list(dict.fromkeys((*paths, *single[:MOST_IMAGE_LINKS])))
+    with_named, single = _named_folders([source.named for source in sources], directories)
+    directories = directories + with_named
+    files = list(dict.fromkeys((*paths, *single[:MOST_NAMED_LINKS])))
     for link, target in zip(DIRECTORY_LINKS, directories + [NOTHING_LOCAL] * len(DIRECTORY_LINKS), strict=False):
         watch(locks / link, target)
     links = {f"{k}": path for k, path in enumerate(files or [NOTHING_LOCAL])}
@@ -66,28 +66,28 @@ def watch_sources(locks: Path, sources: Sequence[Watched], template: Path | None
         for old in (locks / FILE_LINKS).iterdir():
             if old.name not in links:
                 old.unlink()
-    return others, single[MOST_IMAGE_LINKS:]
+    return others, single[MOST_NAMED_LINKS:]
 
 
-def _image_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """(directories to link, images in none of them) for the images of each source by name.
+def _named_folders(sources: Sequence[Mapping[str, Path]], watched: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(directories to link, files in none of them) for the files that rows of each source name, by name.
 
     If there are more directories than links, one around all of a source's is linked.
     """
     room = len(DIRECTORY_LINKS) - len(watched)
-    real = {path.parent: _real(path.parent) for images in sources for path in images.values()}
+    real = {path.parent: _real(path.parent) for named in sources for path in named.values()}
     inside = [_real(root) for root in watched if os.path.isdir(root)]
     folders = {folder: place for folder, place in real.items() if os.path.isdir(folder) and not _is_in(place, inside)}
     if len(_outermost(folders)) > room:
-        for images in sources:
-            relative = {path.parent for name, path in images.items() if not Path(name).is_absolute()}
+        for named in sources:
+            relative = {path.parent for name, path in named.items() if not Path(name).is_absolute()}
             below = [folders[folder] for folder in relative if folder in folders]
             if below and not _holds_outputs(around := Path(os.path.commonpath(below))):
                 folders[around] = around
     kept = [folder for folder in _outermost(folders) if not _holds_outputs(folder)][:room]
     inside += [folders[folder] for folder in kept]
     left = {folder for folder, place in real.items() if not _is_in(place, inside)}
-    single = [path for images in sources for path in images.values() if path.parent in left]
+    single = [path for named in sources for path in named.values() if path.parent in left]
     return kept, [path for path in single if os.path.isfile(path)]
 
 

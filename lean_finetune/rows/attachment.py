@@ -92,6 +92,8 @@ class Attachment(ABC):
     """Keys of section bucket that limit its measures."""
     whole_model: ClassVar[bool] = False
     """Whether it needs parts of the model beside its decoder and head."""
+    sizes_option: ClassVar[str] = ""
+    """Option of `lean-finetune fit` that names the sizes of what rows carry; empty if only lengths of rows count."""
     unpackable: ClassVar[str] = ""
     """Why such rows cannot be packed, for messages; empty if they can."""
 

@@ -3,7 +3,6 @@
 import lean_finetune.core.signals  # noqa: F401 - first, so that Ctrl-C prints no traceback
 
 # isort: split
-from functools import partial
 from pathlib import Path
 
 import click
@@ -12,7 +11,7 @@ from cuda_memory.terminal import echo
 from cuda_memory.user_paths import PATH
 from lean_finetune.config.declared_params import read_params
 from lean_finetune.core.stage_command import StageCommand
-from lean_finetune.data.images.named_images import named_images
+from lean_finetune.islands.pins import config_facts, named_files
 from lean_finetune.pinning.data_source import pin_data
 from lean_finetune.pinning.model_source import pin_model
 
@@ -27,8 +26,7 @@ def main(what: str, locks: Path) -> None:
     """
     p = read_params()
     if what == "data":
-        find_images = partial(named_images, columns=p.data.columns, ignore_columns=p.data.ignore_columns)
-        if note := pin_data(p.data, locks, find_images):
+        if note := pin_data(p.data, locks, named_files(p.data)):
             echo(f"note: {note}", err=True)
     else:
         pin_model(
@@ -38,4 +36,5 @@ def main(what: str, locks: Path) -> None:
             adapter=p.model.adapter,
             adapter_revision=p.model.adapter_revision,
             tokens=p.train.lora.trainable_tokens,
+            facts=config_facts,
         )

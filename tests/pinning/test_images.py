@@ -12,7 +12,7 @@ import pytest
 
 from lean_finetune.core.atomic_files import read_json
 from lean_finetune.pinning import image_pins
-from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, MOST_IMAGE_LINKS
+from lean_finetune.pinning.watched_links import DIRECTORY_LINKS, MOST_NAMED_LINKS
 from tests.processes import run_bounded
 from tests.workspace import error, write_rows
 
@@ -168,12 +168,12 @@ def test_more_directories_than_links_are_watched_by_one_around_them(pin, tmp_pat
 
 def test_images_beside_the_project_are_linked_one_by_one(pin, workspace):
     """DVC would watch the directory that it writes."""
-    count = MOST_IMAGE_LINKS + 3
+    count = MOST_NAMED_LINKS + 3
     rows = write_rows(workspace / "train.jsonl", [row(f"{k}.png") for k in range(count)])
     draw(*(workspace / f"{k}.png" for k in range(count)))
     result = pin(rows)
     assert "DVC does not notice changes of 3 images, such as " in result.stderr
-    assert links() == ["../train.jsonl"] and len(file_links()) == MOST_IMAGE_LINKS
+    assert links() == ["../train.jsonl"] and len(file_links()) == MOST_NAMED_LINKS
     write_rows(rows, [row("0.png"), row("gone.png")])
     assert "does not notice" not in pin(rows).stderr and file_links() == ["0.png"]
 

@@ -145,3 +145,17 @@ def blank(size: Size) -> "Image":
     from PIL import Image
 
     return Image.new("RGB", (size.width, size.height))
+
+
+def vision_patch(config: dict[str, Any]) -> list[int] | None:
+    """Height and width in pixels of a patch of the vision tower; None if config.json leaves them to its class."""
+    vision = config.get("vision_config")
+    size = vision.get("patch_size") if isinstance(vision, dict) else None
+    sizes: list[Any] = size if isinstance(size, list) else [size, size]
+    return sizes if len(sizes) == 2 and all(type(edge) is int and edge > 0 for edge in sizes) else None
+
+
+def config_facts(config: dict[str, Any]) -> dict[str, Any]:
+    """What the tokenizer's lock has of a model's config.json: the patches of its tower, by which tokens differ."""
+    patch = vision_patch(config)
+    return {} if patch is None else {"vision_patch": patch}

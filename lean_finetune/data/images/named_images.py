@@ -3,9 +3,11 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
+from lean_finetune.config.data_schema import Data
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.data.format.format_base import (
     IMAGE_COLUMNS,
@@ -19,6 +21,7 @@ from lean_finetune.data.format.unread_columns import without
 from lean_finetune.data.images.image_store import image_directory, image_path
 from lean_finetune.data.read.decode_rows import decode
 from lean_finetune.data.read.source_blocks import open_local, read_blocks
+from lean_finetune.pinning.data_source import NamedFiles
 from lean_finetune.pinning.image_pins import pin_images
 from lean_finetune.pinning.locate import DataFile, data_files
 from lean_finetune.pinning.read_locks import DATA_SCHEMA
@@ -57,6 +60,12 @@ def named_images(
                 with suppress(RowFault):
                     found[os.path.join(within[file], image.path)] = image_path(image, directories[file])
     return found
+
+
+def named_files(data: Data) -> NamedFiles:
+    """The images that rows name, as section data says how rows are read."""
+    find = partial(named_images, columns=data.columns, ignore_columns=data.ignore_columns)
+    return NamedFiles(key="images", word="image", find=find, pin=pin_images)
 
 
 def refuse_changed_images(
