@@ -20,7 +20,7 @@ from cuda_memory.units import (
 )
 from cuda_memory.user_paths import shell_line
 from lean_finetune.commands.fit_images import image_lines, images_json, largest_line
-from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Remedy

@@ -2,28 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
 
 from cuda_memory.units import round_up
 from lean_finetune.config.adapter_starts import ADAPTER_STARTS
 from lean_finetune.config.data_schema import HELDOUT_SOURCE, Data
 from lean_finetune.config.field_types import HUB_PREFIX, SPLIT_WEIGHTS, Sharding
-from lean_finetune.config.rule import Rule, needs
+from lean_finetune.config.rule import OFF, Rule, needs, turn_off
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError, shortened
-
-SWITCHED_OFF: Mapping[str, Any] = {
-    **dict.fromkeys(("train.context_parallel", "train.tensor_parallel", "train.pipeline_stages"), 1),
-    **dict.fromkeys(("train.compress_activations", "train.offload_activations", "train.offload"), "none"),
-    **{"train.sequence_tiles": None, "train.offload_to": "cpu", "train.fused_kernels": "none"},
-    "train.grad_ckpt_policy": "full",
-    "train.grad_ckpt_layers": None,
-    **dict.fromkeys(("train.master_weights", "train.optimizer_in_backward"), False),
-    **dict.fromkeys(("train.vision", "train.projector"), "frozen"),
-}
-"""Memory switches with the value that turns each off. What describes a run lists other values."""
 
 
 def padded_max_length(params: Params) -> int:
@@ -37,8 +25,8 @@ def _longest_sequence(params: Params) -> int:
 
 
 ACTIVATION_RULES = [
-    needs("train.grad_ckpt_policy", "full", "train.grad_ckpt", True),
-    needs("train.grad_ckpt_layers", None, "train.grad_ckpt_policy", "first_n"),
+    needs("train.grad_ckpt_policy", "train.grad_ckpt", True),
+    needs("train.grad_ckpt_layers", "train.grad_ckpt_policy", "first_n"),
     Rule(
         "train.grad_ckpt_layers",
         lambda p: p.train.grad_ckpt_policy == "first_n" and p.train.grad_ckpt_layers is None,
@@ -85,7 +73,7 @@ SECTION_RULES = [
         "a micro-batch must have room for a row of data.max_length={data.max_length} (padded to a multiple of "
         "{bucket.pad_multiple}); got {bucket.max_tokens}; raise bucket.max_tokens or lower data.max_length",
     ),
-    needs("bucket.constant_shape", False, "bucket.mode", "packed"),
+    needs("bucket.constant_shape", "bucket.mode", "packed"),
     Rule(
         "train.keep",
         lambda p: p.train.keep == "best" and p.train.heldout_every_steps is None,
@@ -312,16 +300,16 @@ SHARDING_RULES = [
     *(
         Rule(
             key,
-            lambda p, key=key, off=off: (  # type: ignore[misc]
-                attrgetter(key)(p) not in off and p.layout.data < p.hardware.num_gpus
+            lambda p, key=key, fine=(OFF[key], *fine): (  # type: ignore[misc]
+                attrgetter(key)(p) not in fine and p.layout.data < p.hardware.num_gpus
             ),
             f"was tried only where all GPUs take different rows (train.sharding); got {{{key}}} with rows or layers "
-            f"divided among GPUs; {remedy}",
+            f"divided among GPUs; {turn_off(key)}",
         )
-        for key, off, remedy in (
-            ("train.compress_activations", ("none",), "set it to none"),
-            ("train.sequence_tiles", (None,), "leave it blank"),
-            ("train.fused_kernels", ("none", "auto"), "set it to none"),
+        for key, *fine in (
+            ("train.compress_activations",),
+            ("train.sequence_tiles",),
+            ("train.fused_kernels", "auto"),
         )
     ),
     Rule(
@@ -368,7 +356,7 @@ SHARDING_RULES = [
         "has an effect only with hardware.num_gpus above 1; got {train.sharding} with 1; set it to none, or raise "
         "hardware.num_gpus",
     ),
-    needs("train.shard_group_gpus", None, "train.sharding", "hsdp"),
+    needs("train.shard_group_gpus", "train.sharding", "hsdp"),
     Rule(
         "train.shard_group_gpus",
         _indivisible,

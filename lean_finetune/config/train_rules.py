@@ -69,7 +69,7 @@ TRAIN_RULES = [
             f"train.offload={{train.offload}}; use {_optimizer(p).use_instead}, or train.offload=none"
         ),
     ),
-    needs("train.offload_to", "cpu", "train.offload", "optimizer", "parameters"),
+    needs("train.offload_to", "train.offload", "optimizer", "parameters"),
     Rule(
         "train.offload_to",
         lambda p: p.train.offload_to == "disk" and not _optimizer(p).updates_by_value,
@@ -82,7 +82,7 @@ TRAIN_RULES = [
         "needs one GPU, because several GPUs sum their gradients first; got true with "
         "hardware.num_gpus={hardware.num_gpus}; set train.optimizer_in_backward=false, or hardware.num_gpus=1",
     ),
-    needs(IN_BACKWARD, False, "train.method", "full"),
+    needs(IN_BACKWARD, "train.method", "full"),
     Rule(
         IN_BACKWARD,
         lambda p: p.train.optimizer_in_backward and p.train.max_grad_norm is not None,
@@ -96,10 +96,10 @@ TRAIN_RULES = [
         "updates weights before an fp16 overflow is known; got true with train.precision=fp16; use bf16 or fp32, or "
         "set train.optimizer_in_backward=false",
     ),
-    needs("train.quant.type", "nf4", "train.method", "qlora"),
-    needs("train.quant.double", True, "train.method", "qlora"),
-    needs("train.lora.dropout", 0.0, "train.method", *ADAPTER_METHODS),
-    needs("train.lora.rslora", False, "train.method", *ADAPTER_METHODS),
+    needs("train.quant.type", "train.method", "qlora"),
+    needs("train.quant.double", "train.method", "qlora"),
+    needs("train.lora.dropout", "train.method", *ADAPTER_METHODS),
+    needs("train.lora.rslora", "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.init",
         lambda p: p.train.method not in ADAPTER_STARTS[p.train.lora.init].methods,
@@ -128,8 +128,8 @@ TRAIN_RULES = [
         "needs train.method=lora or qlora (peft drops the scales of 8-bit weights) and train.lora.init=default; got "
         "{train.method}, {train.lora.init}; set it to false",
     ),
-    needs("train.lora.modules_to_save", [], "train.method", *ADAPTER_METHODS),
-    needs("train.lora.trainable_tokens", [], "train.method", *ADAPTER_METHODS),
+    needs("train.lora.modules_to_save", "train.method", *ADAPTER_METHODS),
+    needs("train.lora.trainable_tokens", "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.trainable_tokens",
         lambda p: bool(p.train.lora.trainable_tokens and p.train.lora.modules_to_save),
@@ -138,7 +138,7 @@ TRAIN_RULES = [
     ),
     _rows_exclude("train.tensor_parallel"),
     _rows_exclude("train.pipeline_stages"),
-    needs("train.lora.experts", "none", "train.method", *ADAPTER_METHODS),
+    needs("train.lora.experts", "train.method", *ADAPTER_METHODS),
     Rule(
         "train.lora.experts",
         lambda p: (
@@ -155,7 +155,7 @@ TRAIN_RULES = [
         "has no gradient where int8_lora recomputes layers; got {train.router_aux_loss}; set it to 0.0, or "
         "train.grad_ckpt=false",
     ),
-    needs("train.router", "frozen", "train.method", "full"),
+    needs("train.router", "train.method", "full"),
     *map(_part_rule, ("vision", "projector")),
     Rule(
         "train.vision",
@@ -184,7 +184,7 @@ TRAIN_RULES = [
         "overwrites outputs of matmuls with their rotary embedding, and train.grad_ckpt_policy=selective reads them "
         "again; got {train.fused_kernels} with selective; set it to none, or use full or every_n",
     ),
-    needs("train.merge", False, "train.method", *ADAPTER_METHODS),
+    needs("train.merge", "train.method", *ADAPTER_METHODS),
 ]
 
 

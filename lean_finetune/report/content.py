@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from cuda_memory.page.html import Table
 from cuda_memory.units import GIB, counted, readable_size, significant
 from lean_finetune.config.best_by import FIGURES
-from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.objectives.registry import OBJECTIVES
 from lean_finetune.pinning.locate import describe_data, describe_model
 from lean_finetune.report.formats import NONE, figure, size, sizes

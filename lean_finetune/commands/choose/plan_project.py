@@ -9,7 +9,7 @@ from lean_finetune.commands.project.params_file import change_params
 from lean_finetune.commands.project.template import SAMPLE, template_files
 from lean_finetune.commands.without_compiler import importing_without_compiler
 from lean_finetune.config.load import COMMON_PARAMS, PARAMS_FILE, load_params, parse_params
-from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import DoesNotFit
 from lean_finetune.core.read_yaml import parse_yaml

@@ -12,7 +12,7 @@ from cuda_memory.gpus import Device
 from cuda_memory.units import round_up
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
-from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.config.rule import SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.tower import TOWER
@@ -105,7 +105,6 @@ def _plain_flags(p: Params, device: Device, method: Method) -> Iterator[str]:
         # bf16 alone loses most updates of a usual learning rate.
         "train.master_weights": method == "full" and precision == "bf16",
         "train.grad_ckpt": False,
-        "train.grad_ckpt_policy": "full",
         "train.sharding": "none" if p.hardware.num_gpus == 1 else "ddp",
         "train.shard_group_gpus": None,
         "train.loss_chunk": p.train.loss_chunk or LOSS_CHUNK_TOKENS,

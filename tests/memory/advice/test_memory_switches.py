@@ -8,8 +8,7 @@ import pytest
 
 from lean_finetune.config.load import load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rule import Rule
-from lean_finetune.config.rules import SWITCHED_OFF
+from lean_finetune.config.rule import SWITCHED_OFF, Rule
 from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search_space import Space
