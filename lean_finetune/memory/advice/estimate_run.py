@@ -8,8 +8,6 @@ from typing import Any
 
 from cuda_memory.terminal import echo
 from cuda_memory.units import GIB, counted, readable_size
-from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Params
 from lean_finetune.core.atomic_files import FIGURES, atomic_directory, seal_tables, write_csv, write_json, write_sealed
 from lean_finetune.islands.attachments import read_attached
@@ -66,7 +64,7 @@ def run_stage(
     prediction, explanation = run.explain()
     memory, replayed = run.replay(prediction)
     _echo_verdict(run, prediction, memory)
-    switches = sweep_switches(run, prediction, partial(keeps_rules, params_of_rules(p)))
+    switches = sweep_switches(run, prediction)
     # Advice varies the micro-batches that set the peak; a pipeline's figures are those of its fullest stage.
     run, fullest = replace(run, steps=prediction.steps_of_peak), replace(run, setting=prediction.setting)
     by_phase = _phases(fullest, prediction, heldout_index, continued=assets.adapter is not None)

@@ -19,9 +19,9 @@ from cuda_memory.units import GIB
 from lean_finetune.core.errors import UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search_space import Candidate, Space, switch_names
+from lean_finetune.memory.advice.search_space import Allowed, Candidate, Space, switch_names
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, SAME, Switch, flag, set_options
+from lean_finetune.memory.advice.switch import EFFECTS, LESS_DATA, SAME, Switch, flags_of, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.trace.memory_trace import Peak
 
@@ -88,8 +88,6 @@ class Remedy:
         return {column: entry[column] for column in ADVICE_COLUMNS}
 
 
-Allowed = Callable[[tuple[str, ...]], bool]
-"""Whether params.yaml accepts overrides."""
 Confirm = Callable[[Candidate, int], int | None]
 """From a candidate and its traced peak: the peak that the caller's verdict would report; None if it would not fit."""
 
@@ -100,22 +98,20 @@ def advise(
     *,
     peak: Peak,
     usable_bytes: int,
-    allowed: Allowed = lambda flags: True,
     confirm: Confirm | None = None,
 ) -> list[Remedy]:
     """The best few changes with which a run fits; empty if none is found.
 
-    The predicted `peak` of `run` is more than `usable_bytes`, the largest with which it fits, without its margin. Only
-    `allowed` overrides are tried. `confirm` checks a candidate before it is offered.
+    The predicted `peak` of `run` is more than `usable_bytes`, the largest with which it fits, without its margin.
+    `confirm` checks a candidate before it is offered.
     """
     space = Space(run, costs)
-    search = _Search(run, costs, usable_bytes, allowed, confirm)
+    search = _Search(run, costs, usable_bytes, space.allows, confirm)
     search.traced[space.unchanged.flags] = (space.unchanged, peak)
     with search.bar:
         for effect in range(len(EFFECTS)):
             if search.open and not (effect == LESS_DATA and search.found):
-                candidates = space.of_effect(effect)
-                search.search_group([c for c in candidates if allowed(c.flags)])
+                search.search_group(space.of_effect(effect))
     return search.found
 
 
@@ -253,9 +249,7 @@ def with_recomputed(tracer: Tracer, one: Candidate, count: int) -> Candidate:
     values = different(start, wanted)
     layers, tiles = (switch_names().index(name) for name in ("activations", "tiles"))
     options = list(one.options)
-    options[layers] = replace(
-        options[layers], values=values, flags=tuple(flag(key, value) for key, value in values.items())
-    )
+    options[layers] = replace(options[layers], values=values, flags=flags_of(values))
     options[tiles] = replace(options[tiles], values={}, flags=(), effect=SAME, ease=0, level=0)
     without_tiles = {"train.sequence_tiles": start.train.sequence_tiles}
     run = replace(one.run, setting=setting_with(one.run.setting, {**wanted, **without_tiles}))

@@ -1,13 +1,14 @@
 """The changes that advice tries: the options of every switch and their combinations."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
-from lean_finetune.config.load import with_flags
-from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.declared_params import params_of_rules
+from lean_finetune.config.load import keeps_rules, with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import full_batch, in_stages, remade
 from lean_finetune.memory.advice.run import Run
@@ -22,7 +23,7 @@ from lean_finetune.memory.advice.switch import (
     UNCLIPPED,
     Support,
     Switch,
-    flag,
+    flags_of,
 )
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.traced_step import TracedSteps, halved
@@ -44,10 +45,15 @@ HARDEST = 9
 """Ease of shorter rows."""
 
 
+Allowed = Callable[[tuple[str, ...]], bool]
+"""Whether overrides may be tried."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One value of one switch."""
 
+    switch: str = MICRO_BATCH
     flags: tuple[str, ...]
     """Overrides for `dvc exp run -S`. Empty for the value of the run itself."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -77,9 +83,8 @@ class Candidate:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All overrides in the order of the switches. If two set one parameter, the last one counts."""
-        last = {flag.partition("=")[0]: flag for option in self.options for flag in option.flags}
-        return tuple(last.values())
+        """All overrides in the order of the switches."""
+        return _flags_of(self.options)
 
     @property
     def effect(self) -> int:
@@ -133,11 +138,25 @@ def switch_names() -> list[str]:
 
 
 class Space:
-    """The options of every switch, and their combinations."""
+    """The options of every switch, and their combinations; of both, those that the rules of params.yaml accept."""
 
-    def __init__(self, run: Run, costs: Costs, sizes: Iterable[Option] | None = None):
-        """Find the options. `sizes` are those of `MICRO_BATCH`, ascending by level; None means halved ones."""
-        self._run, self._costs = run, costs
+    def __init__(
+        self,
+        run: Run,
+        costs: Costs,
+        sizes: Iterable[Option] | None = None,
+        wanted: Allowed = lambda flags: True,
+    ):
+        """Find the options.
+
+        Args:
+            run: the run that they change.
+            costs: of that run.
+            sizes: the options of `MICRO_BATCH`, ascending by level; None means halved ones.
+            wanted: whether overrides may be tried, besides the rules.
+        """
+        self._run, self._costs, self._wanted = run, costs, wanted
+        self._keeps_rules = partial(keeps_rules, params_of_rules(run.params))
         unchanged = Option(flags=(), effect=SAME, ease=0, level=0, run=run)
         support = Support(
             cuda=costs.cuda,
@@ -147,25 +166,72 @@ class Space:
         )
         # Updates in the backward pass need steps of one micro-batch.
         smaller = () if run.setting.train.optimizer_in_backward else budgets_of(run) if sizes is None else sizes
-        found = [smaller, *(self._possible(_options_of(switch, run, support)) for switch in SWITCHES)]
-        self._options = [[unchanged, *options] for options in found]
+        found = [smaller, *(self._possible(self._options_of(switch, support)) for switch in SWITCHES)]
+        self._options = [[unchanged, *(one for one in options if self.allows(one.flags))] for options in found]
+        self._apart = self._incompatible()
         self.unchanged = Candidate(options=(unchanged,) * len(found), run=run, slowdown=1.0)
+
+    def allows(self, flags: tuple[str, ...]) -> bool:
+        """Whether overrides are wanted and keep the rules."""
+        return self._wanted(flags) and self._keeps_rules(flags)
 
     def of_effect(self, effect: int) -> list[Candidate]:
         """Every combination with this effect, in the order in which to try them."""
-        allowed = [[option for option in options if option.effect <= effect] for options in self._options]
-        chosen = (
-            options
-            for options in product(*allowed)
-            if max((o.effect for o in options if o.flags), default=-1) == effect and _compatible(options)
+        chosen: list[tuple[Option, ...]] = [()]
+        for options in self._options:
+            known = [(one, self._apart.get(id(one), frozenset())) for one in options if one.effect <= effect]
+            chosen = [(*some, one) for some in chosen for one, apart in known if apart.isdisjoint(map(id, some))]
+        of_effect = (
+            options for options in chosen if max((one.effect for one in options if one.flags), default=-1) == effect
         )
-        fitting = (candidate for candidate in map(self._candidate, chosen) if self._fits_host(candidate))
+        kept = (options for options in of_effect if self.allows(_flags_of(options)))
+        fitting = (candidate for candidate in map(self._candidate, kept) if self._fits_host(candidate))
         return sorted(fitting, key=lambda candidate: candidate.order)
+
+    def _incompatible(self) -> Mapping[int, frozenset[int]]:
+        """By the identity of an option, the identities of those of earlier switches that it is not combined with."""
+        excluded = {frozenset((switch.name, name)) for switch in SWITCHES for name in switch.excludes}
+        found: dict[int, set[int]] = {}
+        for earlier, later in combinations(self._options, 2):
+            for a, b in product(earlier[1:], later[1:]):
+                flags = _flags_of((a, b))
+                one_value = {*a.flags, *b.flags} == {*flags}
+                if {a.switch, b.switch} in excluded or not one_value or not self._keeps_rules(flags):
+                    found.setdefault(id(b), set()).add(id(a))
+        return {one: frozenset(others) for one, others in found.items()}
 
     def _fits_host(self, candidate: Candidate) -> bool:
         """Whether the host has memory for what is offloaded."""
         there = self._run.host_ram_bytes
         return there is None or self._costs.offloaded_bytes(candidate.run.setting)[0] <= there
+
+    def _options_of(self, switch: Switch, support: Support) -> Iterator[Option]:
+        """The options of a switch, each stronger than the one before."""
+        run = self._run
+        variants = (different(run.setting, variant) for variant in switch.lighter(run.setting, support))
+        kept = (values for values in variants if values and self._keeps_rules(flags_of(values)))
+        for number, values in enumerate(kept):
+            other_optimizer = switch.one_micro_batch and "train.optimizer" in values
+            option = Option(
+                switch=switch.name,
+                flags=flags_of(values),
+                values=values,
+                effect=max(
+                    switch.effect,
+                    UNCLIPPED if "train.max_grad_norm" in values else SAME,
+                    ROUNDED if other_optimizer else SAME,
+                ),
+                ease=switch.ease + number,
+                level=1 + number,
+                run=run,
+                note=PAGED_NOTE if other_optimizer else "",
+            )
+            if not switch.one_micro_batch:
+                yield option
+                continue
+            packed = [*_of_one_micro_batch(option)]
+            # Of a lighter variant the smallest steps: levels are one order.
+            yield from packed[-1:] if number else packed
 
     def _possible(self, options: Iterable[Option]) -> Iterator[Option]:
         """The options that this model supports."""
@@ -194,43 +260,10 @@ class Space:
         return Candidate(options=options, run=changed, slowdown=work * self._costs.slowdown(changed))
 
 
-def _options_of(switch: Switch, run: Run, support: Support) -> Iterator[Option]:
-    """The options of a switch for a run, each stronger than the one before."""
-    variants = [different(run.setting, variant) for variant in switch.lighter(run.setting, support)]
-    for number, values in enumerate(filter(None, variants)):
-        other_optimizer = switch.one_micro_batch and "train.optimizer" in values
-        option = Option(
-            flags=tuple(flag(key, value) for key, value in values.items()),
-            values=values,
-            effect=max(
-                switch.effect,
-                UNCLIPPED if "train.max_grad_norm" in values else SAME,
-                ROUNDED if other_optimizer else SAME,
-            ),
-            ease=switch.ease + number,
-            level=1 + number,
-            run=run,
-            note=PAGED_NOTE if other_optimizer else "",
-        )
-        if not switch.one_micro_batch:
-            yield option
-            continue
-        packed = [*_of_one_micro_batch(option)]
-        yield from packed[-1:] if number else packed  # Of a lighter variant the smallest steps: levels are one order.
-
-
-def _compatible(options: Sequence[Option]) -> bool:
-    """Whether no switch excludes another, and no parameter has two values."""
-    chosen = {name for name, option in zip(switch_names(), options, strict=True) if option.flags}
-    if any(switch.name in chosen and chosen & switch.excludes for switch in SWITCHES):
-        return False
-    changed = {key: value for option in options for key, value in option.values.items()}
-    paged = "train.optimizer" in changed and OPTIMIZERS[changed["train.optimizer"]].paged
-    if paged and changed.get("train.offload", "none") != "none":
-        return False
-    values: dict[str, str] = {}
-    pairs = (flag.split("=", 1) for option in options for flag in option.flags)
-    return all(values.setdefault(key, value) == value for key, value in pairs)
+def _flags_of(options: Iterable[Option]) -> tuple[str, ...]:
+    """All overrides in the order of the options. If two set one parameter, the last one counts."""
+    last = {flag.partition("=")[0]: flag for option in options for flag in option.flags}
+    return tuple(last.values())
 
 
 def _of_one_micro_batch(option: Option) -> Iterator[Option]:
@@ -295,7 +328,7 @@ def budgets_of(run: Run) -> Iterator[Option]:
             bucket=bucket.model_copy(update=sizes),
             micro_batches_per_step=run.micro_batches_per_step * parts,
         )
-        flags = tuple(flag(f"bucket.{key}", value) for key, value in sizes.items())
+        flags = flags_of({f"bucket.{key}": value for key, value in sizes.items()})
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller)
     length = run.longest // 2 // ROW_MULTIPLE * ROW_MULTIPLE
     if measures_of(run.attached):  # Shorter rows would cut images, and such rows are left out.

@@ -8,9 +8,6 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
-from lean_finetune.config.optimizers import OPTIMIZERS
-from lean_finetune.config.parallel_layout import ParallelLayout
-from lean_finetune.config.rules import GATHERED_LAYERS
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 from lean_finetune.memory.trace.setting import Setting
 
@@ -42,7 +39,7 @@ class Support:
 
 
 Variants = Callable[[Setting, Support], Iterable[Values]]
-"""Values to try for a setting. Values equal to the setting's own are ignored."""
+"""Values to try for a setting. Values equal to the setting's own are ignored, and those that a rule refuses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +74,9 @@ class Switch:
     """
 
 
-def flag(key: str, value: Any) -> str:
-    """An override for `dvc exp run -S`."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+def flags_of(values: Values) -> tuple[str, ...]:
+    """Overrides for `dvc exp run -S`."""
+    return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items())
 
 
 def set_options(flags: Iterable[str]) -> str:
@@ -89,8 +86,6 @@ def set_options(flags: Iterable[str]) -> str:
 
 # Memory switches of activations and logits.
 
-DIVIDING = frozenset({"tensor_parallel", "context_parallel"})
-"""Context and tensor parallelism: not tried together with switches of saved activations."""
 TILES = 8
 LOSS_CHUNK_TOKENS = 512
 """Logits of this many tokens are a small part of the peak, so advice offers no smaller chunk."""
@@ -98,39 +93,35 @@ SMALL_CHUNK_TOKENS = 128
 """On a GPU of 8 GB they are a tenth of it."""
 
 
+RECOMPUTED: Values = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
+"""Every layer recomputes its activations."""
+
+
 def _lighter_activations(setting: Setting, support: Support) -> Iterable[Values]:
     """Recompute all but matmuls and attention, then all, then store layer inputs in host memory."""
-    full = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
-    if not setting.train.grad_ckpt and setting.train.method != "int8_lora":
+    if not setting.train.grad_ckpt:
         yield {"train.grad_ckpt": True, "train.grad_ckpt_policy": "selective"}
-    yield full
+    yield RECOMPUTED
     if support.cuda and setting.train.offload_activations == "none":
-        yield {**full, "train.offload_activations": "cpu"}
+        yield {**RECOMPUTED, "train.offload_activations": "cpu"}
 
 
 def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
     if not setting.train.grad_ckpt:
         return [{"train.grad_ckpt": True}]
-    saved = {"train.grad_ckpt": False, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
-    return [saved, *_lighter_activations(setting, support)]
-
-
-def _plain_layers(setting: Setting) -> bool:
-    """Whether a GPU computes complete rows and layers with the model's code, unchanged."""
-    return setting.train.fused_kernels in ("none", "auto") and setting.layout == ParallelLayout(data=setting.gpus)
+    return [{**RECOMPUTED, "train.grad_ckpt": False}, *_lighter_activations(setting, support)]
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
     """MLPs in tiles: the intermediate values of an MLP, the largest of a recomputed layer, exist a tile at a time."""
-    saved_here = setting.train.offload_activations == setting.train.compress_activations == "none"
-    if setting.train.sequence_tiles is None and _plain_layers(setting) and saved_here:
+    train = setting.train
+    if train.sequence_tiles is None and train.offload_activations == train.compress_activations == "none":
         yield {"train.sequence_tiles": TILES}
 
 
 def _compressed_activations(setting: Setting, support: Support) -> Iterable[Values]:
     """Saved activations in 8 bits. On a CPU it takes longer than recomputing."""
-    free = setting.train.compress_activations == "none" and setting.train.sequence_tiles is None
-    if support.cuda and free and _plain_layers(setting):
+    if support.cuda and setting.train.compress_activations == "none" and setting.train.sequence_tiles is None:
         yield {"train.compress_activations": "int8"}
 
 
@@ -140,10 +131,9 @@ def _shown_fused_kernels(setting: Setting, support: Support) -> Iterable[Values]
         yield {"train.fused_kernels": "none"}
     elif support.cuda:
         yield {"train.fused_kernels": "auto"}
-        if find_spec("liger_kernel") and setting.train.grad_ckpt_policy != "selective":
-            yield {"train.fused_kernels": "liger"}
-        if find_spec("fla"):
-            yield {"train.fused_kernels": "fla"}
+        for kernels, package in (("liger", "liger_kernel"), ("fla", "fla")):
+            if find_spec(package):
+                yield {"train.fused_kernels": kernels}
 
 
 def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
@@ -151,12 +141,6 @@ def _lighter_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
         yield {"train.loss_chunk": LOSS_CHUNK_TOKENS}
     if support.small_chunks and (setting.train.loss_chunk or SMALL_CHUNK_TOKENS + 1) > SMALL_CHUNK_TOKENS:
         yield {"train.loss_chunk": SMALL_CHUNK_TOKENS}
-
-
-def _shown_loss_chunk(setting: Setting, support: Support) -> Iterable[Values]:
-    if setting.layout.tensor > 1:  # It needs the chunked loss.
-        return []
-    return [{"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}]
 
 
 ACTIVATION_SWITCHES = [
@@ -191,7 +175,7 @@ ACTIVATION_SWITCHES = [
         shown=_tiles,
         effect=SAME,
         ease=3,
-        excludes=DIVIDING | {"compression"},
+        excludes=frozenset({"compression"}),
         saves=ACTIVATIONS,
         changes_states=False,
     ),
@@ -202,7 +186,6 @@ ACTIVATION_SWITCHES = [
         shown=_compressed_activations,
         effect=ROUNDED,
         ease=6,
-        excludes=DIVIDING,
         saves=ACTIVATIONS,
         changes_states=False,
         other_memory="same",
@@ -211,7 +194,9 @@ ACTIVATION_SWITCHES = [
         name="loss_chunk",
         parameters=("train.loss_chunk",),
         lighter=_lighter_loss_chunk,
-        shown=_shown_loss_chunk,
+        shown=lambda setting, support: [
+            {"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}
+        ],
         effect=SAME,
         ease=4,
         saves=LOGITS,
@@ -234,8 +219,6 @@ LIGHTER_SHARDING: Mapping[Sharding, tuple[Sharding, ...]] = {
 """Modes with less memory per GPU than a mode, the most similar first."""
 COMMUNICATION_TIME: Mapping[Sharding, float] = {"zero1": 1.02, "zero2": 1.05, "zero3": 1.10, "hsdp": 1.08}
 """Assumed factor on the time of a step: weights are communicated too, mostly while layers compute."""
-DIVISIBLE: frozenset[Sharding] = frozenset({"ddp", "zero2", "zero3"})
-"""Modes of train.sharding that work with tensor parallelism."""
 NODE_DIVISORS = (2, 4, 8)
 """Sizes of train.tensor_parallel that advice tries."""
 EXCHANGE_TIME = 1.15
@@ -244,47 +227,26 @@ STAGES_TIME = 1.10
 """Assumed factor on the time of a step, besides the pipeline's bubble: stages are never equally long."""
 MOST_STAGES = 4
 """Each stage is traced, so no more are tried."""
-UNTRIED = frozenset({"compression", "tiles", "fused_kernels"})
-"""Switches that work only where all GPUs take different rows."""
 
 
 def _lighter_sharding(setting: Setting, support: Support) -> Iterable[Values]:
     """Modes with smaller shards; at last, weights and gradients in host memory too."""
-    if setting.gpus == 1:
-        return
-    mode, values, train = setting.mode, {}, setting.train
-    for lighter in LIGHTER_SHARDING[mode]:
-        # 8-bit weights cannot be split. Optimizer state of adapters is too small to be worth sharding.
-        unsplittable = lighter in SPLIT_WEIGHTS and train.method == "int8_lora"
-        if not unsplittable and not (lighter == "zero1" and (train.adapted or setting.layout.tensor > 1)):
-            mode, values = lighter, {"train.sharding": lighter, "train.shard_group_gpus": None}
-            yield values
-    on_device = setting.train.offload != "parameters" and not OPTIMIZERS[setting.train.optimizer].paged
-    if support.cuda and mode in GATHERED_LAYERS and on_device and setting.layout.tensor == 1:
-        yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
-        if support.host_ram_known and OPTIMIZERS[setting.train.optimizer].updates_by_value and not train.adapted:
-            yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
-
-
-def _untried(setting: Setting) -> bool:
-    """Whether a setting works only where all GPUs take different rows."""
+    values: Values = {}
     train = setting.train
-    return (
-        setting.train.compress_activations != "none"
-        or train.sequence_tiles is not None
-        or train.fused_kernels in ("liger", "fla")
-    )
+    for mode in LIGHTER_SHARDING[setting.mode]:
+        if mode != "zero1" or not train.adapted:  # Optimizer state of adapters is too small to be worth sharding.
+            values = {"train.sharding": mode, "train.shard_group_gpus": None}
+            yield values
+    if support.cuda and setting.gpus > 1 and train.offload != "parameters":
+        yield {**values, "train.offload": "parameters", "train.offload_to": "cpu"}
+        if support.host_ram_known and not train.adapted:
+            yield {**values, "train.offload": "parameters", "train.offload_to": "disk"}
 
 
 def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
     """The tokens of each row on two GPUs, or on the eight GPUs of a usual node."""
-    layout = setting.layout
-    if setting.gpus == 1 or layout.tensor * layout.pipeline > 1:
-        return
-    if not setting.train.router_aux_loss and not _untried(setting):
-        for context in sorted({2, min(NODE_DIVISORS[-1], layout.size)}):
-            if context > layout.context and layout.size % context == 0:
-                yield {"train.context_parallel": context}
+    sizes = sorted({2, min(NODE_DIVISORS[-1], setting.gpus)})
+    return ({"train.context_parallel": size} for size in sizes if size > setting.layout.context)
 
 
 def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
@@ -302,26 +264,15 @@ def _communication_time(setting: Setting, more_micro_batches: float) -> float:
 
 def _smaller_parts(setting: Setting, support: Support) -> Iterable[Values]:
     """More GPUs for each matmul; if these are all GPUs, none share weights by train.sharding."""
-    layout, train = setting.layout, setting.train
-    if layout.context > 1 or train.loss_chunk is None or train.offload == "parameters" or train.lora.dora:
-        return
-    if _untried(setting) or setting.mode not in DIVISIBLE or train.method == "int8_lora":
-        return
-    for size in NODE_DIVISORS:
-        if size > layout.tensor and layout.size % size == 0:
-            alone: Values = {"train.sharding": "none", "train.shard_group_gpus": None} if size == layout.size else {}
-            yield {"train.tensor_parallel": size, **alone}
+    for size in (size for size in NODE_DIVISORS if size > setting.layout.tensor):
+        alone: Values = {"train.sharding": "none", "train.shard_group_gpus": None} if size == setting.gpus else {}
+        yield {"train.tensor_parallel": size, **alone}
 
 
 def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
-    """A stage on each GPU, without context or tensor parallelism."""
-    train, gpus = setting.train, setting.gpus
-    if not 1 < setting.layout.data == gpus <= MOST_STAGES:
-        return
-    if _untried(setting) or train.method == "int8_lora" or train.lora.changes_frozen_weights:
-        return
-    if setting.train.offload != "parameters":
-        yield {"train.pipeline_stages": gpus, "train.sharding": "none", "train.shard_group_gpus": None}
+    """A stage on each GPU."""
+    if 1 < setting.gpus <= MOST_STAGES:
+        yield {"train.pipeline_stages": setting.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
 
 
 def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
@@ -346,7 +297,6 @@ PARALLEL_SWITCHES = [
         lighter=_divided_layers,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"sharding", "tensor_parallel", "context_parallel"}) | UNTRIED,
         time=_pipeline_time,
     ),
     Switch(
@@ -355,7 +305,7 @@ PARALLEL_SWITCHES = [
         lighter=_smaller_parts,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"sharding", "method"}) | UNTRIED,
+        excludes=frozenset({"sharding", "method"}),
         time=lambda setting, more: float(setting.layout.tensor),  # This many GPUs process the same rows.
     ),
     Switch(
@@ -364,7 +314,6 @@ PARALLEL_SWITCHES = [
         lighter=_context_parallel,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"tensor_parallel"}) | UNTRIED,
         changes_states=False,
         time=_exchange_time,
     ),

@@ -7,10 +7,11 @@ docs/memory-switches.md, switches.csv and the advice of estimate and `lean-finet
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 from lean_finetune.config.field_types import Method, Precision
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.rule import OFF, Needs
+from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.islands.tower import TOWER
 from lean_finetune.memory.advice.switch import (
     ACTIVATION_SWITCHES,
@@ -41,15 +42,14 @@ def _lighter_optimizer(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
     """The optimizer in host memory or on its disk, then weights too. Adapters gain only where weights move."""
-    optimizer, given, adapted = OPTIMIZERS[setting.train.optimizer], setting.train.offload, setting.train.adapted
-    if not support.cuda or setting.train.method == "int8_lora" or optimizer.paged:
+    given, adapted = setting.train.offload, setting.train.adapted
+    if not support.cuda:
         return
-    alone = setting.gpus == 1
     what = ["optimizer"] if given != "parameters" and not adapted else []
-    for moved in [*what, *(["parameters"] if alone or given == "parameters" else [])]:
+    for moved in [*what, *(["parameters"] if setting.gpus == 1 or given == "parameters" else [])]:
         if moved != given:
             yield {"train.offload": moved, "train.offload_to": "cpu"}
-        if support.host_ram_known and optimizer.updates_by_value and not adapted:
+        if support.host_ram_known and not adapted:
             yield {"train.offload": moved, "train.offload_to": "disk"}
 
 
@@ -66,16 +66,12 @@ def _lighter_precision(setting: Setting, support: Support) -> Iterable[Values]:
 
 
 def with_method(method: Method) -> Values:
-    """Another method, with the options reset that it ignores or excludes."""
-    values: dict[str, Any] = {"train.method": method, "train.lora.init": "default", "train.lora.dora": False}
-    if method == "full":
-        values |= {"train.lora.dropout": 0.0, "train.lora.rslora": False, "train.lora.experts": "none"}
-        values |= {"train.lora.modules_to_save": [], "train.lora.trainable_tokens": []}
-    else:
-        values["train.router"] = "frozen"
-    if method != "qlora":
-        values |= {"train.quant.type": "nf4", "train.quant.double": True}
-    return {**values, "train.master_weights": False, "train.optimizer_in_backward": False}
+    """Another method, with the options turned off that it ignores or excludes."""
+    ours = {key for switch in SWITCHES for key in switch.parameters}
+    needed = (rule for rule in TRAIN_RULES if isinstance(rule, Needs) and rule.other == "train.method")
+    off = {rule.key: OFF[rule.key] for rule in needed if rule.key in ours and method not in rule.values}
+    reset = {"train.lora.init": "default", "train.lora.dora": False, "train.master_weights": False}
+    return {"train.method": method, **reset, **off}
 
 
 def _frozen_parts(setting: Setting, support: Support) -> Iterable[Values]:
@@ -85,22 +81,22 @@ def _frozen_parts(setting: Setting, support: Support) -> Iterable[Values]:
 
 def _smaller_expert_adapters(setting: Setting, support: Support) -> Iterable[Values]:
     """Adapters of half the rank on the experts of a mixture, then adapters beside the experts alone."""
-    train = setting.train
-    if train.adapted and train.lora.experts == "all":
-        if train.lora.expert_rank > 1:
-            yield {"train.lora.expert_rank": train.lora.expert_rank // 2}
+    lora = setting.train.lora
+    if lora.experts == "all":
+        if lora.expert_rank > 1:
+            yield {"train.lora.expert_rank": lora.expert_rank // 2}
         yield {"train.lora.experts": "none"}
 
 
 def _update_in_backward(setting: Setting, support: Support) -> Iterable[Values]:
     """Update each weight in the backward pass, which excludes clipping; then with AdamW's state paged from the host."""
     train = setting.train
-    if train.method == "full" and train.precision != "fp16" and not setting.distributed:
+    if train.offload != "parameters" and not train.scales_loss:  # The rules do not know the precision of `auto`.
         in_backward = {"train.optimizer_in_backward": True, "train.max_grad_norm": None}
         yield in_backward
         least = OPTIMIZERS[train.optimizer].lighter or train.optimizer
         paged = next((name for name, other in OPTIMIZERS.items() if other.use_instead == least), None)
-        if support.cuda and train.offload == "none" and paged is not None:
+        if support.cuda and paged is not None:
             yield {**in_backward, "train.optimizer": paged}
 
 
@@ -180,7 +176,7 @@ SWITCHES = [
         lighter=_update_in_backward,
         effect=SAME,
         ease=10,
-        excludes=frozenset({"method", "micro_batch"}),
+        excludes=frozenset({"micro_batch"}),
         one_micro_batch=True,
     ),
 ]

@@ -7,8 +7,7 @@ from typing import Any
 
 from cuda_memory.gpus import Device
 from cuda_memory.units import counted, readable_size
-from lean_finetune.config.declared_params import params_of_rules
-from lean_finetune.config.load import keeps_rules, with_flags
+from lean_finetune.config.load import with_flags
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import remade
 from lean_finetune.memory.advice.margins import Margin, State, Tier, judge_bytes, margin_of
@@ -272,7 +271,6 @@ def answer(
         costs,
         peak=prediction.peak,
         usable_bytes=run.fitting_bytes,
-        allowed=partial(keeps_rules, params_of_rules(run.params)),
         confirm=confirm,
     )
     ranked = f"by effect on learning, then {costs.reason}"

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from cuda_memory.gpus import BF16_CAPABILITY, GPUS, Device
 from cuda_memory.units import GIB, round_up
+from lean_finetune.config.declared_params import params_of_rules
 from lean_finetune.config.field_types import MAX_PIXELS
+from lean_finetune.config.load import keeps_rules
 from lean_finetune.config.schema import Bucket
 from lean_finetune.core.errors import RowFault, UserError
 from lean_finetune.core.progress import progress_bar
 from lean_finetune.data.images.image_family import Size
 from lean_finetune.memory.advice.full_rows import full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.search import Allowed
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import Support, flag, set_options
+from lean_finetune.memory.advice.switch import Support, flags_of, set_options
 from lean_finetune.memory.advice.switches import SWITCHES, different, setting_with
 from lean_finetune.memory.predict.peak import Prediction
 from lean_finetune.memory.predict.traced_step import halved
@@ -47,23 +48,22 @@ def as_advice(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     return [{"command": f"dvc exp run {options}", "peak_bytes": peak_bytes} for options, peak_bytes in changes]
 
 
-def sweep_switches(run: Run, current: Prediction, allowed: Allowed | None = None) -> list[SweepPoint]:
+def sweep_switches(run: Run, current: Prediction) -> list[SweepPoint]:
     """Trace every single change over the micro-batches that set the current peak. The current setting comes first.
 
-    Only `allowed` overrides are traced.
+    Only overrides that keep the rules are traced.
     """
     steps, setting, smaller_batch = current.steps_of_peak, run.setting, halving_flag(run.bucket, run.longest)
     support = Support(cuda=run.target.foreach, native_bf16=run.device.native_bf16)
     changes = [
         (flags, changed, steps)
         for flags, changed in single_changes(setting, support)
-        if method_fault(run.config, changed.train) is None and (allowed is None or allowed(flags))
+        if method_fault(run.config, changed.train) is None
     ]
-    if smaller_batch is not None and allowed is not None and not allowed((smaller_batch,)):
-        smaller_batch = None
     fewer = halved(steps)
     if fewer is not None and smaller_batch is not None and not setting.train.optimizer_in_backward:
         changes.insert(0, ((smaller_batch,), setting, fewer))
+    changes = [change for change in changes if keeps_rules(params_of_rules(run.params), change[0])]
     bar = progress_bar(changes, desc="estimate", unit=" switches", disable=not run.params.run.progress)
     points: list[SweepPoint] = [((), current.peak.bytes)]
     for flags, changed, shapes in bar:
@@ -85,7 +85,7 @@ def single_changes(setting: Setting, support: Support) -> Iterator[tuple[tuple[s
     for switch in SWITCHES:
         for variant in switch.shown(setting, support):
             if values := different(setting, variant):
-                yield tuple(flag(key, value) for key, value in values.items()), setting_with(setting, values)
+                yield flags_of(values), setting_with(setting, values)
 
 
 # The smallest GPU for a run, and the longest row and the largest micro-batch that fit a GPU.

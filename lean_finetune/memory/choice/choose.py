@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from cuda_memory.gpus import Device
 from lean_finetune.config.field_types import Method
-from lean_finetune.config.load import keeps_rules, with_flags
+from lean_finetune.config.load import with_flags
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search_space import Candidate
@@ -87,7 +87,7 @@ def choose(
                     raise
                 lost.append(Lost(method=method, why=str(error), least_bytes=0, most_bytes=0))
                 continue
-            last = FastestSets(start, partial(_allowed, start, fixed, on_device))
+            last = FastestSets(start, partial(_wanted, fixed, on_device))
             if last.find(ROUNDED if on_device else UNCLIPPED, most):
                 return Chosen(choices=last.choices, start=start, lost=lost, sets=last, images=images)
             least_bytes, most_bytes = least_needed(last)
@@ -117,12 +117,10 @@ def faster_with_bf16_updates(chosen: Chosen, fixed: Collection[str], index: RowI
     return found if found.choices else None
 
 
-def _allowed(start: Start, fixed: Collection[str], on_device: bool, flags: tuple[str, ...]) -> bool:
-    """Whether overrides keep what the user named, and the rules between parameters."""
+def _wanted(fixed: Collection[str], on_device: bool, flags: tuple[str, ...]) -> bool:
+    """Whether overrides keep what the user named, and the device."""
     values = dict(text.split("=", 1) for text in flags)
-    if fixed & values.keys() or (on_device and values.get("train.offload", "none") != "none"):
-        return False
-    return keeps_rules(start.run.params, flags)
+    return not (fixed & values.keys() or (on_device and values.get("train.offload", "none") != "none"))
 
 
 def least_needed(sets: FastestSets) -> tuple[int, int]:

@@ -6,13 +6,13 @@ is traced first: if that does not fit, none of them does. A peak is convex in th
 the highest of many instants, each linear in them. So two traced sizes bound all larger ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lean_finetune.memory.advice.plan_memory import PlanMemory
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import FASTER, REFUSED, Tracer, fewer_recomputed
-from lean_finetune.memory.advice.search_space import MICRO_BATCH, Candidate, Space
+from lean_finetune.memory.advice.search_space import MICRO_BATCH, Allowed, Candidate, Space
 from lean_finetune.memory.advice.step_cost import Costs
 from lean_finetune.memory.advice.verdict import confirmed_run
 from lean_finetune.memory.choice.plain_run import Start
@@ -45,29 +45,26 @@ class Choice:
         return self.candidate.slowdown
 
 
-Allowed = Callable[[tuple[str, ...]], bool]
-
-
 class FastestSets(Tracer):
     """Searches the combinations of one plain run."""
 
-    def __init__(self, start: Start, allowed: Allowed):
-        """`allowed`: whether overrides may be tried."""
-        self.start, self._allowed = start, allowed
+    def __init__(self, start: Start, wanted: Allowed):
+        """`wanted`: whether overrides may be tried, besides the rules."""
+        self.start = start
         run = start.run
         super().__init__(run, Costs(run), run.fitting_bytes, most_traces=MOST_TRACES)
-        self._space = Space(run, self.costs, start.sizes)
+        self._space = Space(run, self.costs, start.sizes, wanted)
         self.groups: dict[int, list[Candidate]] = {}
         self.choices: list[Choice] = []
         self._last = MOST_TRACES
 
     def candidates(self, effect: int) -> list[Candidate]:
-        """The allowed combinations with an effect on learning, in the order in which they are tried."""
+        """The combinations with an effect on learning, in the order in which they are tried."""
         if effect not in self.groups:
             found = self._space.of_effect(effect)
             if effect == 0:
                 found.insert(0, self._space.unchanged)
-            self.groups[effect] = [one for one in found if self._allowed(one.flags)]
+            self.groups[effect] = found
         return self.groups[effect]
 
     def find(self, most_effect: int, most: int = MOST_CHOICES) -> list[Choice]:
@@ -143,7 +140,7 @@ class FastestSets(Tracer):
 
     def _choose(self, one: Candidate) -> None:
         """Add a set, or a faster one that recomputes fewer layers, if its own verdict accepts it."""
-        fewer = [(other, 0) for other in fewer_recomputed(self, one) if self._allowed(other.flags)]
+        fewer = [(other, 0) for other in fewer_recomputed(self, one) if self._space.allows(other.flags)]
         for other, traced_bytes in (*fewer, (one, self.peak_bytes(one))):
             if (found := confirmed_run(self.run, other, traced_bytes)) is not None:
                 break

@@ -14,7 +14,7 @@ from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.full_rows import full_rows_run, refuse_images
 from lean_finetune.memory.advice.run import Run
-from lean_finetune.memory.advice.switch import Values, flag
+from lean_finetune.memory.advice.switch import Values, flags_of
 from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.predict.layer_repetition import find_repetition, with_layers
 from lean_finetune.model.empty_model import meta_model
@@ -113,7 +113,7 @@ def few_layers(config: PretrainedConfig, p: Params) -> PretrainedConfig:
 
 def _train(p: Params, config: PretrainedConfig, device: Device, values: Values) -> Run:
     """Trace a training step."""
-    run = full_rows_run(with_flags(p, [flag(*item) for item in values.items()]), config, device)
+    run = full_rows_run(with_flags(p, flags_of(values)), config, device)
     _ = run.attention  # Refuses a kernel that cannot run on the device.
     run.predict()
     return run

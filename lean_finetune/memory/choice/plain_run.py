@@ -12,7 +12,7 @@ from cuda_memory.gpus import Device
 from cuda_memory.units import round_up
 from lean_finetune.config.field_types import Method
 from lean_finetune.config.load import with_flags
-from lean_finetune.config.rule import SWITCHED_OFF
+from lean_finetune.config.rule import OFF, SWITCHED_OFF
 from lean_finetune.config.schema import Params
 from lean_finetune.core.errors import UserError
 from lean_finetune.islands.tower import TOWER
@@ -20,7 +20,7 @@ from lean_finetune.memory.advice.full_rows import full_rows_run, remade
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search_space import Option
 from lean_finetune.memory.advice.step_cost import tokens_per_second
-from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flag
+from lean_finetune.memory.advice.switch import LOSS_CHUNK_TOKENS, SAME, flags_of
 from lean_finetune.memory.advice.switches import with_method
 from lean_finetune.memory.devices import precision_on
 from lean_finetune.memory.predict.assumed_images import AssumedImages
@@ -87,7 +87,7 @@ def plain_start(
     if changed.train.optimizer_in_backward:  # A step is one micro-batch, and ends with the row that reaches its tokens.
         mode, tokens = "packed", round_up(changed.train.step_tokens - 1 + length, pad_multiple(changed))
     sized = {"bucket.mode": mode, "bucket.max_tokens": tokens}
-    flags += [flag(key, value) for key, value in sized.items() if key not in fixed]
+    flags += flags_of({key: value for key, value in sized.items() if key not in fixed})
     changed = with_flags(p, flags)
     run, filled = _with_rows(full_rows_run(changed, config, device, images=images), index)
     resized = "bucket.max_tokens" not in fixed and mode != "fixed" and not changed.train.optimizer_in_backward
@@ -95,7 +95,7 @@ def plain_start(
     return Start(run=run, sizes=tuple(sizes), flags=tuple(flags), mode=why, filled=filled)
 
 
-def _plain_flags(p: Params, device: Device, method: Method) -> Iterator[str]:
+def _plain_flags(p: Params, device: Device, method: Method) -> tuple[str, ...]:
     """Overrides that turn memory switches off; fp32 master weights where all weights are trained in bf16."""
     precision, _ = precision_on(device, p.train.precision)
     values = {**SWITCHED_OFF, **(with_method(method) if method != p.train.method else {})}
@@ -106,10 +106,10 @@ def _plain_flags(p: Params, device: Device, method: Method) -> Iterator[str]:
         "train.master_weights": method == "full" and precision == "bf16",
         "train.grad_ckpt": False,
         "train.sharding": "none" if p.hardware.num_gpus == 1 else "ddp",
-        "train.shard_group_gpus": None,
+        "train.shard_group_gpus": OFF["train.shard_group_gpus"],
         "train.loss_chunk": p.train.loss_chunk or LOSS_CHUNK_TOKENS,
     }
-    yield from (flag(key, value) for key, value in values.items())
+    return flags_of(values)
 
 
 def _packing(
@@ -146,7 +146,7 @@ def _sizes(run: Run, index: RowIndex | None, length: int) -> Iterator[Option]:
     tokens, level = most, 0
     while tokens > least:
         tokens, level = next(size for size in sizes if size < tokens), level + 1
-        flags = (flag("bucket.max_tokens", tokens),)
+        flags = flags_of({"bucket.max_tokens": tokens})
         smaller, _ = _with_rows(remade(run, with_flags(run.params, flags)), index)
         work = smaller.tokens_per_step / run.tokens_per_step
         yield Option(flags=flags, effect=SAME, ease=0, level=level, run=smaller, work=work)

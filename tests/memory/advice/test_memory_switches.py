@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lean_finetune.config.load import load_params, with_flags
+from lean_finetune.config.load import keeps_rules, load_params, with_flags
 from lean_finetune.config.parallel_layout import ParallelLayout
 from lean_finetune.config.rule import SWITCHED_OFF, Rule
 from lean_finetune.config.train_rules import TRAIN_RULES
 from lean_finetune.core.errors import UserError
 from lean_finetune.memory.advice.search_space import Space
 from lean_finetune.memory.advice.step_cost import Costs
-from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flag
+from lean_finetune.memory.advice.switch import OTHER_WEIGHTS, Support, Switch, Values, flags_of
 from lean_finetune.memory.advice.switches import (
     SWITCHES,
     different,
@@ -26,17 +26,17 @@ from lean_finetune.memory.advice.what_fits import single_changes
 from lean_finetune.memory.trace.setting import Setting
 from tests.conftest import ROOT
 from tests.memory.common import setting_of
-from tests.memory.workloads import workload
+from tests.memory.workloads import params_of, workload
 
 GPU = Support(cuda=True, native_bf16=True)
 PARAMS = load_params(ROOT / "params.yaml")
 
 
 def lighter(name: str, setting: Setting, support: Support = GPU) -> list[tuple[str, ...]]:
-    """The overrides of a switch's variants."""
+    """The overrides of a switch's variants that the rules accept."""
     switch = next(switch for switch in SWITCHES if switch.name == name)
-    changes = (different(setting, values) for values in switch.lighter(setting, support))
-    return [tuple(flag(key, value) for key, value in values.items()) for values in changes if values]
+    found = (flags_of(different(setting, values)) for values in switch.lighter(setting, support))
+    return [flags for flags in found if flags and keeps_rules(params_of(setting), flags)]
 
 
 def halved_rank(setting: Setting, support: Support) -> list[Values]:
@@ -189,7 +189,7 @@ def test_the_optimizer_is_offloaded_only_where_its_state_is_large_and_the_host_c
 def test_a_variant_turns_off_what_it_excludes(changes: dict[str, Any], values: Values, expected: list[str]):
     """An override that params.yaml refuses, or a trace of another setting than the override leads to."""
     found = different(setting_of(**changes), values)
-    assert [flag(key, value) for key, value in found.items()] == [f"train.{line}" for line in expected]
+    assert list(flags_of(found)) == [f"train.{line}" for line in expected]
     assert different(setting_with(setting_of(**changes), found), values) == {}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cuda_memory.units import GIB, MIB
 from lean_finetune.config.load import COMMON_PARAMS, keeps_rules, load_params, with_flags
-from lean_finetune.memory.advice import search, search_space, verdict, what_fits
+from lean_finetune.memory.advice import search, search_space, what_fits
 from lean_finetune.memory.advice.full_rows import fit_run, full_batch, full_rows_run, largest_steps
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import Confirm, Remedy, advise
@@ -174,7 +174,7 @@ def test_overrides_that_params_refuse_are_recognized():
 def test_advice_offers_only_what_params_accept(refused: bool, monkeypatch: pytest.MonkeyPatch):
     """A command that ends in an error."""
     monkeypatch.setattr(
-        verdict, "keeps_rules", lambda params, flags: not (refused and "train.offload=parameters" in flags)
+        search_space, "keeps_rules", lambda params, flags: not (refused and "train.offload=parameters" in flags)
     )
     flags = ["data.max_length=256", "bucket.max_tokens=1024", "train.loss_chunk=null", "estimate.headroom_percent=0"]
     p = with_flags(PARAMS, [*flags, "train.method=full", "train.precision=fp32"])
