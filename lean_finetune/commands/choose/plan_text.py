@@ -14,6 +14,7 @@ from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.search import REFUSED
 from lean_finetune.memory.advice.search_space import Candidate
 from lean_finetune.memory.advice.switch import SAME
+from lean_finetune.memory.advice.switches import SWITCHES
 from lean_finetune.memory.advice.what_fits import LENGTH_STEP
 from lean_finetune.memory.choice.choose import BF16_UPDATES, Chosen, Lost, known_bytes, what_would_do
 from lean_finetune.memory.choice.fastest import Choice, FastestSets
@@ -99,35 +100,9 @@ def words_of(run: Run) -> dict[str, str]:
     bucket = run.bucket
     size = f"{bucket.fixed_rows} rows" if bucket.mode == "fixed" else f"{bucket.max_tokens:,} tokens"
     words["micro-batch"] = f"micro-batches of {size}" + (", packed" if bucket.mode == "packed" else "")
-    recomputed = {
-        "full": "checkpointing",
-        "first_n": f"checkpointing of the first {train.grad_ckpt_layers} layers",
-        "every_n": f"checkpointing of one layer in {train.grad_ckpt_every}",
-        "selective": "selective checkpointing",
-    }[train.grad_ckpt_policy]
-    words["checkpointing"] = recomputed if train.grad_ckpt else "no checkpointing"
-    if train.offload_activations != "none":
-        words["activations"] = f"activations on {_place(train.offload_activations)}"
-    if train.compress_activations != "none":
-        words["compression"] = f"activations in 8 bits ({train.compress_activations})"
-    if train.sequence_tiles is not None:
-        words["tiles"] = f"MLPs in {train.sequence_tiles} tiles"
-    words["loss"] = "all logits at once" if train.loss_chunk is None else f"loss in chunks of {train.loss_chunk} tokens"
-    words["optimizer"] = train.optimizer + (" in backward, without clipping" if train.optimizer_in_backward else "")
-    if train.offload != "none":
-        what = "weights and optimizer" if train.offload == "parameters" else "optimizer"
-        words["offload"] = f"{what} on {_place(train.offload_to)}"
-    if train.sharding != "none":
-        words["sharding"] = train.sharding
-    layout = run.setting.layout
-    for name, count in (("tensor", layout.tensor), ("context", layout.context), ("pipeline", layout.pipeline)):
-        if count > 1:
-            words[name] = f"{name} parallel over {count} GPUs"
+    for switch in SWITCHES:
+        words |= switch.words(run.setting)
     return words
-
-
-def _place(where: str) -> str:
-    return {"cpu": "the host", "disk": "disk"}[where]
 
 
 def _price(choice: Choice, chosen: Chosen) -> str:

@@ -12,6 +12,7 @@ from functools import cached_property
 from cuda_memory.gpus import GIGA, GPUS, Device, Speed
 from cuda_memory.units import readable_times
 from lean_finetune.config.optimizers import OPTIMIZERS
+from lean_finetune.config.rule import OFF
 from lean_finetune.config.schema import Train
 from lean_finetune.memory.advice.run import Run
 from lean_finetune.memory.advice.switches import SWITCHES
@@ -124,7 +125,8 @@ class Costs:
         """Time per token relative to the original run on the same GPU; below 1 if faster."""
         more = changed.micro_batches_per_step / self._run.micro_batches_per_step
         factors = (switch.time(changed.setting, more) / switch.time(self._run.setting, 1.0) for switch in SWITCHES)
-        return math.prod(factors) * (self._seconds_per_token(changed) / self._original_seconds_per_token)
+        same_rows = _gpus_of_a_row(changed.setting) / _gpus_of_a_row(self._run.setting)
+        return math.prod(factors) * same_rows * (self._seconds_per_token(changed) / self._original_seconds_per_token)
 
     @cached_property
     def _original_seconds_per_token(self) -> float:
@@ -147,12 +149,23 @@ class Costs:
         return self._shapes[size]
 
 
+def _gpus_of_a_row(setting: Setting) -> int:
+    """GPUs that process the same tokens, each a part of the model."""
+    return setting.layout.tensor * setting.layout.pipeline
+
+
+WITHOUT_STATES = {
+    key.removeprefix("train."): OFF.get(key)
+    for switch in SWITCHES
+    if not switch.changes_states
+    for key in switch.parameters
+}
+"""Values of the switches that do not change states, for `_state_key`."""
+
+
 def _state_key(setting: Setting) -> Setting:
     """The setting without what does not change states: a search needs few states of many settings."""
-    return setting.with_train(
-        **dict.fromkeys(("grad_ckpt", "grad_ckpt_policy", "sequence_tiles", "loss_chunk", "max_grad_norm")),
-        **dict.fromkeys(("offload_activations", "compress_activations")),
-    )
+    return setting.with_train(**WITHOUT_STATES)
 
 
 def tokens_per_second(run: Run) -> tuple[float, float] | None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from lean_finetune.config.field_types import SPLIT_WEIGHTS, Sharding
+from lean_finetune.config.parallel_layout import Dimension
 from lean_finetune.memory.trace.memory_trace import ACTIVATIONS, LOGITS
 from lean_finetune.memory.trace.setting import Setting
 
@@ -67,6 +68,8 @@ class Switch:
     """Changes the bytes of weights, gradients or optimizer state."""
     other_memory: Literal["same", "not less", "unknown"] = "unknown"
     """Memory besides these states and `saves`, compared with a weaker variant. A safe default for a new switch."""
+    words: Callable[[Setting], Mapping[str, str]] = lambda setting: {}
+    """What it does in a run, in words by what they are about; nothing where it is off. For `lean-finetune plan`."""
     time: Callable[[Setting, float], float] = lambda setting, more_micro_batches: 1.0
     """Assumed factor on the time of a step, if `step_cost` does not compute what the switch costs.
 
@@ -93,6 +96,8 @@ SMALL_CHUNK_TOKENS = 128
 """On a GPU of 8 GB they are a tenth of it."""
 
 
+PLACES = {"cpu": "the host", "disk": "disk"}
+"""Where something is offloaded to, in words."""
 RECOMPUTED: Values = {"train.grad_ckpt": True, "train.grad_ckpt_policy": "full", "train.grad_ckpt_layers": None}
 """Every layer recomputes its activations."""
 
@@ -110,6 +115,21 @@ def _shown_activations(setting: Setting, support: Support) -> Iterable[Values]:
     if not setting.train.grad_ckpt:
         return [{"train.grad_ckpt": True}]
     return [{**RECOMPUTED, "train.grad_ckpt": False}, *_lighter_activations(setting, support)]
+
+
+def _words_of_activations(setting: Setting) -> Mapping[str, str]:
+    """What is recomputed, and where layers' inputs are stored."""
+    train = setting.train
+    recomputed = {
+        "full": "checkpointing",
+        "first_n": f"checkpointing of the first {train.grad_ckpt_layers} layers",
+        "every_n": f"checkpointing of one layer in {train.grad_ckpt_every}",
+        "selective": "selective checkpointing",
+    }[train.grad_ckpt_policy]
+    words = {"checkpointing": recomputed if train.grad_ckpt else "no checkpointing"}
+    if train.offload_activations != "none":
+        words["activations"] = f"activations on {PLACES[train.offload_activations]}"
+    return words
 
 
 def _tiles(setting: Setting, support: Support) -> Iterable[Values]:
@@ -154,6 +174,7 @@ ACTIVATION_SWITCHES = [
         ),
         lighter=_lighter_activations,
         shown=_shown_activations,
+        words=_words_of_activations,
         effect=SAME,
         ease=1,
         saves=ACTIVATIONS,
@@ -173,6 +194,9 @@ ACTIVATION_SWITCHES = [
         parameters=("train.sequence_tiles",),
         lighter=_tiles,
         shown=_tiles,
+        words=lambda setting: (
+            {} if (tiles := setting.train.sequence_tiles) is None else {"tiles": f"MLPs in {tiles} tiles"}
+        ),
         effect=SAME,
         ease=3,
         excludes=frozenset({"compression"}),
@@ -184,6 +208,11 @@ ACTIVATION_SWITCHES = [
         parameters=("train.compress_activations",),
         lighter=_compressed_activations,
         shown=_compressed_activations,
+        words=lambda setting: (
+            {}
+            if (codes := setting.train.compress_activations) == "none"
+            else {"compression": f"activations in 8 bits ({codes})"}
+        ),
         effect=ROUNDED,
         ease=6,
         saves=ACTIVATIONS,
@@ -197,6 +226,9 @@ ACTIVATION_SWITCHES = [
         shown=lambda setting, support: [
             {"train.loss_chunk": LOSS_CHUNK_TOKENS if setting.train.loss_chunk is None else None}
         ],
+        words=lambda setting: {
+            "loss": f"loss in chunks of {chunk} tokens" if (chunk := setting.train.loss_chunk) else "all logits at once"
+        },
         effect=SAME,
         ease=4,
         saves=LOGITS,
@@ -249,9 +281,14 @@ def _context_parallel(setting: Setting, support: Support) -> Iterable[Values]:
     return ({"train.context_parallel": size} for size in sizes if size > setting.layout.context)
 
 
-def _exchange_time(setting: Setting, more_micro_batches: float) -> float:
-    """Assumed time of a step relative to complete rows."""
-    return EXCHANGE_TIME if setting.layout.context > 1 else 1.0
+def _words_of_layout(dimension: Dimension) -> Callable[[Setting], Mapping[str, str]]:
+    """Words on a dimension of the mesh of GPUs."""
+
+    def words(setting: Setting) -> Mapping[str, str]:
+        count = getattr(setting.layout, dimension)
+        return {dimension: f"{dimension} parallel over {count} GPUs"} if count > 1 else {}
+
+    return words
 
 
 def _communication_time(setting: Setting, more_micro_batches: float) -> float:
@@ -275,17 +312,12 @@ def _divided_layers(setting: Setting, support: Support) -> Iterable[Values]:
         yield {"train.pipeline_stages": setting.gpus, "train.sharding": "none", "train.shard_group_gpus": None}
 
 
-def _pipeline_time(setting: Setting, more_micro_batches: float) -> float:
-    """Factor on a GPU's time per token: all stages process the same rows."""
-    stages = setting.layout.pipeline
-    return STAGES_TIME * stages if stages > 1 else 1.0
-
-
 PARALLEL_SWITCHES = [
     Switch(
         name="sharding",
         parameters=("train.sharding", "train.shard_group_gpus"),
         lighter=_lighter_sharding,
+        words=lambda setting: {} if (mode := setting.train.sharding) == "none" else {"sharding": mode},
         effect=SAME,
         ease=9,
         other_memory="not less",
@@ -295,26 +327,28 @@ PARALLEL_SWITCHES = [
         name="stages",
         parameters=("train.pipeline_stages",),
         lighter=_divided_layers,
+        words=_words_of_layout("pipeline"),
         effect=SAME,
         ease=10,
-        time=_pipeline_time,
+        time=lambda setting, more: STAGES_TIME if setting.layout.pipeline > 1 else 1.0,
     ),
     Switch(
         name="tensor_parallel",
         parameters=("train.tensor_parallel",),
         lighter=_smaller_parts,
+        words=_words_of_layout("tensor"),
         effect=SAME,
         ease=10,
         excludes=frozenset({"sharding", "method"}),
-        time=lambda setting, more: float(setting.layout.tensor),  # This many GPUs process the same rows.
     ),
     Switch(
         name="context_parallel",
         parameters=("train.context_parallel",),
         lighter=_context_parallel,
+        words=_words_of_layout("context"),
         effect=SAME,
         ease=10,
         changes_states=False,
-        time=_exchange_time,
+        time=lambda setting, more: EXCHANGE_TIME if setting.layout.context > 1 else 1.0,
     ),
 ]

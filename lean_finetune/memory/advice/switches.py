@@ -18,6 +18,7 @@ from lean_finetune.memory.advice.switch import (
     EFFECTS,
     OTHER_WEIGHTS,
     PARALLEL_SWITCHES,
+    PLACES,
     ROUNDED,
     SAME,
     Support,
@@ -51,6 +52,12 @@ def _lighter_offload(setting: Setting, support: Support) -> Iterable[Values]:
             yield {"train.offload": moved, "train.offload_to": "cpu"}
         if support.host_ram_known and not adapted:
             yield {"train.offload": moved, "train.offload_to": "disk"}
+
+
+def _words_of_offload(setting: Setting) -> Mapping[str, str]:
+    train = setting.train
+    what = {"none": None, "optimizer": "optimizer", "parameters": "weights and optimizer"}[train.offload]
+    return {} if what is None else {"offload": f"{what} on {PLACES[train.offload_to]}"}
 
 
 def with_precision(precision: Precision) -> Values:
@@ -107,6 +114,7 @@ SWITCHES = [
         parameters=("train.optimizer",),
         lighter=_lighter_optimizer,
         shown=lambda setting, support: [{"train.optimizer": "adamw"}, {"train.optimizer": "adamw_8bit"}],
+        words=lambda setting: {"optimizer": setting.train.optimizer},
         effect=ROUNDED,
         ease=5,
         other_memory="same",
@@ -116,6 +124,7 @@ SWITCHES = [
         parameters=("train.offload", "train.offload_to"),
         lighter=_lighter_offload,
         shown=lambda setting, support: list(_lighter_offload(setting, support))[:1],
+        words=_words_of_offload,
         effect=SAME,
         ease=8,
         excludes=frozenset({"method"}),
@@ -174,6 +183,11 @@ SWITCHES = [
         name="in_backward",
         parameters=("train.optimizer_in_backward", "train.max_grad_norm"),
         lighter=_update_in_backward,
+        words=lambda setting: (
+            {"optimizer": f"{setting.train.optimizer} in backward, without clipping"}
+            if setting.train.optimizer_in_backward
+            else {}
+        ),
         effect=SAME,
         ease=10,
         excludes=frozenset({"micro_batch"}),

@@ -128,7 +128,7 @@ def test_adapters_of_experts_are_made_smaller_then_left_out():
 
 @pytest.mark.parametrize(
     ("mode", "method", "expected"),
-    [("zero3", "full", [2, 4, 8]), ("zero3", "qlora", [2, 4, 8]), ("zero1", "full", []), ("ddp", "int8_lora", [])],
+    [("zero3", "full", [2, 4, 8]), ("zero3", "qlora", [2, 4, 8]), ("zero1", "full", [8]), ("ddp", "int8_lora", [])],
 )
 def test_tensor_parallelism_of_some_gpus_or_all(mode: Any, method: str, expected: list[int]):
     """Of eight GPUs; a setting with other numbers of rows and parts than its GPUs, or a mode without GPUs to share."""
