@@ -104,6 +104,8 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield not_causal
     if getattr(config, "is_encoder_decoder", False):  # Of both, get_text_config finds none.
         yield f"must be a decoder alone; got {name}, an encoder with a decoder"
+    if (reason := family_of(name).unsupported) is not None:
+        yield f"{name} {reason}; choose another model"
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         yield not_causal
     if getattr(config, "is_decoder", True) is False and type(config) in AutoModelForMaskedLM._model_mapping:
@@ -119,8 +121,6 @@ def _faults(config: PretrainedConfig, directory: Path) -> Iterator[str]:
         yield f"{file}: {wrong}; give the config.json that belongs to the model"
     if INDEXED in other_layers(config):
         yield f"{name} chooses the tokens to attend to with {NEEDS_MASK}; choose another model"
-    if (reason := family_of(name).unsupported) is not None:
-        yield f"{name} {reason}; choose another model"
     if (rope := _dynamic_rope(config)) is not None:
         usual = {"alpha", "original_max_position_embeddings"}.isdisjoint(rope)
         same = "remove rope_scaling there: rows of up to max_position_embeddings tokens stay the same"

@@ -38,7 +38,7 @@ def test_every_family_of_transformers_is_listed(listed):
     assert all(reason.count("\n") == 0 for row in listed.values() for reason in row["refused"])
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mamba", marks=pytest.mark.slow), "bart"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mamba", marks=pytest.mark.slow), "bart", "blt", "jetmoe"])
 def test_a_family_does_what_the_list_says(family, listed):
     """A refusal that came or went unseen."""
     assert outcome(family) == listed[family]

@@ -32,7 +32,7 @@ UNTRACEABLE = (UnsupportedFakeTensorException, UnsupportedOperatorException, Not
 """Raised for operations without a shape function."""
 UNREAD_LAYERDROP = "5.23.0"
 """Release of transformers whose OPT draws no random number for a `layerdrop` of 0; 5.17.0 compares it."""
-PACKAGE = Path(__file__).parents[2]
+TRACE, PACKAGE = Path(__file__).parent, Path(__file__).parents[2]
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _place_in_model(error: Exception) -> str | None:
     """File and line in transformers' model code that raised an error; None if our code did."""
     place = None
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.name == "__torch_dispatch__":  # The trace itself: the frame that called the operation is above.
+        if place is not None and Path(frame.filename).is_relative_to(TRACE):  # The model's code called it.
             break
         if "/transformers/models/" in frame.filename:
             place = f"{Path(frame.filename).name}:{frame.lineno}"
